@@ -21,11 +21,11 @@ from smckpt.errors import CheckpointError, CheckpointNotFoundError, CorruptCheck
 from smckpt.storage import Storage
 
 __all__ = [
-    "Doomed",
-    "DoomedGroup",
+    "Removal",
+    "RemovalGroup",
     "RemoveReport",
     "carry_out",
-    "doomed_of",
+    "removal_of",
     "remove_checkpoint",
     "remove_probes",
 ]
@@ -50,7 +50,7 @@ class RemoveReport:
 
 
 @dataclass(frozen=True)
-class DoomedGroup:
+class RemovalGroup:
     """The files of a group. directory: relative to the checkpoint's. parts: (rank, names of its
     part, data and checksums, in the order of deletion)."""
 
@@ -63,25 +63,25 @@ class DoomedGroup:
 
 
 @dataclass(frozen=True)
-class Doomed:
+class Removal:
     """All files of a checkpoint to delete. It is enough to finish a deletion after the manifests
     are gone."""
 
     record: str | None
-    groups: tuple[DoomedGroup, ...]
+    groups: tuple[RemovalGroup, ...]
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Doomed:
+    def from_json(cls, data: Mapping[str, Any]) -> Removal:
         """
         Raises:
             ValueError, TypeError, KeyError, AttributeError: it names something that is not a file
                 of smckpt's.
         """
         groups = tuple(
-            DoomedGroup(
+            RemovalGroup(
                 str(group["directory"]),
                 _ours(group["manifest"], "manifest"),
                 int(group["fencing_token"]),
@@ -107,7 +107,7 @@ def _ours(name: Any, *kinds: str) -> str:
     return str(name)
 
 
-def doomed_of(contents: Contents) -> Doomed:
+def removal_of(contents: Contents) -> Removal:
     """The files that a removal of this checkpoint deletes.
 
     Raises:
@@ -124,7 +124,7 @@ def doomed_of(contents: Contents) -> Doomed:
             parts.append((part.rank, tuple(names)))
         first = manifest.parts[0].name
         groups.append(
-            DoomedGroup(
+            RemovalGroup(
                 group.directory,
                 group.manifest_name,
                 manifest.fencing_token,
@@ -133,7 +133,7 @@ def doomed_of(contents: Contents) -> Doomed:
                 found_prefix_sharding(store, manifest.prefix_sharding, first),
             )
         )
-    return Doomed(contents.record, tuple(groups))
+    return Removal(contents.record, tuple(groups))
 
 
 def remove_checkpoint(contents: Contents) -> RemoveReport:
@@ -148,7 +148,7 @@ def remove_checkpoint(contents: Contents) -> RemoveReport:
         StorageError: the store refused; what is left can be loaded only if nothing was deleted.
     """
     top = contents.storage
-    carry_out(top, doomed_of(contents))
+    carry_out(top, removal_of(contents))
     try:
         left = choose_commit(top).identity
     except (CheckpointNotFoundError, CorruptCheckpointError):  # or the rest of a swept commit
@@ -185,7 +185,7 @@ def _remove_probes(step: Storage) -> None:
         store.remove_directory()
 
 
-def carry_out(top: Storage, doomed: Doomed, seen: Collection[str] | None = None) -> None:
+def carry_out(top: Storage, removal: Removal, seen: Collection[str] | None = None) -> None:
     """Delete the files in the directory `top` and below. After a call that was cut short, call it
     again.
 
@@ -196,18 +196,18 @@ def carry_out(top: Storage, doomed: Doomed, seen: Collection[str] | None = None)
     Raises:
         As `remove_checkpoint`.
     """
-    directories = [top.join(group.directory) for group in doomed.groups]
+    directories = [top.join(group.directory) for group in removal.groups]
     sharded = [
         PrefixStores(store, group.prefix_sharding)
-        for store, group in zip(directories, doomed.groups, strict=True)
+        for store, group in zip(directories, removal.groups, strict=True)
     ]
     for stores in sharded:  # all places, before anything is deleted
         for store in stores.all():
             store.refuse_links()
-    if doomed.record is not None:
-        top.delete(doomed.record)
+    if removal.record is not None:
+        top.delete(removal.record)
         top.sync()
-    pairs = list(zip(directories, sharded, doomed.groups, strict=True))
+    pairs = list(zip(directories, sharded, removal.groups, strict=True))
     delete_at((store, (group.manifest,)) for store, _, group in pairs)
     for store in directories:  # a power failure could bring a manifest back without its files
         store.sync()
@@ -217,9 +217,9 @@ def carry_out(top: Storage, doomed: Doomed, seen: Collection[str] | None = None)
     left = {store.url: store.names() for store in _directories(top, directories, sharded, seen)}
     if seen is not None:
         gone = {name for store, names in ranks if store.url == top.url for name in names}
-        gone |= {group.manifest for group in doomed.groups if not group.directory}
-        left[top.url] = sorted({*seen} - gone - {doomed.record})
-    _tidy(top, doomed, directories, sharded, left)
+        gone |= {group.manifest for group in removal.groups if not group.directory}
+        left[top.url] = sorted({*seen} - gone - {removal.record})
+    _tidy(top, removal, directories, sharded, left)
 
 
 def _directories(
@@ -236,7 +236,7 @@ def _directories(
 
 def _tidy(
     top: Storage,
-    doomed: Doomed,
+    removal: Removal,
     directories: Sequence[Storage],
     sharded: Sequence[PrefixStores],
     left: Mapping[str, Collection[str]],
@@ -252,9 +252,9 @@ def _tidy(
     urls = {store.url for store in directories}
     names = {n for stores in sharded for store in stores.all() for n in left[store.url]}
     written = [p for p in map(parse_name, names) if p is not None and p.kind in _WRITTEN]
-    fencing_token = max(group.fencing_token for group in doomed.groups)
+    fencing_token = max(group.fencing_token for group in removal.groups)
     ours = not any(p.fencing_token == fencing_token for p in written)
-    sessions = {group.session for group in doomed.groups}
+    sessions = {group.session for group in removal.groups}
     for store in {store.url: store for store in (*directories, top)}.values():
         try:
             leases = leases_at(store, left[store.url])
@@ -282,7 +282,7 @@ def _tidy(
     for stores in sharded:
         for store in stores.all()[1:]:
             store.remove_directory()
-    for group in doomed.groups:
+    for group in removal.groups:
         subpath = group.directory.split("/") if group.directory else []
         for depth in range(len(subpath), 0, -1):
             top.join("/".join(subpath[:depth])).remove_directory()

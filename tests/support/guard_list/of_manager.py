@@ -43,16 +43,16 @@ KEEPING = [
     ),
     of(
         "keep: the record goes before the manifests", "checkpoint/commits/remove.py",
-        """    if doomed.record is not None:
-        top.delete(doomed.record)
+        """    if removal.record is not None:
+        top.delete(removal.record)
         top.sync()
-    pairs = list(zip(directories, sharded, doomed.groups, strict=True))
+    pairs = list(zip(directories, sharded, removal.groups, strict=True))
     delete_at((store, (group.manifest,)) for store, _, group in pairs)
 """,
-        """    pairs = list(zip(directories, sharded, doomed.groups, strict=True))
+        """    pairs = list(zip(directories, sharded, removal.groups, strict=True))
     delete_at((store, (group.manifest,)) for store, _, group in pairs)
-    if doomed.record is not None:
-        top.delete(doomed.record)
+    if removal.record is not None:
+        top.delete(removal.record)
 """,
         RETENTION + "test_a_deletion_killed_at_any_call_loses_nothing_else_and_is_finished",
     ),
@@ -92,8 +92,8 @@ KEEPING = [
     ),
     of(
         "keep: links are looked for in all groups before one is deleted", "checkpoint/commits/remove.py",
-        "        for store in stores.all():\n            store.refuse_links()\n    if doomed.record",
-        "        pass\n    if doomed.record",
+        "        for store in stores.all():\n            store.refuse_links()\n    if removal.record",
+        "        pass\n    if removal.record",
         RETENTION + "test_a_link_that_somebody_puts_there_during_a_deletion_is_not_followed",
     ),
     of(

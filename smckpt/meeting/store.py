@@ -20,14 +20,13 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from smckpt.errors import CheckpointError, PeerError, error_from_json
-from smckpt.meeting.keys import Keys, Store, from_json
+from smckpt.meeting.keys import BATCH, Keys, Store, from_json
 from smckpt.meeting.presence import PAUSES, Presence, Pulse, own_process
 from smckpt.meeting.round import Meeting, Message, Round, Transport
 
 __all__ = ["OverStore", "agree"]
 
 _ASKED = 4000  # how many members may ask the store, one process, in a second
-_BATCH = 64  # messages that a leader reads with two requests, if so many have arrived
 _STAGES = 6  # for gathering and deciding, and for two further rounds that gather and decide
 
 Name = Callable[[int], str]
@@ -140,8 +139,8 @@ class OverStore(Transport):
         turn = 1
         ready: list[Any] = []  # arrived and not taken yet, the next one last
         while away:
-            if not ready and len(away) >= _BATCH:
-                turns = range(turn + _BATCH - 1, turn - 1, -1)
+            if not ready and len(away) >= BATCH:
+                turns = range(turn + BATCH - 1, turn - 1, -1)
                 ready = self.keys.peek_all([f"{held.point}/{each}" for each in turns])
             data = (
                 ready.pop() if ready else self._awaited(held, f"{held.point}/{turn}", away, until)
@@ -363,12 +362,13 @@ def _lead(
     pause, look = PAUSES[0], 0.0
     while away:
         late = time.monotonic() >= until
-        for member in list(away):
-            nonce = keys.peek(f"nonce/{member}")
-            if nonce is not None and nonce != away[member]:
+        for member, nonce in keys.peek_each(away, lambda m: f"nonce/{m}"):
+            if nonce != away[member]:
                 away[member] = nonce
                 keys.set(f"accept/{nonce}", chosen)
-            if nonce is not None and keys.peek(f"{chosen}/ack/{member}") == nonce:
+        known = [member for member, nonce in away.items() if nonce]
+        for member, nonce in keys.peek_each(known, lambda m: f"{chosen}/ack/{m}"):
+            if nonce == away[member]:
                 del away[member]
         error: PeerError | None = None
         if away and time.monotonic() >= look:

@@ -279,6 +279,8 @@ def test_a_wrong_field_of_a_manifest_is_refused(changed):
         {"rank": None},
         {"objects": None},
         {"classes": []},
+        {"layout": {"rank": 9, "digest": ""}},
+        {"layout": {"digest": ""}},
         {"host": 1},
         {"files": [{"name": "x"}]},
     ],

@@ -11,11 +11,13 @@ import pytest
 
 import smckpt
 from smckpt.checkpoint.commits.part import table_of, tables_digest
+from smckpt.checkpoint.reading.committed import open_catalogue
 from smckpt.checkpoint.records.rows import encode_rows
 from smckpt.errors import StateError
 from smckpt.layout.entries import Entry
 from smckpt.layout.geometry import PerRankGeometry
 from smckpt.layout.image import compile_layout
+from smckpt.storage import Access
 from tests.support.launch import run_ranks
 from tests.support.saves import Group, State, hybrid, state_of
 
@@ -52,6 +54,23 @@ def test_the_manifest_is_that_of_parts_with_a_table_each(tmp_path: Path, owner: 
     assert one["optimizers"] == each["optimizers"] == OPTIMIZERS
     sizes = {path.name[-6]: path.stat().st_size for path in (tmp_path / "one").glob("part-*")}
     assert all(size < sizes[str(owner)] for rank, size in sizes.items() if rank != str(owner))
+
+
+def test_a_rank_has_the_optimizers_of_the_rank_whose_table_it_names(tmp_path: Path) -> None:
+    """Pipeline stages number other parameters under one path; the manifest has the first's."""
+    last = {"optimizer": {"form": "id", "ids": [["w1"]]}}
+    wanted = {0: OPTIMIZERS, 1: OPTIMIZERS, 2: last, 3: last}
+    owners = {0: 1, 1: 1, 2: 3, 3: 3}
+
+    def layout(rank: int) -> dict[str, Any]:
+        digest = tables_digest(table(rank), wanted[rank])
+        return table(rank) if owners[rank] == rank else table_of(owners[rank], digest)
+
+    Group(tmp_path, RANKS).save(
+        layout=layout, optimizers=lambda rank: wanted[rank] if owners[rank] == rank else {}
+    )
+    catalogue = open_catalogue(Access().open(str(tmp_path)))
+    assert {rank: catalogue.optimizers_of(rank) for rank in RANKS} == wanted
 
 
 def with_one_more(rank: int) -> tuple[list[Entry], dict[str, bytes]]:

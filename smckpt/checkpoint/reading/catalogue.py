@@ -205,8 +205,10 @@ class Catalogue(ABC):
         pipeline stages do, and `optimizers` has those of the lowest rank."""
         if len(self.object_ranks) == 1:
             return self.optimizers
-        found: dict[str, Any] = self.part(rank)["optimizers"]
-        return found or self.optimizers  # a rank lists none where its tables are those of the first
+        part = self.part(rank)
+        owner = part.get("layout", {}).get("rank", rank)  # whose tables it has, if not its own
+        found: dict[str, Any] = (part if owner == rank else self.part(owner))["optimizers"]
+        return found
 
     def objects(self, rank: int, *, unmade: bool = False) -> dict[str, tuple[Path, Any]]:
         """The values of saved rank `rank` that are not tensors: key → (path, value).

@@ -205,6 +205,8 @@ class Part:
         _ranks(self.group_ranks)
         _objects(self, "classes", "layout", "objects", "metadata")
         _tables(self)
+        if "digest" in self.layout and self.layout.get("rank") not in self.group_ranks:
+            raise ValueError(f"the table is that of rank {self.layout.get('rank')!r}")
         for key, leaf in self.objects.items():
             if not isinstance(leaf, dict) or "value" not in leaf or not is_path(leaf.get("path")):
                 raise ValueError(f"{key!r} beside the tensors lacks a value, or a path of names")

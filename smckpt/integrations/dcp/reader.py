@@ -287,7 +287,7 @@ class DistributedFileSystemReader(StorageReader):
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
         mine = rank if rank in saved else saved[rank % len(saved)]
         for each in dict.fromkeys((mine, saved[0])):
-            optimizers = catalogue.part(each)["optimizers"]
+            optimizers = catalogue.optimizers_of(each)
             for path, value in catalogue.objects(each).values():
                 if WHOLE_VALUES in catalogue.manifests[0].versions:
                     yield path, value

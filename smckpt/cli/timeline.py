@@ -61,7 +61,7 @@ class Timeline:
     unreadable: int
 
 
-def read_timeline(paths: Iterable[str], place: Callable[[str], int | None]) -> Timeline:
+def read_timeline(paths: Iterable[str], step_of: Callable[[str], int | None]) -> Timeline:
     """Read the files that `JsonLines` wrote, of any ranks, in any order.
 
     Args:
@@ -88,7 +88,7 @@ def read_timeline(paths: Iterable[str], place: Callable[[str], int | None]) -> T
                 path=path,
             )
     lines.sort(key=lambda record: record["time"])
-    events = _joined(lines, place)
+    events = _joined(lines, step_of)
     return Timeline(
         [one.to_json() for one in events[-EVENTS:]], max(len(events) - EVENTS, 0), unreadable
     )
@@ -126,13 +126,13 @@ def _record_of(line: str) -> dict[str, Any] | None:
 _COUNTS = ("rank", "nbytes")
 
 
-def _joined(lines: Iterable[dict[str, Any]], place: Callable[[str], int | None]) -> list[_Event]:
+def _joined(lines: Iterable[dict[str, Any]], step_of: Callable[[str], int | None]) -> list[_Event]:
     """The lines of one save by all ranks together. A rank tells of a save once: a second line of
     the same rank is the next save, even if a restarted job numbers it alike."""
     events: list[_Event] = []
     current: dict[Any, _Event] = {}
     for record in lines:
-        at = place(record["directory"])
+        at = step_of(record["directory"])
         where = record["directory"] if at is None and record["kind"] == "load" else at
         queue = str(record.get("queue", ""))
         key = (record["kind"], queue, record.get("number"), record["step"], where)

@@ -119,8 +119,6 @@ class Sinks:
                 log.exception("a sink of events raised; the event was %s", event)
 
 
-_log = logging.getLogger("smckpt")
-
 EVERY = 30.0  # seconds
 
 
@@ -132,14 +130,14 @@ def telling(rank: int, text: Callable[[], str], every: float = EVERY) -> Iterato
         rank: this global rank. Any other than 0 is silent.
         text: what is done so far; called in a thread.
     """
-    if rank != 0 or not _log.isEnabledFor(logging.INFO):
+    if rank != 0 or not log.isEnabledFor(logging.INFO):
         yield
         return
     ended, began = threading.Event(), time.monotonic()
 
     def tell() -> None:
         while not ended.wait(every):
-            _log.info("%s, for %.0f s", text(), time.monotonic() - began)
+            log.info("%s, for %.0f s", text(), time.monotonic() - began)
 
     thread = threading.Thread(target=tell, name="smckpt-telling", daemon=True)
     thread.start()

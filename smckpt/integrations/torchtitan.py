@@ -87,8 +87,8 @@ class SmckptCheckpointManager(CheckpointManager):  # type: ignore[misc]
         if last_step:
             self._save_last_step(curr_step)
             return True
-        place = self._create_checkpoint_id(curr_step)
-        self.save_future = self._start(self._flattened_model_states_sd(), place, curr_step)
+        directory = self._create_checkpoint_id(curr_step)
+        self.save_future = self._start(self._flattened_model_states_sd(), directory, curr_step)
         if self.async_mode is AsyncMode.DISABLED:
             self._wait_for_saving()
         return True
@@ -113,10 +113,12 @@ class SmckptCheckpointManager(CheckpointManager):  # type: ignore[misc]
         saved.result()
         return None
 
-    def _start(self, state_dict: dict[str, Any], place: str, step: int | None) -> smckpt.SaveHandle:
+    def _start(
+        self, state_dict: dict[str, Any], directory: str, step: int | None
+    ) -> smckpt.SaveHandle:
         saved = smckpt.async_save(
             state_dict,
-            checkpoint_id=place,
+            checkpoint_id=directory,
             step=step,
             on_commit=self._remove_older if self.keep_latest_k > 0 else None,
             **self._arguments,
@@ -161,34 +163,34 @@ class SmckptCheckpointManager(CheckpointManager):  # type: ignore[misc]
         if step != -1:
             self._fill(self._states_to_load(step == 0), self._create_checkpoint_id(step))
             return True
-        place = self.initial_load_path
+        directory = self.initial_load_path
         if self.initial_load_in_hf:
-            place = place or getattr(self.sd_adapter, "hf_assets_path", None)
-            if place is None:
+            directory = directory or getattr(self.sd_adapter, "hf_assets_path", None)
+            if directory is None:
                 raise UsageError(
                     "initial_load_in_hf is set, and no directory is named",
                     remedy="set checkpoint.initial_load_path or hf_assets_path",
                 )
-        if not place:
+        if not directory:
             log.info("no checkpoint in %s: the run begins", self.folder)
             return False
-        self._fill(self._states_to_load(self.initial_load_model_only), place, initial=True)
+        self._fill(self._states_to_load(self.initial_load_model_only), directory, initial=True)
         return True
 
-    def _fill(self, target: dict[str, Any], place: str, *, initial: bool = False) -> None:
+    def _fill(self, target: dict[str, Any], directory: str, *, initial: bool = False) -> None:
         from_hf = initial and self.initial_load_in_hf
-        if "://" not in place and not filesystem.isdir(place):
-            named = f"load_step={_step_of(place)}" if not initial else "initial_load_path"
+        if "://" not in directory and not filesystem.isdir(directory):
+            named = f"load_step={_step_of(directory)}" if not initial else "initial_load_path"
             raise CheckpointNotFoundError(
                 f"--checkpoint.{named} is not there",
                 remedy="name one that `smckpt ls` shows, or leave it out",
-                path=place,
+                path=directory,
             )
-        if from_hf or _is_of_dcp(place):
+        if from_hf or _is_of_dcp(directory):
             quantized = initial and self.initial_load_in_hf_quantized
-            self.dcp_load(target, place, from_hf=from_hf, from_quantized=quantized)
+            self.dcp_load(target, directory, from_hf=from_hf, from_quantized=quantized)
             return
-        smckpt.load(target, checkpoint_id=place, **self._arguments)
+        smckpt.load(target, checkpoint_id=directory, **self._arguments)
         self.states[MODEL].load_state_dict(target)  # a module may give its state as copies
 
     def _own(self, folder: str) -> dict[int, smckpt.FoundCheckpoint]:
@@ -205,13 +207,13 @@ class SmckptCheckpointManager(CheckpointManager):  # type: ignore[misc]
         looks, so that all ranks load the same, and all raise its error."""
 
         def look() -> int:
-            place = folder or self.folder
+            directory = folder or self.folder
             theirs = (
                 -1
-                if smckpt.is_s3_url(place)
-                else super(SmckptCheckpointManager, self)._find_load_step(place)
+                if smckpt.is_s3_url(directory)
+                else super(SmckptCheckpointManager, self)._find_load_step(directory)
             )
-            return max([theirs, *self._own(place)])
+            return max([theirs, *self._own(directory)])
 
         return over_group().round("newest step", lambda: None, lambda _: look())
 

@@ -144,7 +144,7 @@ class DistributedCheckpointer:
             self._save_final(state_dict, epoch, adapter_only)
             return
         number = _number(epoch, step, dir_prefix)
-        place = f"{self._root}/dist_{dir_prefix}_{number}"
+        directory = f"{self._root}/dist_{dir_prefix}_{number}"
         group = self._process_group
         if intermediate_checkpoint:
             group, save_async = self._of_this_rank(), True
@@ -152,15 +152,15 @@ class DistributedCheckpointer:
                 _refuse_without_adapters(state_dict)
                 state_dict = {k: v for k, v in state_dict.items() if k != training.MODEL_KEY}
         elif adapter_only:
-            place = f"{place}/{_ADAPTER}"
+            directory = f"{directory}/{_ADAPTER}"
         if save_async and self._keep == 0:
-            log.info("%s is not saved: keep_last_n_checkpoints is 0", place)
+            log.info("%s is not saved: keep_last_n_checkpoints is 0", directory)
             return
         nested = adapter_only and not intermediate_checkpoint
         save = smckpt.async_save if save_async else smckpt.save
         save(
             state_dict,
-            checkpoint_id=place,
+            checkpoint_id=directory,
             process_group=group,
             step=number,
             metadata={"torchtune": {"epoch": epoch, "keys": sorted(state_dict)}},

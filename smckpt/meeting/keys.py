@@ -14,16 +14,17 @@ import logging
 import socket
 import types
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
 from smckpt.errors import JobStoreError, PeerError
 
-__all__ = ["Keys", "Store", "client_of", "from_json", "to_text"]
+__all__ = ["BATCH", "Keys", "Store", "client_of", "from_json", "to_text"]
 
 log = logging.getLogger("smckpt")
 
+BATCH = 64  # values that two requests read, if so many are set
 _CONNECT_SECONDS = 5.0
 
 
@@ -33,6 +34,7 @@ class Store(Protocol):
     def set(self, key: str, value: str) -> None: ...
     def get(self, key: str) -> bytes: ...
     def check(self, keys: list[str]) -> bool: ...
+    def multi_get(self, keys: list[str]) -> list[bytes]: ...
     def wait(self, keys: list[str], timeout: timedelta) -> None: ...
     def add(self, key: str, amount: int) -> int: ...
     def compare_set(self, key: str, expected: str, desired: str) -> bytes: ...
@@ -64,6 +66,23 @@ class Keys:
         if not _asked(self._store.check, [self._at(key)]):
             return None
         return _value(_asked(self._store.get, self._at(key)), key)
+
+    def peek_all(self, keys: Sequence[str]) -> list[Any]:
+        """The values of all these keys; an empty list if one of them is not set yet."""
+        at = [self._at(key) for key in keys]
+        if not _asked(self._store.check, at):
+            return []
+        found = _asked(self._store.multi_get, at)
+        return [_value(value, key) for value, key in zip(found, keys, strict=True)]
+
+    def peek_each(self, members: Iterable[int], key: Callable[[int], str]) -> list[tuple[int, Any]]:
+        """The members whose keys are set, each with the value."""
+        out, left = [], list(members)
+        while left:
+            some, left = left[:BATCH], left[BATCH:]
+            found = self.peek_all(list(map(key, some))) or [self.peek(key(m)) for m in some]
+            out += [(m, value) for m, value in zip(some, found, strict=True) if value is not None]
+        return out
 
     def wait(self, key: str, seconds: float) -> Any:
         """The value, or None if it was not set in time."""

@@ -16,11 +16,11 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from smckpt.errors import CheckpointError, PeerError, error_from_json
-from smckpt.meeting.keys import Keys, Store, from_json
+from smckpt.meeting.keys import BATCH, Keys, Store, from_json
 from smckpt.meeting.presence import PAUSES, Presence, Pulse, own_process
 from smckpt.meeting.round import Meeting, Message, Round, Transport
 
@@ -137,8 +137,14 @@ class OverStore(Transport):
         away = set(range(self._count))
         until = time.monotonic() + (held.timeout or 0)
         turn = 1
+        ready: list[Any] = []  # arrived and not taken yet, the next one last
         while away:
-            data = self._awaited(held, f"{held.point}/{turn}", sorted(away), until)
+            if not ready and len(away) >= BATCH:
+                turns = range(turn + BATCH - 1, turn - 1, -1)
+                ready = self.keys.peek_all([f"{held.point}/{each}" for each in turns])
+            data = (
+                ready.pop() if ready else self._awaited(held, f"{held.point}/{turn}", away, until)
+            )
             if data is None:
                 raise _absent(sorted(away), self._name, held.point)
             message = self._unpacked(data, held.brings)
@@ -155,12 +161,12 @@ class OverStore(Transport):
                     "to the job's store",
                 )
 
-    def _awaited(self, held: Round, key: str, whose: Sequence[int], until: float) -> Any:
+    def _awaited(self, held: Round, key: str, whose: Collection[int], until: float) -> Any:
         """Wait for a value that one of the members `whose` sets; None if the time is up. The value
         says so if one of them is gone. With a pulse there is no time limit, and the wait raises
         PeerError when none of them gives signs of life."""
         if self._pulse is not None:
-            return self._pulse.wait(self.keys, key, whose)
+            return self._pulse.wait(self.keys, key, sorted(whose))
         gone = self.presence.gone(whose)
         if gone is not None:  # unless the value is there, or another is
             member, error = gone
@@ -356,12 +362,13 @@ def _lead(
     pause, look = PAUSES[0], 0.0
     while away:
         late = time.monotonic() >= until
-        for member in list(away):
-            nonce = keys.peek(f"nonce/{member}")
-            if nonce is not None and nonce != away[member]:
+        for member, nonce in keys.peek_each(away, lambda m: f"nonce/{m}"):
+            if nonce != away[member]:
                 away[member] = nonce
                 keys.set(f"accept/{nonce}", chosen)
-            if nonce is not None and keys.peek(f"{chosen}/ack/{member}") == nonce:
+        known = [member for member, nonce in away.items() if nonce]
+        for member, nonce in keys.peek_each(known, lambda m: f"{chosen}/ack/{m}"):
+            if nonce == away[member]:
                 del away[member]
         error: PeerError | None = None
         if away and time.monotonic() >= look:

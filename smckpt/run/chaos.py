@@ -152,8 +152,8 @@ class Chaos:
                 one = trial.killed_at(moment)
                 resumes.append(one)
                 why = f": {one.why}" if one.why else ""
-                place = f"moment {moment}" + (f", before {one.call}" if one.call else "")
-                self.say(f"{number} of {len(chosen)}, {place}: {one.outcome}{why}")
+                moment_text = f"moment {moment}" + (f", before {one.call}" if one.call else "")
+                self.say(f"{number} of {len(chosen)}, {moment_text}: {one.outcome}{why}")
         if all(one.outcome == MISSED for one in resumes):
             raise UsageError(
                 "no run had as many moments as the uninterrupted one",

@@ -31,19 +31,19 @@ def access_to(
         UsageError: options are given and no place is in S3, two options contradict each other, or
             an option is not honoured.
     """
-    places = [os.fspath(url) for url in urls]
-    place = next(filter(is_s3_url, places), places[0] if places else "")
-    above = [url.named if isinstance(url, Below) else url for url in places]
+    named_urls = [os.fspath(url) for url in urls]
+    url_of_store = next(filter(is_s3_url, named_urls), named_urls[0] if named_urls else "")
+    above = [url.named if isinstance(url, Below) else url for url in named_urls]
     named = tuple(normal_url(url) for url in above if url)
     if own is not None and own.options:
         if s3_region is not None or s3client_config is not None:
             raise UsageError(
                 "S3 options are given both to the call and to its reader or writer",
                 remedy="give them to one of the two",
-                path=place,
+                path=url_of_store,
             )
         return replace(own, named=named)
-    config = s3_options(place, s3_region, s3client_config)
+    config = s3_options(url_of_store, s3_region, s3client_config)
     return Access({} if config is None else {"s3": config.to_json()}, named=named)
 
 

@@ -26,7 +26,7 @@ from smckpt.storage.faults import guard, guarded, name_taken, owner_of, too_long
 from smckpt.storage.urls import file_url, join_url, normal_url, scheme_of
 
 __all__ = [
-    "BLOCK",
+    "DIRECT_UNIT",
     "Access",
     "FileInfo",
     "FileWriter",
@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 _DELETERS = 16  # threads
-BLOCK = 4096  # bytes; direct writes need memory and offsets that are multiples of it
+DIRECT_UNIT = 4096  # bytes; direct writes need memory and offsets that are multiples of it
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,5 +91,5 @@ class SpooledWriter(FileWriter):
             file.close()
 
     def _unspooled(self, error: OSError) -> Exception:
-        place = os.environ.get("TMPDIR", "the temporary directory")
-        return storage_error(error, place, f"gather {self._path} in the temporary directory")
+        temporary = os.environ.get("TMPDIR", "the temporary directory")
+        return storage_error(error, temporary, f"gather {self._path} in the temporary directory")

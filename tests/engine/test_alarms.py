@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 import smckpt
 from smckpt import Alarms, SaveOptions
-from smckpt.engine.saving.alarms import Looked, Shared, judge
+from smckpt.engine.saving.alarms import Observed, Shared, judge
 from smckpt.errors import SaveFailedError, StateError, UsageError
 from smckpt.staging.copies import copy_all
 from tests.support.launch import run_ranks
@@ -370,14 +370,14 @@ def test_of_three_replicas_the_odd_one_is_named(tmp_path: Path) -> None:
     ranks, parts = (0, 3, 7), ["a", "b", "c", "d"]
     sums = {name: f"{number:016x}" for number, name in enumerate(parts)}
 
-    def brought(rank: int, **held: str) -> tuple[str, Looked]:
+    def brought(rank: int, **held: str) -> tuple[str, Observed]:
         mine = {**sums, **held}
         own = {0: ["a"], 3: ["b", "c"], 7: ["d"]}[rank]
         shared = Shared(
             ranks, (1, 2, 1), "".join(mine.values()), "".join(mine[n] for n in own),
             tuple(parts) if rank == 0 else (),
         )  # fmt: skip
-        return f"host{rank}", Looked("", shared=(shared,))
+        return f"host{rank}", Observed("", shared=(shared,))
 
     options = Alarms(replicas="warn")
     healthy = {rank: brought(rank) for rank in ranks}

@@ -18,7 +18,7 @@ from torch.optim import optimizer as torch_optimizers
 
 import smckpt
 from smckpt.engine import api
-from smckpt.engine.saving.alarms import Looker
+from smckpt.engine.saving.alarms import Observer
 from tests.support.late_stream import LateStream
 from tests.support.launch import run_ranks
 from tests.support.limits import seconds
@@ -409,7 +409,7 @@ def test_the_next_save_waits_for_the_copies_of_one_that_failed_before_they_ended
         def fails(*_: Any) -> Any:
             raise RuntimeError("no memory for checksums")
 
-        patched.setattr(Looker, "hold", fails)
+        patched.setattr(Observer, "hold", fails)
         with pytest.raises(RuntimeError, match="no memory for checksums"):
             run.save()
     waits(late, lambda: begun.append(run.save(smckpt.SaveOptions())), 0.2)

@@ -17,7 +17,7 @@ from smckpt.checkpoint.commits.choose import read_manifest, read_record
 from smckpt.checkpoint.commits.contents import contents_of
 from smckpt.checkpoint.commits.discover import FoundCheckpoint
 from smckpt.checkpoint.commits.leases import leases_at
-from smckpt.checkpoint.commits.remove import doomed_of
+from smckpt.checkpoint.commits.remove import removal_of
 from smckpt.checkpoint.reading.committed import open_catalogue
 from smckpt.checkpoint.records.crc import crc64, hex64
 from smckpt.checkpoint.records.format import parse_name, parse_temporary
@@ -26,8 +26,8 @@ from smckpt.checkpoint.records.json_files import open_json, open_sections
 from smckpt.checkpoint.records.objects import decode_object
 from smckpt.checkpoint.records.rows import decode_rows
 from smckpt.engine.loading.load_rounds import Choice, Common
-from smckpt.engine.saving.commit import Committed, GroupManifest, Sight, Ticket, Written
-from smckpt.engine.saving.commit_groups import Apart
+from smckpt.engine.saving.commit import Committed, GroupManifest, HostView, Ticket, Written
+from smckpt.engine.saving.commit_groups import GroupSave
 from smckpt.errors import CheckpointError, error_from_json
 from smckpt.manager.keeping.pins import finish_removals
 from smckpt.manager.resume import Outcome, Turn
@@ -52,7 +52,18 @@ _MANIFEST = f"manifest-000001-00000000-{_SESSION}.json"
 _RECORD = f"record-000001-00000000-{_SESSION}.json"
 MARK = f"removing-00000000-{_SESSION}.json"
 _PIN = f"pin-{'0' * 16}.json"
-_MESSAGES = (Apart, Choice, Committed, Common, GroupManifest, Outcome, Sight, Ticket, Turn, Written)
+_MESSAGES = (
+    GroupSave,
+    Choice,
+    Committed,
+    Common,
+    GroupManifest,
+    Outcome,
+    HostView,
+    Ticket,
+    Turn,
+    Written,
+)
 
 
 def sealed(body: bytes) -> bytes:
@@ -103,7 +114,7 @@ def _table(data: bytes) -> None:
 
 def mark_of(tree: Tree, root: str) -> dict[str, Any]:
     """What the mark of a deletion of a whole checkpoint says."""
-    return {"format": [1, 0], **doomed_of(contents_of(Memory(root, tree))).to_json()}
+    return {"format": [1, 0], **removal_of(contents_of(Memory(root, tree))).to_json()}
 
 
 def finish(tree: Tree, root: str) -> Tree:

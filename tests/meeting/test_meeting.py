@@ -23,8 +23,8 @@ from smckpt.errors import (
 from smckpt.meeting.group import Group
 from smckpt.meeting.keys import Keys, client_of
 from smckpt.meeting.membership import Membership
-from smckpt.meeting.round import Meeting, alone, over_group
-from smckpt.meeting.store import agree
+from smckpt.meeting.round import Meeting, Message, Round, alone, over_group
+from smckpt.meeting.store import OverStore, agree
 from tests.support.launch import run_ranks
 from tests.support.limits import seconds
 
@@ -161,6 +161,57 @@ def test_rounds_leave_no_keys_in_the_store_also_for_who_comes_late_or_fails(serv
 
     before = together(server, 3, act, {2: 0.3})
     assert server.num_keys() <= min(before), server.list_keys()
+
+
+class Asking:
+    """A client of a store that counts its requests."""
+
+    def __init__(self, store: Any) -> None:
+        self._store, self.requests = store, 0
+
+    def __getattr__(self, name: str) -> Any:
+        ask = getattr(self._store, name)
+
+        def counted(*arguments: Any) -> Any:
+            self.requests += 1
+            return ask(*arguments)
+
+        return counted
+
+
+def leader_of(server: Any, arrived: dict[int, Message], count: int) -> tuple[OverStore, Asking]:
+    """Member 0, where these members' messages to the round "m" are in the store already."""
+    client = Asking(dist.TCPStore("127.0.0.1", server.port, None, False, timedelta(seconds=30)))
+    for member, message in arrived.items():
+        OverStore(Keys(client, "p"), member, count, name).collect(Round("m", leader=0), message)
+    client.requests = 0
+    return OverStore(Keys(client, "p"), 0, count, name), client
+
+
+def test_a_leader_reads_many_messages_with_few_requests(server: Any) -> None:
+    count = 1000
+    leader, client = leader_of(server, {m: Message(m, f"of {m}") for m in range(1, count)}, count)
+    found = list(leader.collect(Round("m", timeout=seconds(10)), Message(0, "of 0")))
+    assert {each.member: each.value for each in found} == {m: f"of {m}" for m in range(count)}
+    assert client.requests < count / 5
+
+
+def test_a_leader_of_many_takes_an_error_before_it_waits_for_the_silent(server: Any) -> None:
+    arrived = {m: Message(m, m) for m in range(1, 150)}
+    arrived[140] = Message(140, error=StateError("disk is on fire"))
+    leader, _ = leader_of(server, arrived, 1000)
+    taken = leader.collect(Round("m", timeout=seconds(1)), Message(0, 0))
+    seen = [next(each for each in taken if each.error is not None or each.member == 149)]
+    assert seen[0].member == 140
+    with pytest.raises(PeerError, match="rank 150, rank 151"):
+        list(taken)
+
+
+def test_a_member_of_many_that_brings_two_messages_is_named(server: Any) -> None:
+    leader, client = leader_of(server, {m: Message(m, m) for m in range(1, 100)}, 1000)
+    OverStore(Keys(client, "p"), 7, 1000, name).collect(Round("m", leader=0), Message(7, 7))
+    with pytest.raises(PeerError, match="rank 7 brought two messages"):
+        list(leader.collect(Round("m", timeout=seconds(10)), Message(0, 0)))
 
 
 def test_one_members_error_reaches_all_without_waiting_for_a_silent_one(server: Any) -> None:

@@ -110,8 +110,8 @@ def take_lease(
     for _ in range(_TURNS):
         # above the last try too: a dangling link may have the name, and no listing shows it
         fencing_token = max(fencing_token, *map(_latest_token, (storage, *inside))) + 1
-        for place in (storage, *inside) if ranks else ():
-            remarks |= _refuse_shared(place, groups or [directory], session, ranks, since)
+        for store in (storage, *inside) if ranks else ():
+            remarks |= _refuse_shared(store, groups or [directory], session, ranks, since)
         if _create_lease(
             storage,
             fencing_token,
@@ -365,11 +365,11 @@ def _latest_token(storage: Storage) -> int:
 def places_at(storage: Storage, shardings: Iterable[PrefixSharding | None]) -> list[Storage]:
     """All stores in which files of this directory may be: its own, and those under the prefixes of
     `shardings`."""
-    places = {storage.url: storage}
+    directories = {storage.url: storage}
     for prefix_sharding in shardings:
-        for place in PrefixStores(storage, prefix_sharding).all():
-            places.setdefault(place.url, place)
-    return list(places.values())
+        for store in PrefixStores(storage, prefix_sharding).all():
+            directories.setdefault(store.url, store)
+    return list(directories.values())
 
 
 def _create_lease(
@@ -382,10 +382,10 @@ def _create_lease(
     ranks: Sequence[int],
 ) -> bool:
     names: list[str] = []
-    for place in places_at(storage, [] if groups else [prefix_sharding]):
-        names += place.names()
+    for store in places_at(storage, [] if groups else [prefix_sharding]):
+        names += store.names()
         with contextlib.suppress(StorageError):  # no permission to list: a sweep will log it
-            names += place.list_unfinished()
+            names += store.list_unfinished()
     before = sessions_at(names) - {session}
     body = {
         "format": list(FORMAT_VERSION),

@@ -21,11 +21,11 @@ from smckpt.errors import CheckpointError, CheckpointNotFoundError, CorruptCheck
 from smckpt.storage import Storage
 
 __all__ = [
-    "Doomed",
-    "DoomedGroup",
+    "Removal",
+    "RemovalGroup",
     "RemoveReport",
     "carry_out",
-    "doomed_of",
+    "removal_of",
     "remove_checkpoint",
     "remove_probes",
 ]
@@ -50,7 +50,7 @@ class RemoveReport:
 
 
 @dataclass(frozen=True)
-class DoomedGroup:
+class RemovalGroup:
     """The files of a group. directory: relative to the checkpoint's. parts: (rank, names of its
     part, data and checksums, in the order of deletion)."""
 
@@ -63,25 +63,25 @@ class DoomedGroup:
 
 
 @dataclass(frozen=True)
-class Doomed:
+class Removal:
     """All files of a checkpoint to delete. It is enough to finish a deletion after the manifests
     are gone."""
 
     record: str | None
-    groups: tuple[DoomedGroup, ...]
+    groups: tuple[RemovalGroup, ...]
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Doomed:
+    def from_json(cls, data: Mapping[str, Any]) -> Removal:
         """
         Raises:
             ValueError, TypeError, KeyError, AttributeError: it names something that is not a file
                 of smckpt's.
         """
         groups = tuple(
-            DoomedGroup(
+            RemovalGroup(
                 str(group["directory"]),
                 _ours(group["manifest"], "manifest"),
                 int(group["fencing_token"]),
@@ -107,7 +107,7 @@ def _ours(name: Any, *kinds: str) -> str:
     return str(name)
 
 
-def doomed_of(contents: Contents) -> Doomed:
+def removal_of(contents: Contents) -> Removal:
     """The files that a removal of this checkpoint deletes.
 
     Raises:
@@ -115,8 +115,8 @@ def doomed_of(contents: Contents) -> Doomed:
     """
     groups = []
     for group in contents.groups:
-        place = contents.storage.join(group.directory)
-        place.refuse_links()
+        store = contents.storage.join(group.directory)
+        store.refuse_links()
         manifest = group.manifest
         parts = []
         for part in manifest.parts:
@@ -124,16 +124,16 @@ def doomed_of(contents: Contents) -> Doomed:
             parts.append((part.rank, tuple(names)))
         first = manifest.parts[0].name
         groups.append(
-            DoomedGroup(
+            RemovalGroup(
                 group.directory,
                 group.manifest_name,
                 manifest.fencing_token,
                 manifest.session,
                 tuple(parts),
-                found_prefix_sharding(place, manifest.prefix_sharding, first),
+                found_prefix_sharding(store, manifest.prefix_sharding, first),
             )
         )
-    return Doomed(contents.record, tuple(groups))
+    return Removal(contents.record, tuple(groups))
 
 
 def remove_checkpoint(contents: Contents) -> RemoveReport:
@@ -148,7 +148,7 @@ def remove_checkpoint(contents: Contents) -> RemoveReport:
         StorageError: the store refused; what is left can be loaded only if nothing was deleted.
     """
     top = contents.storage
-    carry_out(top, doomed_of(contents))
+    carry_out(top, removal_of(contents))
     try:
         left = choose_commit(top).identity
     except (CheckpointNotFoundError, CorruptCheckpointError):  # or the rest of a swept commit
@@ -172,20 +172,20 @@ def remove_probes(root: Storage, steps: Iterable[str]) -> None:
 
 def _remove_probes(step: Storage) -> None:
     groups = [step.join(name) for name in step.list_dirs()]
-    if any(place.list_dirs() for place in groups):
+    if any(store.list_dirs() for store in groups):
         return
-    tried = [(place, place.names()) for place in (*groups, step)]
+    tried = [(store, store.names()) for store in (*groups, step)]
     parsed = [parse_name(name) or parse_temporary(name) for _, names in tried for name in names]
     if not parsed or any(one is None or one.kind != "probe" for one in parsed):
         return
-    for place, _ in tried:
-        place.refuse_links()
-    for place, names in tried:
-        place.delete_many(names)
-        place.remove_directory()
+    for store, _ in tried:
+        store.refuse_links()
+    for store, names in tried:
+        store.delete_many(names)
+        store.remove_directory()
 
 
-def carry_out(top: Storage, doomed: Doomed, seen: Collection[str] | None = None) -> None:
+def carry_out(top: Storage, removal: Removal, seen: Collection[str] | None = None) -> None:
     """Delete the files in the directory `top` and below. After a call that was cut short, call it
     again.
 
@@ -196,48 +196,48 @@ def carry_out(top: Storage, doomed: Doomed, seen: Collection[str] | None = None)
     Raises:
         As `remove_checkpoint`.
     """
-    places = [top.join(group.directory) for group in doomed.groups]
+    directories = [top.join(group.directory) for group in removal.groups]
     sharded = [
-        PrefixStores(place, group.prefix_sharding)
-        for place, group in zip(places, doomed.groups, strict=True)
+        PrefixStores(store, group.prefix_sharding)
+        for store, group in zip(directories, removal.groups, strict=True)
     ]
     for stores in sharded:  # all places, before anything is deleted
-        for place in stores.all():
-            place.refuse_links()
-    if doomed.record is not None:
-        top.delete(doomed.record)
+        for store in stores.all():
+            store.refuse_links()
+    if removal.record is not None:
+        top.delete(removal.record)
         top.sync()
-    pairs = list(zip(places, sharded, doomed.groups, strict=True))
-    delete_at((place, (group.manifest,)) for place, _, group in pairs)
-    for place in places:  # a power failure could bring a manifest back without its files
-        place.sync()
+    pairs = list(zip(directories, sharded, removal.groups, strict=True))
+    delete_at((store, (group.manifest,)) for store, _, group in pairs)
+    for store in directories:  # a power failure could bring a manifest back without its files
+        store.sync()
     ranks = [(at.of(rank), names) for _, at, group in pairs for rank, names in group.parts]
-    delete_at((place, names[:1]) for place, names in ranks)
-    delete_at((place, names[1:]) for place, names in ranks)
-    left = {place.url: place.names() for place in _directories(top, places, sharded, seen)}
+    delete_at((store, names[:1]) for store, names in ranks)
+    delete_at((store, names[1:]) for store, names in ranks)
+    left = {store.url: store.names() for store in _directories(top, directories, sharded, seen)}
     if seen is not None:
-        gone = {name for place, names in ranks if place.url == top.url for name in names}
-        gone |= {group.manifest for group in doomed.groups if not group.directory}
-        left[top.url] = sorted({*seen} - gone - {doomed.record})
-    _tidy(top, doomed, places, sharded, left)
+        gone = {name for store, names in ranks if store.url == top.url for name in names}
+        gone |= {group.manifest for group in removal.groups if not group.directory}
+        left[top.url] = sorted({*seen} - gone - {removal.record})
+    _tidy(top, removal, directories, sharded, left)
 
 
 def _directories(
     top: Storage,
-    places: Sequence[Storage],
+    directories: Sequence[Storage],
     sharded: Sequence[PrefixStores],
     seen: Collection[str] | None,
 ) -> list[Storage]:
     """All directories that may hold files of the checkpoint, without `top` if that was seen."""
-    every = (*places, *(place for stores in sharded for place in stores.all()), top)
-    found = {place.url: place for place in every}
-    return [place for url, place in found.items() if seen is None or url != top.url]
+    every = (*directories, *(store for stores in sharded for store in stores.all()), top)
+    found = {store.url: store for store in every}
+    return [store for url, store in found.items() if seen is None or url != top.url]
 
 
 def _tidy(
     top: Storage,
-    doomed: Doomed,
-    places: Sequence[Storage],
+    removal: Removal,
+    directories: Sequence[Storage],
     sharded: Sequence[PrefixStores],
     left: Mapping[str, Collection[str]],
 ) -> None:
@@ -249,22 +249,22 @@ def _tidy(
     Args:
         left: the names that are left in each directory, by URL.
     """
-    urls = {place.url for place in places}
-    names = {n for stores in sharded for place in stores.all() for n in left[place.url]}
+    urls = {store.url for store in directories}
+    names = {n for stores in sharded for store in stores.all() for n in left[store.url]}
     written = [p for p in map(parse_name, names) if p is not None and p.kind in _WRITTEN]
-    fencing_token = max(group.fencing_token for group in doomed.groups)
+    fencing_token = max(group.fencing_token for group in removal.groups)
     ours = not any(p.fencing_token == fencing_token for p in written)
-    sessions = {group.session for group in doomed.groups}
-    for place in {place.url: place for place in (*places, top)}.values():
+    sessions = {group.session for group in removal.groups}
+    for store in {store.url: store for store in (*directories, top)}.values():
         try:
-            leases = leases_at(place, left[place.url])
+            leases = leases_at(store, left[store.url])
         except CheckpointError as error:
             log.warning("leases stay: %s", error)
             return
-        for name in left[place.url]:
+        for name in left[store.url]:
             probe = parse_name(name)
             if probe is not None and probe.kind == "probe" and probe.session in sessions:
-                place.delete(name)
+                store.delete(name)
         for lease in leases:
             over = (
                 ours
@@ -272,17 +272,17 @@ def _tidy(
                 else lease.fencing_token < fencing_token and not written
             )
             if over and lease.scope <= urls:
-                place.delete(lease.name)
-        for name in left[place.url]:  # what a creation could not remove, as the disk failed
+                store.delete(lease.name)
+        for name in left[store.url]:  # what a creation could not remove, as the disk failed
             its = parse_temporary(name)
             if its is not None and (its.session in sessions or its.fencing_token == fencing_token):
-                place.delete(name)
+                store.delete(name)
     if ATTEMPTS in left[top.url]:
         top.delete(ATTEMPTS)
     for stores in sharded:
-        for place in stores.all()[1:]:
-            place.remove_directory()
-    for group in doomed.groups:
+        for store in stores.all()[1:]:
+            store.remove_directory()
+    for group in removal.groups:
         subpath = group.directory.split("/") if group.directory else []
         for depth in range(len(subpath), 0, -1):
             top.join("/".join(subpath[:depth])).remove_directory()

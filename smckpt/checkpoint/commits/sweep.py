@@ -193,10 +193,10 @@ def _delete_cut_records(storage: Storage, doomed: Sequence[str], kept: Sequence[
 def discard_attempt(stores: PrefixStores, attempt: str) -> int:
     """Delete the files of an attempt that is not committed and never will be. Returns how many."""
     deleted = 0
-    for place in stores.all():
-        names = [info.name for info in place.list()]
+    for store in stores.all():
+        names = [info.name for info in store.list()]
         ours = [(p.kind, n) for n, p in _written(names) if f"{p.session}-{p.number:08d}" == attempt]
-        deleted += _delete(place.delete_many, place.sync, ours)
+        deleted += _delete(store.delete_many, store.sync, ours)
     return deleted
 
 
@@ -205,28 +205,28 @@ class _Files:
     name. begun: names of unfinished files. unseen: why the unfinished files are not known; the
     sweep logs that, and deletes the others."""
 
-    def __init__(self, here: Sequence[FileInfo], places: Sequence[Storage]) -> None:
-        self._places = places
+    def __init__(self, here: Sequence[FileInfo], directories: Sequence[Storage]) -> None:
+        self._places = directories
         self._at: dict[str, list[Storage]] = {}
         self.sizes: dict[str, int] = {}
         self.begun: list[str] = []
         self.unseen: StorageError | None = None
-        for turn, place in enumerate(places):
-            for info in place.list() if turn else here:
+        for turn, store in enumerate(directories):
+            for info in store.list() if turn else here:
                 self.sizes[info.name] = info.size
-                self._at.setdefault(info.name, []).append(place)
+                self._at.setdefault(info.name, []).append(store)
             try:
-                self.begun += place.list_unfinished()
+                self.begun += store.list_unfinished()
             except StorageError as error:
                 self.unseen = error
 
     def delete(self, names: Sequence[str]) -> None:
-        places = self._places[:1]
-        delete_at((place, [name]) for name in names for place in self._at.get(name, places))
+        directories = self._places[:1]
+        delete_at((store, [name]) for name in names for store in self._at.get(name, directories))
 
     def discard_unfinished(self, names: Sequence[str]) -> None:
-        for place in self._places:
-            place.discard_unfinished(names)
+        for store in self._places:
+            store.discard_unfinished(names)
 
 
 @dataclass(frozen=True)

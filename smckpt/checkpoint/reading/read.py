@@ -146,8 +146,8 @@ class _Reads:
             for low, to, count in copy.runs():
                 begin, end = low * itemsize, (low + count) * itemsize
                 for at, file, offset, nbytes in _ranges(slots, begin, end):
-                    place = to * itemsize + at
-                    segment = Destination(offset, target[place : place + nbytes])
+                    position = to * itemsize + at
+                    segment = Destination(offset, target[position : position + nbytes])
                     self.direct.setdefault(file, []).append(segment)
 
     @property
@@ -218,7 +218,7 @@ class _Reads:
             return False
         places = {file.directory for file, _, _ in self._all()}
         return share_of_processors() < 2 and all(
-            readers.storage(place).is_file_system for place in places
+            readers.storage(position).is_file_system for position in places
         )
 
 
@@ -277,14 +277,14 @@ def same_bytes(
     """
     mine, theirs = (list(_ranges(slots, low, low + nbytes)) for slots, low in (one, other))
     for at, file, offset, length in mine:
-        for begin, matching, place, size in theirs:
+        for begin, matching, position, size in theirs:
             start = max(at, begin)
             common = min(at + length, begin + size) - start
             if common > 0 and not _same_range(
                 readers.of(file),
                 offset + start - at,
                 readers.of(matching),
-                place + start - begin,
+                position + start - begin,
                 common,
             ):
                 return False

@@ -167,7 +167,7 @@ def found_prefix_sharding(
 def delete_at(doomed: Iterable[tuple[Storage, Sequence[str]]]) -> None:
     """Delete files in any order, those of one store together."""
     at: dict[str, tuple[Storage, list[str]]] = {}
-    for place, names in doomed:
-        at.setdefault(place.url, (place, []))[1].extend(names)
-    for place, together in at.values():
-        place.delete_many(together)
+    for store, names in doomed:
+        at.setdefault(store.url, (store, []))[1].extend(names)
+    for store, together in at.values():
+        store.delete_many(together)

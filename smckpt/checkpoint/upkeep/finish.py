@@ -182,8 +182,8 @@ def _refuse_changed(top: Storage, step: UnfinishedStep, groups: list[str] | None
 
 def _refusing(top: Storage, token: int, urls: list[str]) -> Callable[[Storage], None]:
     def refuse(storage: Storage) -> None:
-        for place in (top, storage):
-            if (error := later_run(place, token, urls)) is not None:
+        for store in (top, storage):
+            if (error := later_run(store, token, urls)) is not None:
                 raise error
 
     return refuse

@@ -56,7 +56,7 @@ class Damage:
     ranges: Ranges = ()
     record: FileRecord | None = None
     sums: tuple[int, ...] = field(default=(), repr=False)
-    found: dict[int, _Place] = field(default_factory=dict, repr=False)
+    found: dict[int, Donor] = field(default_factory=dict, repr=False)
     data: bytes | None = field(default=None, repr=False)
     missing: Ranges = ()
 
@@ -70,7 +70,7 @@ class Damage:
 
     @property
     def sources(self) -> list[str]:
-        return sorted({place.path for place in self.found.values()})
+        return sorted({donor.path for donor in self.found.values()})
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Mended:
 
 
 @dataclass(frozen=True)
-class _Place:
+class Donor:
     """A file that may have a block, at the same place."""
 
     storage: Storage
@@ -137,38 +137,38 @@ class Donors:
 
     def of_block(
         self, group: GroupContents, rank: int, record: FileRecord, number: int, value: int
-    ) -> _Place | None:
+    ) -> Donor | None:
         """A file that has a block of `record`, and was read to make sure."""
         length = min(BLOCK, record.size - number * BLOCK)
-        for place in self._places(group, rank, record):
-            likely = place.name == record.name or self._sum(place, number) == value
-            if likely and place.block(number, length, value) is not None:
-                return place
+        for donor in self._donors_of(group, rank, record):
+            likely = donor.name == record.name or self._sum(donor, number) == value
+            if likely and donor.block(number, length, value) is not None:
+                return donor
         return None
 
-    def _places(self, group: GroupContents, rank: int, record: FileRecord) -> Iterator[_Place]:
+    def _donors_of(self, group: GroupContents, rank: int, record: FileRecord) -> Iterator[Donor]:
         for storage in self._named(group, rank):
-            yield _Place(storage, record.name, record.crc_name, record.size)
+            yield Donor(storage, record.name, record.crc_name, record.size)
         for stores, other, file in self._others:
             if file.name != record.name:
-                yield _Place(stores.of(other), file.name, file.crc_name, file.size)
+                yield Donor(stores.of(other), file.name, file.crc_name, file.size)
 
     def _named(self, group: GroupContents, rank: int) -> Iterator[Storage]:
         """Where the copies may have the files of a rank: in the group's directory, under its
         prefixes, or all in one place."""
         for copy in self._copies:
-            place = copy.join(group.directory) if group.directory else copy
-            found = (place, PrefixStores(place, group.manifest.prefix_sharding).of(rank), copy)
+            donor = copy.join(group.directory) if group.directory else copy
+            found = (donor, PrefixStores(donor, group.manifest.prefix_sharding).of(rank), copy)
             yield from {one.url: one for one in found}.values()
 
-    def _sum(self, place: _Place, number: int) -> int | None:
+    def _sum(self, donor: Donor, number: int) -> int | None:
         """The checksum of a block according to the file of checksums beside it."""
-        key = place.storage.url, place.crc_name
+        key = donor.storage.url, donor.crc_name
         with self._lock:
             known = self._known.get(key)
         if known is None:
             try:
-                data = place.storage.read(place.crc_name, most=_BLOCK_FILES)
+                data = donor.storage.read(donor.crc_name, most=_BLOCK_FILES)
                 known = unpacked_sums(data)
             except CheckpointError:
                 known = ()
@@ -217,13 +217,13 @@ class _Scanned(Sink):
 def _stores_of(top: Storage, group: GroupContents) -> PrefixStores:
     """Where a group's files are. A copy on a file system has all files in its directory; any one of
     them tells."""
-    place = top.join(group.directory)
+    donor = top.join(group.directory)
     sharding = group.manifest.prefix_sharding
-    if sharding is not None and not place.shards_prefixes:
-        names = set(place.names("part-", "data-"))
+    if sharding is not None and not donor.shards_prefixes:
+        names = set(donor.names("part-", "data-"))
         if any(p.name in names or p.files[0].name in names for p in group.manifest.parts):
             sharding = None
-    return PrefixStores(place, sharding)
+    return PrefixStores(donor, sharding)
 
 
 def _of_part(
@@ -283,7 +283,7 @@ def _of_file(
     elif not whole:
         what = f"has {file.there} bytes, but {record.size} were written"
     places = pool.map(lambda n: donors.of_block(group, saved.rank, record, n, sums[n]), bad)
-    found = {n: place for n, place in zip(bad, places, strict=True) if place is not None}
+    found = {n: donor for n, donor in zip(bad, places, strict=True) if donor is not None}
     missing = _ranges(record, [number for number in bad if number not in found])
     yield damaged(what, _ranges(record, bad), sums=sums, found=found, missing=missing)
 
@@ -343,14 +343,14 @@ def _write(damage: Damage, size: int, pieces: Iterator[memoryview]) -> None:
 
 
 def _blocks(damage: Damage, record: FileRecord) -> Iterator[memoryview]:
-    own = _Place(damage.storage, record.name, record.crc_name, record.size)
+    own = Donor(damage.storage, record.name, record.crc_name, record.size)
     for number, value in enumerate(damage.sums):
         length = min(BLOCK, record.size - number * BLOCK)
-        place = damage.found.get(number, own)
-        block = place.block(number, length, value)
+        donor = damage.found.get(number, own)
+        block = donor.block(number, length, value)
         if block is None:
             raise StorageError(
-                f"bytes {number * BLOCK} to {number * BLOCK + length} of {place.path} were right a "
+                f"bytes {number * BLOCK} to {number * BLOCK + length} of {donor.path} were right a "
                 "moment ago, and are not now; the file was not changed",
                 remedy="find out what changes files there, and repair again",
                 path=damage.path,

@@ -177,9 +177,9 @@ def _commit(
 def _release_claims(contents: Contents) -> None:
     """End the claims of a repair that was killed after its commit."""
     for group in contents.groups:
-        place = contents.storage.join(group.directory) if group.directory else contents.storage
-        if claimed(place, group.manifest.attempt):
-            release(place, group.manifest.attempt)
+        store = contents.storage.join(group.directory) if group.directory else contents.storage
+        if claimed(store, group.manifest.attempt):
+            release(store, group.manifest.attempt)
 
 
 # -- damaged files -----------------------------------------------------------------------------

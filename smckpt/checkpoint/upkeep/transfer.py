@@ -291,10 +291,10 @@ class _GroupCopy:
 
     def look(self) -> None:
         """Look which files the target has, whole or begun by a copy that was killed."""
-        places = self.to.all()
-        self.there = {info.name: info.size for place in places for info in place.list()}
+        directories = self.to.all()
+        self.there = {info.name: info.size for place in directories for info in place.list()}
         try:
-            self.unfinished = frozenset(n for place in places for n in place.list_unfinished())
+            self.unfinished = frozenset(n for place in directories for n in place.list_unfinished())
         # we may lack the right to list uploads, although we may write
         except StorageError as error:
             log.warning("unfinished uploads may stay and cost storage: %s", error)

@@ -206,8 +206,8 @@ def whole_state(
                         "and dicts now. Call smckpt.state_dict.register_value_class on them first",
                         dotted(path),
                     )
-                for place, renamed in under_names(catalogue.optimizers, path, value):
-                    leaves.setdefault(place, renamed)
+                for dotted_path, renamed in under_names(catalogue.optimizers, path, value):
+                    leaves.setdefault(dotted_path, renamed)
     if lacking := set(only or ()) - {str(path[0]) for path in leaves}:
         had = sorted({str(t.path[0]) for t in catalogue.logical.values()})
         raise KeysMismatchError(

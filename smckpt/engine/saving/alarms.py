@@ -25,7 +25,7 @@ from smckpt.layout.entries import Entry
 from smckpt.layout.image import Layout, shares
 from smckpt.staging.copies import checksums
 
-__all__ = ["Alarms", "Last", "Looked", "Looker", "Shared", "judge"]
+__all__ = ["Alarms", "Last", "Observed", "Observer", "Shared", "judge"]
 
 NAMED = 6  # names in a message
 CHOICES = ("off", "warn", "error")
@@ -100,7 +100,7 @@ class Shared:
 
 
 @dataclass(frozen=True)
-class Looked:
+class Observed:
     """A rank's observations, for the coordinator.
 
     alarms: as text, because all ranks must have passed the same. unchanged: the bytes of its
@@ -139,7 +139,7 @@ class _WatchedSlot:
     where: Watched
 
 
-class Looker:
+class Observer:
     """Looks at one rank's saves of one layout. Used by one thread at a time."""
 
     def __init__(self, alarms: Alarms, layout: Layout, parameters: frozenset[str]) -> None:
@@ -192,7 +192,7 @@ class Looker:
         done: PartWritten,
         now: Last,
         last: Last | None,
-    ) -> tuple[Looked, Last]:
+    ) -> tuple[Observed, Last]:
         """This rank's observations of the part that its worker has written; and the save with which
         the next one is compared, once this one is committed.
 
@@ -214,7 +214,7 @@ class Looker:
         if sums and last is not None and last.watched == watched and _is_later(now, last):
             same, since = sums == last.sums, last.called
             unchanged = sum(slots[number].nbytes for number in ours) if same else 0
-        looked = Looked(
+        looked = Observed(
             alarms=str(self.alarms),
             unchanged=unchanged,
             names=tuple(slots[number].name for number in ours[:NAMED]) if unchanged else (),
@@ -262,7 +262,7 @@ def _is_later(now: Last, last: Last) -> bool:
 
 
 def judge(
-    alarms: Alarms, called: str, brought: Mapping[int, tuple[str, Looked | None]], path: str
+    alarms: Alarms, called: str, brought: Mapping[int, tuple[str, Observed | None]], path: str
 ) -> tuple[str, ...]:
     """Decide on the observations of a group's ranks. Logs the warnings, and returns them.
 
@@ -303,7 +303,7 @@ def judge(
 _Alarm = tuple[str, str, int]  # text, remedy, the rank where it is
 
 
-def _unchanged(seen: Mapping[int, Looked]) -> _Alarm | None:
+def _unchanged(seen: Mapping[int, Observed]) -> _Alarm | None:
     told = {rank: looked for rank, looked in seen.items() if looked.unchanged is not None}
     if not told or any(looked.unchanged == 0 for looked in told.values()):
         return None
@@ -319,7 +319,7 @@ def _unchanged(seen: Mapping[int, Looked]) -> _Alarm | None:
     )
 
 
-def _nonfinite(seen: Mapping[int, Looked], hosts: Mapping[int, str]) -> _Alarm | None:
+def _nonfinite(seen: Mapping[int, Observed], hosts: Mapping[int, str]) -> _Alarm | None:
     counts: dict[str, Counter[int]] = {}
     for rank, looked in seen.items():
         for name, count in looked.nonfinite.items():
@@ -339,7 +339,7 @@ def _nonfinite(seen: Mapping[int, Looked], hosts: Mapping[int, str]) -> _Alarm |
     )
 
 
-def _replicas(seen: Mapping[int, Looked], hosts: Mapping[int, str]) -> _Alarm | None:
+def _replicas(seen: Mapping[int, Observed], hosts: Mapping[int, str]) -> _Alarm | None:
     by_writers: dict[tuple[int, ...], dict[int, Shared]] = {}
     for rank, looked in seen.items():
         for shared in looked.shared:

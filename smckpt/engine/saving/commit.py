@@ -22,8 +22,8 @@ from smckpt.engine.background.commands import (
     TakeLease,
 )
 from smckpt.engine.background.worker_client import Worker
-from smckpt.engine.saving.alarms import Looked, judge
-from smckpt.engine.saving.commit_groups import Apart, Steps, Ticket, refuse_unequal
+from smckpt.engine.saving.alarms import Observed, judge
+from smckpt.engine.saving.commit_groups import GroupSave, Steps, Ticket, refuse_unequal
 from smckpt.engine.saving.job import SaveJob
 from smckpt.engine.saving.moment import (
     Moment,
@@ -55,7 +55,7 @@ Brought = Callable[[], dict[int, T]]  # returns the messages of all members of a
 
 
 @dataclass(frozen=True)
-class Sight:
+class HostView:
     """Whether a host sees what the first rank of the group wrote."""
 
     host: str
@@ -74,7 +74,7 @@ class Written:
     prefix_sharding: dict[str, Any] | None
     part: str
     crc64: str
-    looked: Looked | None = None
+    looked: Observed | None = None
 
 
 @dataclass(frozen=True)
@@ -199,10 +199,10 @@ class Committer:
             self._look(meeting, job, job.as_coordinator(), timeout, create=True)
             self._tried.add(bucket_url(path))
 
-        def look() -> Sight:
+        def look() -> HostView:
             return self._look(meeting, job, job.as_one_of_all(self.group), timeout, create=False)
 
-        def compare(brought: Callable[[], dict[int, Sight]]) -> None:
+        def compare(brought: Callable[[], dict[int, HostView]]) -> None:
             sights = brought().values()
             blind = sorted({sight.host for sight in sights if not sight.seen})
             if blind:
@@ -223,7 +223,7 @@ class Committer:
             timeout=timeout,
             brings=Moment,
         )
-        meeting.round(f"seen/{number}", look, compare, timeout=timeout, brings=Sight)
+        meeting.round(f"seen/{number}", look, compare, timeout=timeout, brings=HostView)
         self._probed = True
 
     def _look(
@@ -235,20 +235,20 @@ class Committer:
         *,
         create: bool,
         leave: bool = True,
-    ) -> Sight:
+    ) -> HostView:
         probe = Probe(job.request.directory, meeting.id, create, leave)
         answer = self.worker.call(probe, timeout=timeout, access=access)
         if answer.remark is not None:
             log.warning("%s", answer.remark)
-        return Sight(socket.gethostname(), answer.seen)
+        return HostView(socket.gethostname(), answer.seen)
 
     def _try_out(self, meeting: Meeting, job: SaveJob, timeout: float) -> None:
         """Before the first save into a bucket, one rank checks that it can hold checkpoints. The
         others learn of a failure from the verdict."""
-        place = bucket_url(job.request.directory)
-        if place and place not in self._tried:
+        bucket = bucket_url(job.request.directory)
+        if bucket and bucket not in self._tried:
             self._look(meeting, job, job.as_coordinator(), timeout, create=True, leave=False)
-            self._tried.add(place)
+            self._tried.add(bucket)
 
     # -- the coordinator -------------------------------------------------------------------
 
@@ -404,7 +404,7 @@ class Committer:
         parts: dict[int, Written] = {}
         alarms: tuple[str, ...] = ()
 
-        def gather() -> Apart:
+        def gather() -> GroupSave:
             nonlocal alarms
             parts.update(self._checked(job, written()))
             alarms = self._judged(job, parts)
@@ -459,7 +459,7 @@ class Committer:
         return done.bytes
 
     def _ticket(
-        self, step: Meeting, job: SaveJob, groups: dict[int, Apart], timeout: float
+        self, step: Meeting, job: SaveJob, groups: dict[int, GroupSave], timeout: float
     ) -> Ticket:
         """On the lead: choose the record's directory, fencing token and name."""
         refuse_unequal(job, groups)

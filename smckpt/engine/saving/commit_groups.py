@@ -16,13 +16,13 @@ from smckpt.errors import CheckpointError, PeerError, UsageError
 from smckpt.meeting.membership import Membership
 from smckpt.meeting.round import Meeting
 
-__all__ = ["Apart", "Steps", "Ticket", "refuse_unequal"]
+__all__ = ["GroupSave", "Steps", "Ticket", "refuse_unequal"]
 
 Groups = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
-class Apart:
+class GroupSave:
     """A group's directory, how many saves of its queue were made without this step's groups, at
     least and at most, and the moment of this save."""
 
@@ -73,26 +73,26 @@ class Steps:
                 self._tell_passed(self._meetings[groups], number)
         return self._meetings[groups]
 
-    def apart(self, job: SaveJob) -> Apart:
+    def apart(self, job: SaveJob) -> GroupSave:
         """The counts of this group. For a save that failed before its state was selected, the
         groups are not known."""
         least = sum(n for groups, n in self._made.items() if groups != job.partition.groups)
         moment = replace(job.moment, directory="", values={})
-        return Apart(job.request.directory, least, least + self._failed, moment)
+        return GroupSave(job.request.directory, least, least + self._failed, moment)
 
     def ticket(
         self,
         meeting: Meeting,
         job: SaveJob,
-        gather: Callable[[], Apart],
-        decide: Callable[[Callable[[], dict[int, Apart]]], Ticket],
+        gather: Callable[[], GroupSave],
+        decide: Callable[[Callable[[], dict[int, GroupSave]]], Ticket],
         timeout: float,
     ) -> Ticket:
         """Bring what this group gathered, and get the ticket of the step."""
         own: list[Exception] = []
         moment = replace(job.moment, directory="")  # that of all groups has no directory
 
-        def bring() -> Apart:
+        def bring() -> GroupSave:
             try:
                 return gather()
             except Exception as error:
@@ -105,7 +105,7 @@ class Steps:
                 bring,
                 lambda groups: of_moment(moment, lambda: decide(groups)),
                 timeout=timeout,
-                brings=Apart,
+                brings=GroupSave,
                 gives=Ticket,
             )
         except CheckpointError as error:
@@ -126,7 +126,7 @@ class Steps:
         meeting.refuse(f"ticket/{number}", error)
 
 
-def refuse_unequal(job: SaveJob, groups: dict[int, Apart]) -> None:
+def refuse_unequal(job: SaveJob, groups: dict[int, GroupSave]) -> None:
     """
     Raises:
         UsageError: the groups save different steps; or they made different numbers of separate

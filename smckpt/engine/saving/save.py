@@ -25,7 +25,7 @@ from smckpt.checkpoint.records.rows import encode_rows
 from smckpt.engine.background.commands import ArenaFile, WritePart
 from smckpt.engine.background.worker_client import Worker
 from smckpt.engine.groups import Partition, partition_of
-from smckpt.engine.saving.alarms import Last, Looker
+from smckpt.engine.saving.alarms import Last, Observer
 from smckpt.engine.saving.commit import Committed, Committer, Written
 from smckpt.engine.saving.job import SaveJob, SaveOptions, SaveRequest
 from smckpt.engine.saving.moment import moment_of
@@ -67,7 +67,7 @@ class Staged:
     arena: Arena | None
     copies: Future[None] | None
     part: dict[str, Any]
-    looker: Looker
+    observer: Observer
     held: dict[tuple[int, ...], list[int]]
 
 
@@ -95,7 +95,7 @@ class Saver:
         self._arena: Arena | None = None
         self._arena_id: int | None = None
         self._copies: Future[None] | None = None  # into the arena, which may be under way
-        self._looker: Looker | None = None
+        self._looker: Observer | None = None
         self._last: Last | None = None  # the last committed save
         self._claimed: list[str] = []  # keys of the job's store, of the last save
 
@@ -209,7 +209,7 @@ class Saver:
         """Copy the state to its files' places in the arena."""
         part = self._part(job.request, selection, compiled)
         layout, arena, copies = compiled.layout, None, None
-        looker, held = self._looks(job, compiled, selection.parameters), {}
+        observer, held = self._looks(job, compiled, selection.parameters), {}
         if layout.arena_size:
             self._wait_for_copies(job)  # of an earlier save, which failed before they ended
             arena = self._room(layout.arena_size)
@@ -231,9 +231,9 @@ class Saver:
             else:
                 self._copies = job.handle.copied = begun
             copies = self._copies
-            held = looker.hold(job.handle.number, tensors)
+            held = observer.hold(job.handle.number, tensors)
         job.staged = job.elapsed()
-        return Staged(layout, arena, copies, part, looker, held)
+        return Staged(layout, arena, copies, part, observer, held)
 
     def write(self, job: SaveJob, staged: Staged, meeting: Meeting) -> Written:
         """Wait for the copies. Then the worker writes this rank's files and its part."""
@@ -244,8 +244,8 @@ class Saver:
         request, layout = job.request, staged.layout
         prefix_sharding = PrefixSharding.from_json(job.prefix_sharding())
         directory = request.directory
-        looker = staged.looker
-        slots = looker.watched(compares=bool(staged.held))
+        observer = staged.observer
+        slots = observer.watched(compares=bool(staged.held))
         part = staged.part
         if len(self.group.ranks) > 1:
             part = self._with_one_table(job.handle.number, part, meeting)
@@ -269,7 +269,7 @@ class Saver:
         job.written, job.nbytes, job.retries = job.elapsed(), done.bytes, done.retries
         job.brought = time.monotonic()
         now = Last("", job.handle.step, job.called, ())
-        looked, job.last = looker.looked(staged.held, slots, done, now, self._last)
+        looked, job.last = observer.looked(staged.held, slots, done, now, self._last)
         return Written(
             rank=self.group.rank,
             host=socket.gethostname(),
@@ -359,12 +359,12 @@ class Saver:
             return part
         return {**part, "layout": table_of(owner, digest), "optimizers": {}}
 
-    def _looks(self, job: SaveJob, compiled: Compiled, parameters: frozenset[str]) -> Looker:
+    def _looks(self, job: SaveJob, compiled: Compiled, parameters: frozenset[str]) -> Observer:
         """What looks at this save for alarms."""
         alarms, known = job.request.options.alarms, self._looker
         of = alarms, compiled.layout, parameters
         if known is None or (known.alarms, known.layout, known.parameters) != of:
-            self._looker = known = Looker(*of)
+            self._looker = known = Observer(*of)
         return known
 
     def _room(self, size: int) -> Arena:

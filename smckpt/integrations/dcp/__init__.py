@@ -88,9 +88,9 @@ def foreign_load(
         together = dist.group.WORLD
     ours: Callable[..., Any] = partial(DistributedFileSystemReader, process_group=together)
     if reader is None and checkpoint_id:
-        place = checkpoint_id
+        location = checkpoint_id
         look = DistributedFileSystemReader.leaves_to_dcp
-        agreed = runtime.loader(group).agreed("dcp", lambda: {"dcp": look(place)}, _PATIENCE)
+        agreed = runtime.loader(group).agreed("dcp", lambda: {"dcp": look(location)}, _PATIENCE)
         ours = _reader_of_dcp if agreed["dcp"] else ours
     reader, checkpoint_id = _storage(reader, checkpoint_id, ours)
     made = None
@@ -117,15 +117,15 @@ def _agreed_name(runtime: Runtime, group: Group) -> str:
     return name
 
 
-def _reader_of_dcp(place: str | os.PathLike[str]) -> Any:
-    if not is_local(os.fspath(place)):
+def _reader_of_dcp(location: str | os.PathLike[str]) -> Any:
+    if not is_local(os.fspath(location)):
         raise UsageError(
             "torch.distributed.checkpoint wrote this checkpoint, and its planner reads it from a "
             "disk only",
             remedy="leave planner= out, or copy the checkpoint to a disk",
-            path=str(place),
+            path=str(location),
         )
-    return FileSystemReader(local_path(os.fspath(place)))
+    return FileSystemReader(local_path(os.fspath(location)))
 
 
 def _storage(

@@ -298,11 +298,11 @@ def load(
         return
     before = dict(state_dict)
     partly = planner is not None and planner.allow_partial_load
-    place = _detected(checkpoint_id, storage_reader)
+    location = _detected(checkpoint_id, storage_reader)
     try:
         api.load(
             state_dict,
-            checkpoint_id=place,
+            checkpoint_id=location,
             storage_reader=storage_reader,
             process_group=process_group,
             check_keys_matched=False if partly else "target",
@@ -311,7 +311,7 @@ def load(
     except (KeysMismatchError, TensorMismatchError):  # on all ranks, and nothing is changed yet
         by_dcp()
     except CheckpointError as error:
-        if storage_reader is not None or not _has_extensions(place):
+        if storage_reader is not None or not _has_extensions(location):
             raise _dcp_error(error, _ranks(process_group)) from error
         by_dcp()
     for key, value in before.items():  # DCP sets what has no load_state_dict
@@ -375,9 +375,9 @@ def _note_engine(writer: Any) -> None:
         writer.used_by_engine = True
 
 
-def _has_extensions(place: Any) -> bool:
+def _has_extensions(location: Any) -> bool:
     """Whether DCP's writer has stored values here through extensions, which DCP alone reads."""
-    path = os.fspath(place)
+    path = os.fspath(location)
     if not (is_local(path) and os.path.isfile(os.path.join(local_path(path), ".metadata"))):
         return False
     stored = _Reader(local_path(path)).read_metadata().storage_data

@@ -87,23 +87,23 @@ class SmckptCheckpointIO(CheckpointIO):  # type: ignore[misc]
         Raises:
             FileNotFoundError, as from Lightning's own plugin: nothing committed is at `path`.
         """
-        place = os.fspath(path)
-        if written_by_lightning(place):
+        location = os.fspath(path)
+        if written_by_lightning(location):
             stock: dict[str, Any] = TorchCheckpointIO().load_checkpoint(
-                place, map_location, weights_only
+                location, map_location, weights_only
             )
             return stock
         device = device_of(map_location)
         try:
-            if not is_local(place) and not self.saves.find(place):  # an object, or nothing
+            if not is_local(location) and not self.saves.find(location):  # an object, or nothing
                 raise CheckpointNotFoundError(
                     "nothing committed is there",
                     remedy="pass the path of a checkpoint; smckpt ls shows those below a directory",
-                    path=place,
+                    path=location,
                 )
-            state = self.saves.load(place, **self._own_group())
+            state = self.saves.load(location, **self._own_group())
         except CheckpointNotFoundError as error:
-            return self._other(place, map_location, weights_only, error)
+            return self._other(location, map_location, weights_only, error)
         checkpoint = checkpoint_of(state, weights_only)
         if device is not None and device.type != "cpu":
             checkpoint = apply_to_collection(checkpoint, torch.Tensor, lambda t: t.to(device))
@@ -111,12 +111,12 @@ class SmckptCheckpointIO(CheckpointIO):  # type: ignore[misc]
 
     def remove_checkpoint(self, path: Any) -> None:
         """Remove it when the save that replaces it is committed."""
-        place = os.fspath(path)
+        location = os.fspath(path)
         executor = _executor_around()
         if executor is None:
-            self.saves.drop(place)
+            self.saves.drop(location)
         else:  # after the saves that wait there
-            executor.submit(self.saves.drop, place)
+            executor.submit(self.saves.drop, location)
 
     def teardown(self) -> None:
         """
@@ -131,13 +131,13 @@ class SmckptCheckpointIO(CheckpointIO):  # type: ignore[misc]
         return self._own
 
     def _other(
-        self, place: str, map_location: Any, weights_only: bool | None, error: Exception
+        self, location: str, map_location: Any, weights_only: bool | None, error: Exception
     ) -> dict[str, Any]:
         """One object of torch.save, as the plugins of Lightning and NeMo write it to a store."""
         try:
-            if is_local(place):
+            if is_local(location):
                 raise error
-            packed = io.BytesIO(self.saves.read(place))
+            packed = io.BytesIO(self.saves.read(location))
         except CheckpointNotFoundError:
             raise FileNotFoundError(str(error)) from error
         found: dict[str, Any] = torch.load(

@@ -122,10 +122,10 @@ class Saves:
     def load(self, path: str, target: dict[str, Any] | None = None, **arguments: Any) -> Any:
         return smckpt.load(target, checkpoint_id=path, **self._s3(path), **arguments)
 
-    def find(self, place: str, depth: int = 0) -> list[smckpt.FoundCheckpoint]:
+    def find(self, location: str, depth: int = 0) -> list[smckpt.FoundCheckpoint]:
         """The committed checkpoints at `place` or below it; none if there is no such place."""
         try:
-            return smckpt.find_checkpoints(place, depth, sure=True, **self._s3(place))
+            return smckpt.find_checkpoints(location, depth, sure=True, **self._s3(location))
         except CheckpointNotFoundError:
             return []
         except StorageError as error:
@@ -223,7 +223,7 @@ def device_of(map_location: Any) -> torch.device | None:
     return None if map_location is None else torch.device(map_location)
 
 
-def written_by_lightning(place: str) -> bool:
+def written_by_lightning(location: str) -> bool:
     """Whether it is a file, or a directory of Lightning's sharded strategies."""
-    paths = (place, os.path.join(place, "meta.pt"))
-    return is_local(place) and any(map(os.path.isfile, paths))
+    paths = (location, os.path.join(location, "meta.pt"))
+    return is_local(location) and any(map(os.path.isfile, paths))

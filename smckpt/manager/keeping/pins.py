@@ -22,7 +22,7 @@ from typing import Any
 from smckpt.checkpoint.commits.choose import commits_at, commits_in
 from smckpt.checkpoint.commits.contents import contents_of
 from smckpt.checkpoint.commits.discover import FoundCheckpoint
-from smckpt.checkpoint.commits.remove import Doomed, carry_out, doomed_of
+from smckpt.checkpoint.commits.remove import Removal, carry_out, removal_of
 from smckpt.checkpoint.records.format import SENSELESS, parse_name
 from smckpt.checkpoint.records.json_files import (
     FORMAT_VERSION,
@@ -143,14 +143,14 @@ def remove_unless_pinned(root: Storage, subpath: str, found: FoundCheckpoint) ->
     parsed = parse_name(found.identity)
     assert parsed is not None
     mark = f"removing-{parsed.number:08d}-{parsed.session}.json"
-    doomed = doomed_of(contents)
-    body = {"format": list(FORMAT_VERSION), **doomed.to_json()}
+    removal = removal_of(contents)
+    body = {"format": list(FORMAT_VERSION), **removal.to_json()}
     top.put_exclusive(mark, seal_json(body))
     names = top.names()  # the one listing, after the mark
     if _held(top, names) or _replaced(top, names, found.identity):
         top.delete(mark)
         return False
-    carry_out(top, doomed, names)
+    carry_out(top, removal, names)
     _end(top, mark, names)
     return True
 
@@ -177,8 +177,8 @@ def finish_removals(root: Storage, subpath: str) -> bool:
             top.delete(mark)  # it was cut short before it deleted anything, and a reader came
             continue
         try:
-            doomed = Doomed.from_json(body)
-            carry_out(top, doomed, names)
+            removal = Removal.from_json(body)
+            carry_out(top, removal, names)
         except (UsageError, CheckpointError):
             raise
         except SENSELESS as error:

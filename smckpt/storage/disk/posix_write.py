@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 
 from smckpt.errors import CheckpointError, StorageError
-from smckpt.storage.base import BLOCK, FileWriter
+from smckpt.storage.base import DIRECT_UNIT, FileWriter
 from smckpt.storage.disk.directory import Directory
 from smckpt.storage.disk.linux import fallocate
 from smckpt.storage.faults import refuse_incomplete, refuse_outside, storage_error
@@ -124,7 +124,7 @@ class PosixWriter(FileWriter):
         )
 
     def _open_direct(self) -> int | None:
-        if not _DIRECT or self._size < BLOCK:
+        if not _DIRECT or self._size < DIRECT_UNIT:
             return None
         flags = os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW | _DIRECT
         try:
@@ -142,8 +142,8 @@ class PosixWriter(FileWriter):
 
     def _write_direct(self, offset: int, data: memoryview) -> int:
         """Write all whole blocks with O_DIRECT, or none. Returns the number of bytes written."""
-        fd, whole = self._direct, data.nbytes - data.nbytes % BLOCK
-        if fd is None or not whole or offset % BLOCK:
+        fd, whole = self._direct, data.nbytes - data.nbytes % DIRECT_UNIT
+        if fd is None or not whole or offset % DIRECT_UNIT:
             return 0
         done = 0
         while done < whole:

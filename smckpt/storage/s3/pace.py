@@ -54,8 +54,8 @@ class Pace:
     """This process's share of a bucket's budget. Thread-safe."""
 
     def __init__(self, config: S3Config, bucket: str, share: Share) -> None:
-        place = f"{config.endpoint or os.environ.get('AWS_ENDPOINT_URL_S3', '')}/{bucket}"
-        name = f"s3-{hashlib.sha256(place.encode()).hexdigest()[:16]}"
+        bucket_url = f"{config.endpoint or os.environ.get('AWS_ENDPOINT_URL_S3', '')}/{bucket}"
+        name = f"s3-{hashlib.sha256(bucket_url.encode()).hexdigest()[:16]}"
         self.writes = _Lane(f"{name}-writes", config.write_rate, share.writes, share.phase)
         self.reads = _Lane(f"{name}-reads", config.read_rate, share.reads, share.phase)
 

@@ -186,12 +186,12 @@ class _Work:
             self._catalogue, first, self._threads, left_out=self._left_out, progress=self._progress
         )
         changed: tuple[str, ...] = ()
-        with NewTarget(target, directory=to == "dcp") as place:
+        with NewTarget(target, directory=to == "dcp") as new:
             if to == "dcp":
-                changed = whole.write_dcp(place.path(), whole.nested(held=whole.is_in_tuple))
+                changed = whole.write_dcp(new.path(), whole.nested(held=whole.is_in_tuple))
             else:
                 _refuse_unsafe(whole.leaves(), self._catalogue.url)
-                with place.file() as file:
+                with new.file() as file:
                     whole.write_torch(file, whole.nested())
         return _converted(target, 1, whole, changed)
 
@@ -204,8 +204,8 @@ class _Work:
             progress=self._progress,
         )  # fmt: skip
         refuse_without(whole, framework)
-        with NewTarget(target, directory=not stock.one_file) as place:
-            changed = stock.write(whole, place)
+        with NewTarget(target, directory=not stock.one_file) as new:
+            changed = stock.write(whole, new)
         return _converted(target, len(ranks), whole, changed)
 
     # -- what is carried -----------------------------------------------------------------------

@@ -167,9 +167,9 @@ class WholeState:
         found: dict[Path, Any] = {}
         for rank in ranks:
             for path, value in self.catalogue.objects(rank).values():
-                for place, named in under_names(self.catalogue.optimizers, path, value):
-                    if not self._left_out(dotted(place)):
-                        found.setdefault(place, named)
+                for dotted_path, named in under_names(self.catalogue.optimizers, path, value):
+                    if not self._left_out(dotted(dotted_path)):
+                        found.setdefault(dotted_path, named)
         return found
 
     def _in_memory(self, tensor: WholeTensor, array: bool) -> Any:

@@ -70,24 +70,24 @@ class GgufConverter:
         Raises:
             UsageError: the converter failed; the message has the last lines that it wrote.
         """
-        place = os.path.abspath(local_path(directory))
+        at = os.path.abspath(local_path(directory))
         name = f"model-{self.kind}.gguf"
-        begun = os.path.join(place, f"{name}{_UNFINISHED}")
+        begun = os.path.join(at, f"{name}{_UNFINISHED}")
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
-        with tempfile.TemporaryFile() as output, Directory.open(place) as above:
+        with tempfile.TemporaryFile() as output, Directory.open(at) as above:
             try:
                 done = subprocess.run(
-                    [*self.command, place, "--outfile", begun, "--outtype", self.kind],
+                    [*self.command, at, "--outfile", begun, "--outtype", self.kind],
                     stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
                     env=environment, check=False,
                 )  # fmt: skip
                 if done.returncode or above.status(os.path.basename(begun)) is None:
-                    raise _failed(self.command, done.returncode, _last_lines(output), place)
+                    raise _failed(self.command, done.returncode, _last_lines(output), at)
                 above.rename(os.path.basename(begun), name)
                 above.sync()
             finally:
                 above.remove_all(os.path.basename(begun))
-        return os.path.join(place, name)
+        return os.path.join(at, name)
 
 
 def _words(given: str | os.PathLike[str] | None) -> tuple[str, ...]:
@@ -108,11 +108,11 @@ def _last_lines(file: IO[bytes]) -> Sequence[str]:
     return [line for line in lines if line.strip()][-_LINES:]
 
 
-def _failed(command: Sequence[str], code: int, lines: Sequence[str], place: str) -> UsageError:
+def _failed(command: Sequence[str], code: int, lines: Sequence[str], at: str) -> UsageError:
     text = "; ".join(lines) or "it wrote nothing"
     return UsageError(
         f"llama.cpp's converter ended with {code}: {text}",
         remedy="the Hugging Face directory is whole: look at these lines, and run the converter on "
         f"it again ({shlex.join(command)})",
-        path=place,
+        path=at,
     )

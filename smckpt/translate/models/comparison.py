@@ -119,9 +119,9 @@ class Comparison:
         dims = read_dims(self._config, where, predicting=count)
         side = hub_side(dims)
         wanted = {
-            place.name: side.shapes[TensorKey(place.name, 0, 0)]
-            for place in tensors_of(side.layout, dims, 1)
-            if place.layer >= dims.layers
+            stored.name: side.shapes[TensorKey(stored.name, 0, 0)]
+            for stored in tensors_of(side.layout, dims, 1)
+            if stored.layer >= dims.layers
         }
         copies = {key.name for _, key in side.copies}
         lines = [f"{name} is missing" for name in wanted.keys() - shapes.keys() - copies]

@@ -67,19 +67,21 @@ def reload_weights(
             its answer. It may then serve neither model: load a whole one, or start it again.
     """
     began = time.perf_counter()
-    place = _checked(directory)
+    model_path = _checked(directory)
     if hasattr(server, "collective_rpc"):
-        server.collective_rpc("reload_weights", kwargs={"weights_path": place}, timeout=timeout)
+        server.collective_rpc(
+            "reload_weights", kwargs={"weights_path": model_path}, timeout=timeout
+        )
         _refuse_cached(bool(server.reset_prefix_cache()), "the engine in this process")
-        return ReloadReport("this process", VLLM, place, time.perf_counter() - began)
+        return ReloadReport("this process", VLLM, model_path, time.perf_counter() - began)
     if not isinstance(server, str) or urllib.parse.urlsplit(server).scheme not in ("http", "https"):
         raise UsageError(
             f"server={server!r}", remedy='pass a URL ("http://host:8000"), or a vllm.LLM'
         )
     client = _Client(server.rstrip("/"), timeout)
     kind = client.kind()
-    (client.vllm if kind == VLLM else client.sglang)(place)
-    return ReloadReport(client.url, kind, place, time.perf_counter() - began)
+    (client.vllm if kind == VLLM else client.sglang)(model_path)
+    return ReloadReport(client.url, kind, model_path, time.perf_counter() - began)
 
 
 def _checked(directory: str | os.PathLike[str]) -> str:
@@ -89,13 +91,13 @@ def _checked(directory: str | os.PathLike[str]) -> str:
             "a server reads the weights of a disk here", path=os.fspath(directory),
             remedy="bring the directory to a disk that the server sees (smckpt apply)",
         )  # fmt: skip
-    place = os.path.realpath(local_path(os.fspath(directory)))
-    if not Path(place).is_dir() or not weight_files(Folder(SourceFiles(), place)):
+    model_path = os.path.realpath(local_path(os.fspath(directory)))
+    if not Path(model_path).is_dir() or not weight_files(Folder(SourceFiles(), model_path)):
         raise UsageError(
-            "no weights of a model are in the directory", path=place,
+            "no weights of a model are in the directory", path=model_path,
             remedy="pass what smckpt export or smckpt apply wrote",
         )  # fmt: skip
-    return place
+    return model_path
 
 
 @dataclass(frozen=True)
@@ -120,13 +122,13 @@ class _Client:
             )
         return found[0]
 
-    def vllm(self, place: str) -> None:
+    def vllm(self, model_path: str) -> None:
         """A prefix that is in the cache would be continued with the old weights' keys."""
         self._ask("POST", "/pause?mode=wait")
         try:
             self._ask(
                 "POST", "/collective_rpc",
-                {"method": "reload_weights", "kwargs": {"weights_path": place},
+                {"method": "reload_weights", "kwargs": {"weights_path": model_path},
                  "timeout": self.timeout},
             )  # fmt: skip
             answer = self._ask("POST", "/reset_prefix_cache")
@@ -137,9 +139,11 @@ class _Client:
             raise
         self._ask("POST", "/resume")
 
-    def sglang(self, place: str) -> None:
+    def sglang(self, model_path: str) -> None:
         answer = self._ask(
-            "POST", "/update_weights_from_disk", {"model_path": place, "flush_cache": True}
+            "POST",
+            "/update_weights_from_disk",
+            {"model_path": model_path, "flush_cache": True},
         )
         if not isinstance(answer, Mapping) or answer.get("success") is not True:
             raise self._failed("/update_weights_from_disk", json.dumps(answer))

@@ -61,7 +61,7 @@ class StagedTensors:
     """A reader of all stages. `held` has the names of the whole model."""
 
     def __init__(
-        self, stages: Sequence[TensorReader], places: Mapping[str, tuple[int, str]],
+        self, stages: Sequence[TensorReader], stored_tensors: Mapping[str, tuple[int, str]],
         copies: Sequence[tuple[str, int, str]],
     ) -> None:  # fmt: skip
         """
@@ -74,10 +74,10 @@ class StagedTensors:
         """
         self.url = stages[0].url
         self._stages = stages
-        self._places = dict(places)
+        self._places = dict(stored_tensors)
         self.held: Mapping[str, RankTensors] = {
             name: replace(stages[stage].held[stored], name=name)
-            for name, (stage, stored) in places.items()
+            for name, (stage, stored) in stored_tensors.items()
         }
         self._refuse_unequal(copies)
 
@@ -130,12 +130,12 @@ def by_name(stages: Sequence[TensorReader]) -> StagedTensors:
     Raises:
         TensorMismatchError: a tensor that several stages hold differs.
     """
-    places: dict[str, tuple[int, str]] = {}
+    stored_tensors: dict[str, tuple[int, str]] = {}
     copies: list[tuple[str, int, str]] = []
     for number, stage in enumerate(stages):
-        copies += [(name, number, name) for name in stage.held if name in places]
-        places = {**{name: (number, name) for name in stage.held}, **places}
-    return StagedTensors(stages, places, copies)
+        copies += [(name, number, name) for name in stage.held if name in stored_tensors]
+        stored_tensors = {**{name: (number, name) for name in stage.held}, **stored_tensors}
+    return StagedTensors(stages, stored_tensors, copies)
 
 
 def merged(
@@ -185,7 +185,7 @@ def _joined(
     stages: Sequence[TensorReader], chunks: Sequence[_Chunk], *, own_numbers: bool
 ) -> StagedTensors:
     """own_numbers: each chunk numbers its layers from 0."""
-    places: dict[str, tuple[int, str]] = {}
+    stored_tensors: dict[str, tuple[int, str]] = {}
     copies: list[tuple[str, int, str]] = []
     before = 0
     for chunk in chunks:
@@ -193,14 +193,14 @@ def _joined(
             at = str(number + before if own_numbers else number)
             for head, tail, stored in tensors:
                 name = ".".join(filter(None, (head, at, tail)))
-                places[name] = chunk.stage, stored
+                stored_tensors[name] = chunk.stage, stored
         before += len(chunk.layers)
         for name, stored in chunk.outside.items():
-            if name in places:
+            if name in stored_tensors:
                 copies.append((name, chunk.stage, stored))
             else:
-                places[name] = chunk.stage, stored
-    return StagedTensors(stages, places, copies)
+                stored_tensors[name] = chunk.stage, stored
+    return StagedTensors(stages, stored_tensors, copies)
 
 
 def _chunks(stages: Sequence[TensorReader], where: str) -> list[_Chunk]:
@@ -293,9 +293,9 @@ def stages_of_ranks(layout: TensorLayout, dims: Dims, ep: int, pp: int) -> list[
     Raises:
         TopologyError: the stages do not divide the layers, or the model predicts further tokens.
     """
-    places = list(tensors_of(layout, dims, ep))
+    stored_tensors = list(tensors_of(layout, dims, ep))
     if pp == 1:
-        return [RankStage({place.name: place.name for place in places})]
+        return [RankStage({place.name: place.name for place in stored_tensors})]
     if dims.layers % pp or len(dims.kinds) > dims.layers:
         extra = len(dims.kinds) - dims.layers
         raise TopologyError(
@@ -306,7 +306,7 @@ def stages_of_ranks(layout: TensorLayout, dims: Dims, ep: int, pp: int) -> list[
         )
     each, own = dims.layers // pp, layout.name.startswith("mcore_")
     names: list[dict[str, str]] = [{} for _ in range(pp)]
-    for place in places:
+    for place in stored_tensors:
         stage = pp - 1
         if place.row.tower or _BEFORE_LAYERS.intersection(place.row.roles):
             stage = 0

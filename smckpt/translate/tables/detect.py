@@ -96,7 +96,7 @@ def unmatched(
 
     A head that the config ties to the embedding may be there.
     """
-    wanted = {place.name for place in tensors_of(layout, dims, ep)}
+    wanted = {stored.name for stored in tensors_of(layout, dims, ep)}
     heads = {row.name for row in layout.rows if row.roles == ("head",)} if dims.tied else set()
     unexpected = [n for n in sorted(set(names) - wanted - heads) if not dropped(layout, n)]
     return sorted(wanted - set(names)), unexpected
@@ -104,7 +104,7 @@ def unmatched(
 
 def without_place(names: Collection[str], layout: TensorLayout, dims: Dims) -> list[str]:
     """The names of the source that the layout drops from this family, and has in others."""
-    wanted = {place.name for place in tensors_of(layout, dims, 1)}
+    wanted = {stored.name for stored in tensors_of(layout, dims, 1)}
     known = [re.escape(row.name).replace(r"\{i\}", r"\d+") for row in layout.rows]
     return [
         name

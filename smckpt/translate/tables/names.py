@@ -139,16 +139,18 @@ def tensors_at(state: Named, prefix: str | None) -> dict[str, LogicalTensor]:
         KeysMismatchError: nothing is saved there.
     """
     tensors = _outside_optimizers(state)
-    place = _find_prefix(tensors, state.url) if prefix is None else prefix
-    found = _below(tensors, place)
-    if prefix is None and not place:  # the model is at the top, and what else is there is nested
+    at_prefix = _find_prefix(tensors, state.url) if prefix is None else prefix
+    found = _below(tensors, at_prefix)
+    if (
+        prefix is None and not at_prefix
+    ):  # the model is at the top, and what else is there is nested
         found = {name: t for name, t in found.items() if len(t.path) == 1}
     elif prefix and not found:
         with suppress(UsageError):
             found = _below(tensors, ".".join(filter(None, (_find_prefix(tensors, ""), prefix))))
     if not found:
         raise KeysMismatchError(
-            f"no tensor's name starts with {place + '.'!r}; the state dict has {_tops(tensors)}",
+            f"no tensor's name starts with {at_prefix + '.'!r}; the state has {_tops(tensors)}",
             remedy=prefix_remedy(tensors),
             path=state.url,
         )
@@ -162,8 +164,8 @@ def tensors_at(state: Named, prefix: str | None) -> dict[str, LogicalTensor]:
     return found
 
 
-def _below(tensors: Mapping[str, T], place: str) -> dict[str, T]:
-    lead = f"{place}." if place else ""
+def _below(tensors: Mapping[str, T], at_prefix: str) -> dict[str, T]:
+    lead = f"{at_prefix}." if at_prefix else ""
     return {name[len(lead) :]: t for name, t in tensors.items() if name.startswith(lead)}
 
 
@@ -226,10 +228,10 @@ def _ends(name: str, endings: tuple[str, ...]) -> bool:
 
 def prefix_remedy(names: Iterable[str]) -> str:
     """What to do where it is not known which of the names are the model's."""
-    places = [place for place in places_of_models(names) if place]
-    named = " or ".join(map(repr, places[:8]))
+    prefixes = [at_prefix for at_prefix in places_of_models(names) if at_prefix]
+    named = " or ".join(map(repr, prefixes[:8]))
     return "pass prefix= the place of the model in the saved state dict" + (
-        f": {named}" if places else ""
+        f": {named}" if prefixes else ""
     )
 
 
@@ -247,19 +249,19 @@ def places_of_optimizers(names: Iterable[str]) -> frozenset[str]:
 
 
 def _outside_optimizers(catalogue: Named) -> dict[str, LogicalTensor]:
-    places = [f"{place}." for place in catalogue.optimizers]
+    prefixes = [f"{at_prefix}." for at_prefix in catalogue.optimizers]
     return {
         name: tensor
         for name, tensor in catalogue.logical.items()
-        if not any(name.startswith(place) for place in places)
+        if not any(name.startswith(at_prefix) for at_prefix in prefixes)
     }
 
 
 def _find_prefix(tensors: Mapping[str, LogicalTensor], url: str) -> str:
     """The model's place: a key that trainers use; the top; the only place of a language model; the
     only key that holds what looks like a model."""
-    if place := _known_place(tensors.values(), ()):
-        return dotted(place)
+    if at_prefix := _known_place(tensors.values(), ()):
+        return dotted(at_prefix)
     top = [name for name, tensor in tensors.items() if len(tensor.path) == 1]
     nested: dict[str, list[LogicalTensor]] = {}
     for tensor in tensors.values():
@@ -268,9 +270,9 @@ def _find_prefix(tensors: Mapping[str, LogicalTensor], url: str) -> str:
     models = sorted(key for key, held in nested.items() if _like_a_model(held))
     if top and (not models or "" in places_of_models(top)):
         return ""
-    places = {_outer_place(place) for place in places_of_models(tensors)}
-    if len(places) == 1:
-        return places.pop()
+    prefixes = {_outer_place(at_prefix) for at_prefix in places_of_models(tensors)}
+    if len(prefixes) == 1:
+        return prefixes.pop()
     loose = [name for name in top if _like_a_model([tensors[name]])]
     if len(models) == 1 and not loose:
         held = nested[models[0]]
@@ -293,9 +295,9 @@ def _known_place(tensors: Iterable[LogicalTensor], above: Path) -> Path:
     return () if key is None else (_known_place(held, (*above, key)) or (*above, key))
 
 
-def _outer_place(place: str) -> str:
+def _outer_place(at_prefix: str) -> str:
     """A place without the names that belong to the model itself: PEFT's, or a tower's sibling."""
-    parts = place.split(".")
+    parts = at_prefix.split(".")
     own = next((at for at, part in enumerate(parts) if part in _NO_ATTRIBUTES), len(parts))
     return ".".join(parts[:own])
 
@@ -357,10 +359,10 @@ def _is_attribute(names: Collection[str]) -> bool:
     above = {name.partition(_PEFT)[0] if _PEFT in name else "" for name in names}
     if above and all(above) and len(above) == 1:  # an adapter alone has no embedding
         return True
-    places = places_of_models(names)
-    if len(places) != 1 or places[0].partition(".")[0] in _NO_ATTRIBUTES:
+    prefixes = places_of_models(names)
+    if len(prefixes) != 1 or prefixes[0].partition(".")[0] in _NO_ATTRIBUTES:
         return False
-    return all(name.startswith(f"{places[0]}.") for name in names)
+    return all(name.startswith(f"{prefixes[0]}.") for name in names)
 
 
 def _bare(name: str) -> list[str]:

@@ -204,12 +204,14 @@ def refuse_into_source(
     lost when an old model, or the rest of a failed export, is removed."""
     url = os.fspath(out_dir)
     there = _places(url)[0]
-    places = [(place, "a rank's file") for path in files for place in _places(path)[1:]]
+    reserved_paths = [
+        (reserved, "a rank's file") for path in files for reserved in _places(path)[1:]
+    ]
     for name, value in given.items():
         if isinstance(value, (str, os.PathLike)):
-            places += [(place, f"{name}=") for place in _places(value)]
-    for place, what in places:
-        if place == there:
+            reserved_paths += [(reserved, f"{name}=") for reserved in _places(value)]
+    for reserved, what in reserved_paths:
+        if reserved == there:
             raise UsageError(
                 f"out_dir is the directory of {what}, which a failed export would delete",
                 remedy="choose another out_dir",

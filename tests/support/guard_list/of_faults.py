@@ -150,8 +150,8 @@ SILENT = [
     ),
     of(
         "alarm: a failed save is not compared with", "engine/saving/save.py",
-        "        looked, job.last = looker.looked(staged.held, slots, done, now, self._last)\n",
-        "        looked, job.last = looker.looked(staged.held, slots, done, now, self._last)\n"
+        "        looked, job.last = observer.looked(staged.held, slots, done, now, self._last)\n",
+        "        looked, job.last = observer.looked(staged.held, slots, done, now, self._last)\n"
         "        self._last = job.last\n",
         ALARMS + "test_a_failed_save_is_not_what_the_next_is_compared_with",
     ),

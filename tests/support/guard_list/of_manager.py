@@ -27,32 +27,32 @@ KEEPING = [
     ),
     of(
         "keep: the commit goes before its files", "checkpoint/commits/remove.py",
-        """    delete_at((place, (group.manifest,)) for place, _, group in pairs)
-    for place in places:  # a power failure could bring a manifest back without its files
-        place.sync()
+        """    delete_at((store, (group.manifest,)) for store, _, group in pairs)
+    for store in directories:  # a power failure could bring a manifest back without its files
+        store.sync()
     ranks = [(at.of(rank), names) for _, at, group in pairs for rank, names in group.parts]
-    delete_at((place, names[:1]) for place, names in ranks)
-    delete_at((place, names[1:]) for place, names in ranks)
+    delete_at((store, names[:1]) for store, names in ranks)
+    delete_at((store, names[1:]) for store, names in ranks)
 """,
         """    ranks = [(at.of(rank), names) for _, at, group in pairs for rank, names in group.parts]
-    delete_at((place, names[:1]) for place, names in ranks)
-    delete_at((place, names[1:]) for place, names in ranks)
-    delete_at((place, (group.manifest,)) for place, _, group in pairs)
+    delete_at((store, names[:1]) for store, names in ranks)
+    delete_at((store, names[1:]) for store, names in ranks)
+    delete_at((store, (group.manifest,)) for store, _, group in pairs)
 """,
         RETENTION + "test_a_deletion_killed_at_any_call_loses_nothing_else_and_is_finished",
     ),
     of(
         "keep: the record goes before the manifests", "checkpoint/commits/remove.py",
-        """    if doomed.record is not None:
-        top.delete(doomed.record)
+        """    if removal.record is not None:
+        top.delete(removal.record)
         top.sync()
-    pairs = list(zip(places, sharded, doomed.groups, strict=True))
-    delete_at((place, (group.manifest,)) for place, _, group in pairs)
+    pairs = list(zip(directories, sharded, removal.groups, strict=True))
+    delete_at((store, (group.manifest,)) for store, _, group in pairs)
 """,
-        """    pairs = list(zip(places, sharded, doomed.groups, strict=True))
-    delete_at((place, (group.manifest,)) for place, _, group in pairs)
-    if doomed.record is not None:
-        top.delete(doomed.record)
+        """    pairs = list(zip(directories, sharded, removal.groups, strict=True))
+    delete_at((store, (group.manifest,)) for store, _, group in pairs)
+    if removal.record is not None:
+        top.delete(removal.record)
 """,
         RETENTION + "test_a_deletion_killed_at_any_call_loses_nothing_else_and_is_finished",
     ),
@@ -86,14 +86,14 @@ KEEPING = [
     ),
     of(
         "keep: links are looked for before the mark", "checkpoint/commits/remove.py",
-        "        place = contents.storage.join(group.directory)\n        place.refuse_links()\n",
-        "        place = contents.storage.join(group.directory)\n",
+        "        store = contents.storage.join(group.directory)\n        store.refuse_links()\n",
+        "        store = contents.storage.join(group.directory)\n",
         RETENTION + "test_a_step_whose_group_is_a_link_is_not_deleted_at_all",
     ),
     of(
         "keep: links are looked for in all groups before one is deleted", "checkpoint/commits/remove.py",
-        "        for place in stores.all():\n            place.refuse_links()\n    if doomed.record",
-        "        pass\n    if doomed.record",
+        "        for store in stores.all():\n            store.refuse_links()\n    if removal.record",
+        "        pass\n    if removal.record",
         RETENTION + "test_a_link_that_somebody_puts_there_during_a_deletion_is_not_followed",
     ),
     of(

@@ -20,7 +20,7 @@ REPAIR = [
     ),
     of(
         "repair: a claim that a killed repair left is released", "checkpoint/upkeep/repair.py",
-        "        if claimed(place, group.manifest.attempt):\n", "        if False:\n",
+        "        if claimed(store, group.manifest.attempt):\n", "        if False:\n",
         FINISH + "test_a_commit_killed_at_any_call_makes_nothing_worse_and_a_second_one_finishes",
     ),
     of(
@@ -52,7 +52,7 @@ REPAIR = [
     ),
     of(
         "repair: later leases, before and after the parts are read", "checkpoint/upkeep/finish.py",
-        "            if (error := later_run(place, token, urls)) is not None:\n", "            if error := None:\n",
+        "            if (error := later_run(store, token, urls)) is not None:\n", "            if error := None:\n",
         FINISH + "test_a_run_that_takes_a_lease_meanwhile_ends_the_repair",
     ),
     of(
@@ -197,8 +197,8 @@ MENDING = [
     ),
     of(
         "mend: blocks of several donors", "checkpoint/upkeep/mend.py",
-        "            if likely and place.block(number, length, value) is not None:\n                return place\n",
-        "            return place if likely and place.block(number, length, value) is not None else None\n",
+        "            if likely and donor.block(number, length, value) is not None:\n                return donor\n",
+        "            return donor if likely and donor.block(number, length, value) is not None else None\n",
         MEND + "test_a_copy_that_is_damaged_elsewhere_gives_its_good_blocks",
     ),
     of(

@@ -19,8 +19,8 @@ __all__ = ["Noting", "OpenedBy", "UrlFileSystem", "is_url"]
 _COPY = 16 << 20
 
 
-def is_url(place: Any) -> bool:
-    return isinstance(place, (str, os.PathLike)) and "://" in os.fspath(place)
+def is_url(location: Any) -> bool:
+    return isinstance(location, (str, os.PathLike)) and "://" in os.fspath(location)
 
 
 class UrlFileSystem(FileSystemBase):
@@ -28,13 +28,13 @@ class UrlFileSystem(FileSystemBase):
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Generator[io.IOBase, None, None]:
-        place, name = _file(path)
+        location, name = _file(path)
         if mode == "rb":
-            yield io.BytesIO(place.read(name))
+            yield io.BytesIO(location.read(name))
         elif mode == "wb":
             with tempfile.TemporaryFile() as written:
                 yield _Open(written)
-                _send(place, name, written)
+                _send(location, name, written)
         else:
             raise UsageError(f"mode={mode!r} is not honoured", remedy='pass "rb" or "wb"')
 
@@ -42,31 +42,31 @@ class UrlFileSystem(FileSystemBase):
         return f"{os.fspath(path).rstrip('/')}/{suffix}"
 
     def rename(self, path: Any, new_path: Any) -> None:
-        place, name = _file(new_path)
+        location, name = _file(new_path)
         there, old = _file(path)
         with tempfile.TemporaryFile() as written:
             written.write(there.read(old))
-            _send(place, name, written)
+            _send(location, name, written)
         there.delete(old)
 
     def init_path(self, path: Any) -> str:
-        place: str = os.fspath(path)
-        return place
+        location: str = os.fspath(path)
+        return location
 
     def mkdir(self, path: Any) -> None:
         """Stores make what a file needs."""
 
     def exists(self, path: Any) -> bool:
-        place, name = _file(path)
+        location, name = _file(path)
         try:
-            place.size(name)
+            location.size(name)
         except CheckpointNotFoundError:
             return False
         return True
 
     def rm_file(self, path: Any) -> None:
-        place, name = _file(path)
-        place.delete(name)
+        location, name = _file(path)
+        location.delete(name)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
@@ -116,8 +116,8 @@ class _Open(io.RawIOBase):
         return written
 
     def tell(self) -> int:
-        place: int = self._file.tell()
-        return place
+        location: int = self._file.tell()
+        return location
 
     def writable(self) -> bool:
         return True
@@ -126,10 +126,10 @@ class _Open(io.RawIOBase):
         raise io.UnsupportedOperation  # nothing to make durable here
 
 
-def _send(place: Storage, name: str, file: Any) -> None:
+def _send(location: Storage, name: str, file: Any) -> None:
     file.flush()
     size = file.tell()
-    writer = place.create_file(name, size, replace=True)
+    writer = location.create_file(name, size, replace=True)
     try:
         for offset in range(0, size, _COPY):
             file.seek(offset)

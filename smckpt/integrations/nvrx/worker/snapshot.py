@@ -99,9 +99,9 @@ def taken(
     return SnapshotPlace(data.tell(), tuple(places)), tuple(pickler.queues)
 
 
-def restored(memory: mmap.mmap, place: SnapshotPlace) -> tuple[Any, list[Outbox]]:
+def restored(memory: mmap.mmap, snapshot: SnapshotPlace) -> tuple[Any, list[Outbox]]:
     """The request and its outboxes, in the worker. Its tensors lie in `memory`."""
-    unpickler = _Unpickler(io.BytesIO(memory[: place.pickle]), memory, place)
+    unpickler = _Unpickler(io.BytesIO(memory[: snapshot.pickle]), memory, snapshot)
     return unpickler.load(), unpickler.outboxes
 
 
@@ -140,10 +140,10 @@ class _Pickler(ForkingPickler):
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, memory: mmap.mmap, place: SnapshotPlace) -> None:
+    def __init__(self, file: io.BytesIO, memory: mmap.mmap, snapshot: SnapshotPlace) -> None:
         super().__init__(file)
         self.outboxes: list[Outbox] = []
-        self._memory, self._place = memory, place
+        self._memory, self._place = memory, snapshot
         self._storages: dict[int, torch.UntypedStorage] = {}
 
     def persistent_load(self, said: Any) -> Any:

@@ -18,7 +18,7 @@ __all__ = ["FORMAT"]
 _PREPARED = re.compile(r"(model|optimizer)(_\d+)?")
 
 
-def _write(whole: WholeState, place: NewTarget) -> tuple[str, ...]:
+def _write(whole: WholeState, target: NewTarget) -> tuple[str, ...]:
     changed: list[str] = []
     for key in sorted(whole.keys):
         found = _PREPARED.fullmatch(key)
@@ -26,15 +26,15 @@ def _write(whole: WholeState, place: NewTarget) -> tuple[str, ...]:
             continue
         kind, number = found[1], found[2] or ""
         if is_sharded(whole, "model" + number):
-            changed += write_sharded(whole, key, place, int(number[1:] or 0))
+            changed += write_sharded(whole, key, target, int(number[1:] or 0))
             continue
         state = whole.nested(key)
         # accelerate takes tied weights twice from a file of torch.save, and not of safetensors
         name = f"pytorch_model{number}.bin" if kind == "model" else f"optimizer{number}.bin"
-        with place.file(name) as file:
+        with target.file(name) as file:
             whole.write_torch(file, state if kind == "model" else numbered(state))
     for name, data in _files(whole).items():
-        place.put(name, data)
+        target.put(name, data)
     return tuple(changed)
 
 

@@ -13,7 +13,7 @@ from smckpt.translate.conversion.whole_state import WholeState
 __all__ = ["FORMAT"]
 
 
-def _write(whole: WholeState, place: NewTarget) -> tuple[str, ...]:
+def _write(whole: WholeState, target: NewTarget) -> tuple[str, ...]:
     try:
         checkpoint = checkpoint_of(whole.nested())
     except UsageError as error:
@@ -26,7 +26,7 @@ def _write(whole: WholeState, place: NewTarget) -> tuple[str, ...]:
     # Lightning's sharded strategies read one file too, with parameters under their names
     if "optimizer_states" in checkpoint and not is_sharded(whole, "model"):
         checkpoint["optimizer_states"] = [numbered(each) for each in checkpoint["optimizer_states"]]
-    with place.file() as file:
+    with target.file() as file:
         whole.write_torch(file, checkpoint)
     return ()
 

@@ -20,7 +20,7 @@ def is_sharded(whole: WholeState, key: str) -> bool:
     return False
 
 
-def write_sharded(whole: WholeState, key: str, place: NewTarget, number: int) -> tuple[str, ...]:
+def write_sharded(whole: WholeState, key: str, target: NewTarget, number: int) -> tuple[str, ...]:
     """Write one model or optimizer, the parameters under their names. accelerate reads it where the
     plugin's `state_dict_type` is SHARDED_STATE_DICT.
 
@@ -29,5 +29,5 @@ def write_sharded(whole: WholeState, key: str, place: NewTarget, number: int) ->
     """
     kind = key.partition("_")[0]
     folder = f"pytorch_model_fsdp_{number}" if kind == "model" else f"{kind}_{number}"
-    with place.folder(folder) as path:
+    with target.folder(folder) as path:
         return whole.write_dcp(path, {kind: whole.nested(key)})

@@ -9,9 +9,9 @@ from smckpt.translate.conversion.whole_state import WholeState
 __all__ = ["FORMAT"]
 
 
-def _write(whole: WholeState, place: NewTarget) -> tuple[str, ...]:
+def _write(whole: WholeState, target: NewTarget) -> tuple[str, ...]:
     whole.add_values(whole.catalogue.object_ranks)  # the position of each rank in the data
-    return whole.write_dcp(place.path(), whole.nested(held=whole.is_in_tuple))
+    return whole.write_dcp(target.path(), whole.nested(held=whole.is_in_tuple))
 
 
 FORMAT = StockFormat("SmckptCheckpointManager", frozenset({"train_state", "optimizer"}), _write)

@@ -31,32 +31,32 @@ _OF_LORA = re.compile(
 _MOST = 1 << 28  # bytes of a file beside the checkpoint
 
 
-def _write(whole: WholeState, place: NewTarget) -> tuple[str, ...]:
+def _write(whole: WholeState, target: NewTarget) -> tuple[str, ...]:
     keys, ranks = whole.keys, whole.catalogue.object_ranks
     beside = dict(_beside(whole.catalogue.readers.storage(whole.catalogue.url).without_links()))
     adapter = _is_adapter(whole, beside)
     changed: tuple[str, ...] = ()
     if is_sharded(whole, "model"):
         for key in {"model", "optimizer"} & keys:
-            changed += write_sharded(whole, key, place, 0)
+            changed += write_sharded(whole, key, target, 0)
     elif adapter:
-        write_safetensors(whole, "model", place, "adapter_model.safetensors", _in_adapter)
+        write_safetensors(whole, "model", target, "adapter_model.safetensors", _in_adapter)
     else:
-        write_safetensors(whole, "model", place, "model.safetensors")
+        write_safetensors(whole, "model", target, "model.safetensors")
     if "optimizer" in keys and not is_sharded(whole, "model"):
-        with place.file("optimizer.pt") as file:
+        with target.file("optimizer.pt") as file:
             whole.write_torch(file, numbered(whole.nested("optimizer")))
     for key, name in (("scheduler", "scheduler.pt"), ("scaler", "scaler.pt")):
         if key in keys:
-            place.put(name, _saved(whole.in_memory(key)))
+            target.put(name, _saved(whole.in_memory(key)))
     for rank in ranks if "rng" in keys else ():
         one = whole if rank == whole.rank else whole.of_rank(rank)
         name = "rng_state.pth" if len(ranks) == 1 else f"rng_state_{rank}.pth"
-        place.put(name, _saved(_random(one.in_memory("rng"), alone=len(ranks) == 1)))
+        target.put(name, _saved(_random(one.in_memory("rng"), alone=len(ranks) == 1)))
     for name, data in beside.items():
-        place.put(name, data)
+        target.put(name, data)
     state = json.dumps(whole.in_memory("trainer"), indent=2, sort_keys=True) + "\n"
-    place.put(_STATE, state.encode())
+    target.put(_STATE, state.encode())
     return changed
 
 

@@ -19,7 +19,7 @@ __all__ = ["write_safetensors"]
 def write_safetensors(
     whole: WholeState,
     key: str,
-    place: NewTarget,
+    target: NewTarget,
     name: str,
     renamed: Callable[[str], str] = str,
 ) -> None:
@@ -54,7 +54,7 @@ def write_safetensors(
         at += nbytes
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    with place.file(name) as file:
+    with target.file(name) as file:
         file.write(struct.pack("<Q", len(text)) + text)
         for pieces in whole.pieces(numbers).values():
             for piece in pieces:

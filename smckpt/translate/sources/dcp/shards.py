@@ -34,12 +34,12 @@ def open_shards(folder: Folder) -> ForeignCheckpoint | None:
         CorruptCheckpointError: a file is damaged, or one of them is missing.
     """
     below = [folder.at(_SHARDED)] if _SHARDED in folder.folders else []
-    for place in (folder, *below):
-        files = {n: file for n, file in place.files.items() if n.endswith(".safetensors")}
-        headers = {n: _header(place, file) for n, file in [*files.items()][:1]}
+    for within in (folder, *below):
+        files = {n: file for n, file in within.files.items() if n.endswith(".safetensors")}
+        headers = {n: _header(within, file) for n, file in [*files.items()][:1]}
         if any(_PLACES in header.metadata for header in headers.values()):
-            headers |= {n: _header(place, f) for n, f in files.items() if n not in headers}
-            return _opened(place, headers)
+            headers |= {n: _header(within, f) for n, f in files.items() if n not in headers}
+            return _opened(within, headers)
     return None
 
 

@@ -13,9 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 from smckpt import Parallel, errors, export_hf, import_hf, verify_hf
+from smckpt.cli.app import app
 from smckpt.translate.configs.config import read_config
 from smckpt.translate.models.lora import read_lora_config
 from smckpt.translate.models.meta_model import compare
@@ -412,6 +414,8 @@ def test_arguments_of_another_kind_are_refused_by_name(tmp_path):
     ):
         with pytest.raises(errors.UsageError, match=f"{field}={value!r}"):
             Parallel(**{field: value})
+    alone = ["export", str(path[0]), str(tmp_path / "o"), "--base", str(hub)]
+    assert "go with --lora" in CliRunner().invoke(app, alone).output
     for given, words in (
         ({"parallel": 2}, "parallel=2"),
         ({"threads": "2"}, "threads='2'"),

@@ -204,25 +204,41 @@ def make_state(
         if binding is None or binding.kind == "FULL":
             continue
         changed = False
-        for key, (at, facts) in objects.items():
+        for key, (at, _) in objects.items():
             if at[-1:] != (FACTS,) or len(at) != len(path) + 4 or at[: len(path)] != path:
                 continue
             parameter, slot = _owner(binding, at[-3]), at[-2]
             if parameter is None or slot in binding.optimizer.state[parameter]:
                 continue
-            above = key.removesuffix(FACTS)
-            parts = {
-                name: _room(row, saved, parameter)
-                for name, row in _part_rows(above, rows, saved).items()
-            }
-            binding.optimizer.state[parameter][slot] = _like(
-                parameter, _built(facts, parts, above[:-1])
-            )
+            made_now = _made_of(key.removesuffix(FACTS), objects, rows, saved, parameter)
+            binding.optimizer.state[parameter][slot] = _like(parameter, made_now)
             changed = True
         if changed:
             tree["state"] = binding.take()["state"]
             made = True
     return made
+
+
+def _made_of(
+    above: str,
+    objects: Mapping[str, tuple[Path, Any]],
+    rows: Mapping[str, Sequence[Any]],
+    saved: int,
+    parameter: torch.Tensor,
+) -> torch.Tensor:
+    """The tensor whose parts were saved below `above`, some of which may hold others too."""
+    ends = f".{FACTS}"
+    inner = [k[len(above) :].removesuffix(ends) for k in objects if k.startswith(above)]
+    inner = [name for name in inner if f"{above}{name}{ends}" in objects]
+    parts = {
+        name: _made_of(f"{above}{name}.", objects, rows, saved, parameter)
+        for name in inner
+        if not name.startswith(tuple(f"{other}." for other in inner))
+    }
+    for name, row in _part_rows(above, rows, saved).items():
+        if not name.startswith(tuple(f"{other}." for other in inner)):
+            parts[name] = _room(row, saved, parameter)
+    return _built(objects[above + FACTS][1], parts, above[:-1])
 
 
 def _owner(binding: Binding, key: Any) -> torch.Tensor | None:

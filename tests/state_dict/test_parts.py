@@ -341,6 +341,24 @@ def test_a_low_bit_optimizer_goes_on_bit_for_bit(
         assert torch.equal(ours, theirs)
 
 
+@pytest.mark.parametrize("kind", [name for name in MAKE if name != "an enum and a dataclass"])
+@pytest.mark.parametrize("form", ["object", "LOCAL", "SHARDED"])
+def test_a_new_optimizer_gets_every_tensor_that_holds_others(
+    tmp_path: Path, form: str, kind: str
+) -> None:
+    for each in (Factor, Scaled, Packed, Nested):
+        register_tensor_class(each)
+    model = nn.Linear(3, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer.state[model.weight]["held"] = MAKE[kind](5.0)
+    smckpt.save(state(form, model, optimizer), checkpoint_id=tmp_path)
+    other = nn.Linear(3, 1, bias=False)
+    fresh = torch.optim.SGD(other.parameters(), 0.1)
+    smckpt.load(state(form, other, fresh), checkpoint_id=tmp_path)
+    held = fresh.state[other.weight]["held"]
+    assert repr(inside(held)) == repr(inside(MAKE[kind](5.0)))
+
+
 @pytest.mark.parametrize("name", ["Int8WeightOnlyConfig", "Float8WeightOnlyConfig"])
 @pytest.mark.parametrize("form", ["object", "LOCAL", "SHARDED"])
 def test_weights_that_torchao_quantised_come_back(tmp_path: Path, form: str, name: str) -> None:

@@ -206,7 +206,7 @@ class Catalogue(ABC):
         if len(self.object_ranks) == 1:
             return self.optimizers
         found: dict[str, Any] = self.part(rank)["optimizers"]
-        return found
+        return found or self.optimizers  # a rank lists none where its tables are those of the first
 
     def objects(self, rank: int, *, unmade: bool = False) -> dict[str, tuple[Path, Any]]:
         """The values of saved rank `rank` that are not tensors: key → (path, value).

@@ -99,7 +99,7 @@ def prepare_optimizers(
         own = (catalogue.optimizers_of(rank) if numbered else catalogue.optimizers).get(
             dotted(path)
         )
-        other = _of_no_parameter(saved, own)
+        other = _of_no_parameter(saved, own or record)
         if binding is None:
             _align_given(tree, saved, strict)
             renewed = True

@@ -69,14 +69,17 @@ class Objects(Requests):
             except Exception as error:
                 if status_of(error) != 412:
                     raise
-                return self.has_mark(client, key, mark)
+                ours = self.has_mark(client, key, mark)
+                if ours is None:  # it went meanwhile, or the answer does not come from S3
+                    raise BadBody("412 for a key that has no object") from error
+                return ours
             return True
 
         return self.run("write", self.url(key), request)
 
-    def has_mark(self, client: Any, key: str, mark: Mapping[str, str]) -> bool:
+    def has_mark(self, client: Any, key: str, mark: Mapping[str, str]) -> bool | None:
         """Whether the object was made by the request that carried `mark`: an earlier try succeeded,
-        but its answer was lost."""
+        but its answer was lost. None: there is no object."""
         with _passing_over(*_MISSING):
             for _ in range(_LOOKS):
                 kept: Mapping[str, str] = self.head(client, key).get("Metadata", {})
@@ -84,7 +87,8 @@ class Objects(Requests):
                     return True
                 if all(_unlike(kept.get(name, ""), value) for name, value in mark.items()):
                     return False
-        return False
+            return False
+        return None
 
     def delete(self, key: str) -> Mapping[str, Any]:
         """Delete an object. A missing one is no error. Returns the store's answer."""
@@ -177,9 +181,11 @@ class Objects(Requests):
             try:
                 answer = client.get_object(Bucket=self.bucket, Key=key, Range=asked)
             except Exception as error:
-                if status_of(error) == 416:
-                    return start
-                raise
+                if status_of(error) != 416:
+                    raise
+                if length_of(self.head(client, key)) > start:
+                    raise BadBody("416 for a range that the object has") from error
+                return start
             begins, size = _range_of(answer)
             if begins == start and length_of(answer) == stop - start:
                 filling.take(answer["Body"])

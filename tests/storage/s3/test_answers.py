@@ -244,3 +244,26 @@ def test_a_404_that_s3_does_not_send_is_no_missing_file(
     proxy.spoil("GET", "bare 404", path="here")
     assert store.read("here") == DATA
     assert proxy.left == 0
+
+
+@pytest.mark.parametrize(
+    ("verb", "method", "fault"),
+    [("create", "PUT", "bare 412"), ("read a range", "GET", "bare 416")],
+)
+def test_a_refusal_that_contradicts_the_store_is_no_fact(
+    proxy: FaultyProxy, s3_root: str, s3_server: Server, verb: str, method: str, fault: str
+) -> None:
+    act, wanted, _ = VERBS[verb]
+    store = through(proxy, prepared(s3_root, s3_server, "listed"))
+    proxy.spoil(method, fault)
+    assert act(store) == wanted
+    assert proxy.left == 0 and store.retries == 1
+
+
+def test_a_range_behind_the_end_is_still_told_as_the_end(
+    proxy: FaultyProxy, s3_root: str, s3_server: Server
+) -> None:
+    store = through(proxy, prepared(s3_root, s3_server, "listed"))
+    with pytest.raises(CheckpointError, match="ends at byte"):
+        store.read("here", len(DATA), 10)
+    assert store.retries == 0

@@ -62,6 +62,8 @@ if TYPE_CHECKING:
     from smckpt.storage.urls import build_s3_url, is_s3_url, parse_s3_url
     from smckpt.topology import ParallelState
     from smckpt.translate import (
+        Adapter,
+        Parallel,
         apply_published,
         convert,
         export_hf,
@@ -76,6 +78,7 @@ __all__ = [
     "FULL",
     "LOCAL",
     "SHARDED",
+    "Adapter",
     "Alarms",
     "CheckpointError",
     "CheckpointManager",
@@ -91,6 +94,7 @@ __all__ = [
     "KeysMismatchError",
     "LoadEvent",
     "MemoryBudgetError",
+    "Parallel",
     "ParallelState",
     "PeerError",
     "RemoveReport",
@@ -171,6 +175,7 @@ _HOMES = {
     "smckpt.storage.urls": ("build_s3_url", "is_s3_url", "parse_s3_url"),
     "smckpt.topology": ("ParallelState",),
     "smckpt.translate": (
+        *("Adapter", "Parallel"),
         *("apply_published", "convert", "export_hf", "import_hf", "publish"),
         *("register_layout", "reload_weights", "verify_hf"),
     ),

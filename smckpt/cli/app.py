@@ -19,7 +19,7 @@ import click
 from smckpt._version import __version__
 from smckpt.cli.browse import browse
 from smckpt.cli.compare import diff
-from smckpt.cli.models.convert import convert, import_, mtp, reshard, threads
+from smckpt.cli.models.convert import convert, import_, mtp, parallel_of, reshard, threads
 from smckpt.cli.models.publish import apply, follow_run, publish, reload
 from smckpt.cli.models.verify import verify
 from smckpt.cli.output import (
@@ -343,6 +343,14 @@ def export(
     With --follow, CHECKPOINT is the root of a run. Its step at ROOT/100 comes to OUT/100, at low
     priority; a step that is exported already is left alone.
     """
+    from smckpt.translate import Adapter, export_hf
+
+    options["parallel"] = parallel_of(options)
+    lora = {name: options.pop(name) for name in ("lora", "lora_config", "lora_adapter", "base")}
+    if lora["lora"] is not None:
+        options["adapter"] = Adapter(**lora)
+    elif any(value is not None for value in lora.values()):
+        raise click.UsageError("--lora-config, --lora-adapter and --base go with --lora")
     given = {"every": every, "until": until, "once": once or None, "interval": interval}
     given = {name: value for name, value in given.items() if value is not None}
     if follow:
@@ -350,7 +358,6 @@ def export(
         return
     if given:
         raise click.UsageError(f"--{next(iter(given))} needs --follow")
-    from smckpt.translate import export_hf
     from smckpt.translate.exports.export_group import export_group_of_environment
 
     files = len(checkpoint) > 1 or os.path.isfile(checkpoint[0])

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from smckpt.translate.exports.export import ExportReport, export_hf
     from smckpt.translate.exports.imports import ImportReport, import_hf
     from smckpt.translate.exports.verify_hf import HFReport, verify_hf
+    from smckpt.translate.models.adapter import Adapter
+    from smckpt.translate.models.model_source import Parallel
     from smckpt.translate.publishing.apply import ApplyReport, apply_published
     from smckpt.translate.publishing.publish import PublishReport, publish
     from smckpt.translate.publishing.servers import ReloadReport, reload_weights
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from smckpt.translate.tables.table import LayoutRow, TensorLayout
 
 __all__ = [
+    "Adapter",
     "ApplyReport",
     "ConvertReport",
     "ExportReport",
@@ -30,6 +33,7 @@ __all__ = [
     "HFReport",
     "ImportReport",
     "LayoutRow",
+    "Parallel",
     "PublishReport",
     "ReloadReport",
     "TensorLayout",
@@ -62,6 +66,8 @@ _HOMES = {
         "HFReport",
         "verify_hf",
     ),
+    "models.adapter": ("Adapter",),
+    "models.model_source": ("Parallel",),
     "publishing.apply": (
         "ApplyReport",
         "apply_published",

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from smckpt import errors, export_hf
+from smckpt import Parallel, errors, export_hf
 from smckpt.translate import Family, LayoutRow, import_hf, register_family
 from tests.support.limits import seconds
 
@@ -112,7 +112,7 @@ def test_a_family_that_is_registered_is_exported_and_imported_bitwise(tmp_path, 
     made, hub, directory = model
     paths = written(tmp_path / "ranks", hub, 4)
     register_family(STABLELM)
-    report = export_hf(paths, tmp_path / "hf", tp=4, config=made.config)
+    report = export_hf(paths, tmp_path / "hf", parallel=Parallel(tp=4), config=made.config)
     assert report.layout == "mcore_te"
     assert same(load_file(tmp_path / "hf" / "model.safetensors"), hub)
     done = import_hf(directory, tmp_path / "back", "mcore_te", tp=4, prefix="")
@@ -127,8 +127,8 @@ def test_a_row_that_a_config_denies_is_not_asked_for(tmp_path, model):
     config = {**made.config.to_dict(), "use_qkv_bias": False}
     with pytest.raises(errors.CheckpointError, match=r"unexpected.*linear_qkv\.bias"):
         export_hf(
-            written(tmp_path / "ranks", hub, 2), tmp_path / "hf", tp=2, config=config,
-            layout="mcore_te",
+            written(tmp_path / "ranks", hub, 2), tmp_path / "hf", config=config,
+            parallel=Parallel("mcore_te", tp=2),
         )  # fmt: skip
 
 

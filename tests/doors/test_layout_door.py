@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from smckpt import errors, export_hf
+from smckpt import Parallel, errors, export_hf
 from smckpt.translate import LayoutRow, TensorLayout, import_hf, register_layout
 from tests.doors.test_family_door import export_with, installed
 from tests.support import references as ref
@@ -78,7 +78,10 @@ def test_a_layout_that_is_registered_is_found_from_names_both_ways_bitwise(tmp_p
     state, directory = hub
     register_layout(OURS)
     report = export_hf(
-        written(tmp_path / "ranks", state, 2), tmp_path / "hf", tp=2, config=directory
+        written(tmp_path / "ranks", state, 2),
+        tmp_path / "hf",
+        parallel=Parallel(tp=2),
+        config=directory,
     )
     assert report.layout == "ours"
     assert same(load_file(tmp_path / "hf" / "model.safetensors"), state)

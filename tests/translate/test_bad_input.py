@@ -13,9 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
-from smckpt import errors, export_hf, import_hf, verify_hf
+from smckpt import Parallel, errors, export_hf, import_hf, verify_hf
+from smckpt.cli.app import app
 from smckpt.translate.configs.config import read_config
 from smckpt.translate.models.lora import read_lora_config
 from smckpt.translate.models.meta_model import compare
@@ -223,7 +225,7 @@ def test_ranks_whose_dtypes_differ_are_refused(tmp_path):
     cuts[1][name] = cuts[1][name].bfloat16()
     paths = write_ranks(tmp_path, cuts)
     with pytest.raises(errors.UsageError, match=rf"{name} is float32 .* bfloat16"):
-        export_hf(paths, tmp_path / "hf", tp=2, config=model.config)
+        export_hf(paths, tmp_path / "hf", parallel=Parallel(tp=2), config=model.config)
 
 
 def test_files_that_record_different_steps_are_refused(tmp_path):
@@ -233,7 +235,7 @@ def test_files_that_record_different_steps_are_refused(tmp_path):
         paths.append(tmp_path / f"rank{rank}.pt")
         torch.save({"model": ref.mcore(state, 2, rank), "iteration": 100 + rank}, paths[-1])
     with pytest.raises(errors.UsageError, match=r"different steps.*100.*101"):
-        export_hf(paths, tmp_path / "hf", tp=2, config=_model().config)
+        export_hf(paths, tmp_path / "hf", parallel=Parallel(tp=2), config=_model().config)
 
 
 def test_files_of_ranks_given_twice_or_out_of_order_are_refused(tmp_path):
@@ -250,7 +252,7 @@ def test_files_of_ranks_given_twice_or_out_of_order_are_refused(tmp_path):
         ((*paths[:3], copy), "passed for two ranks"),
     ):
         with pytest.raises(errors.UsageError, match=words):
-            export_hf(given, tmp_path / "hf", tp=4, config=_model().config)
+            export_hf(given, tmp_path / "hf", parallel=Parallel(tp=4), config=_model().config)
 
 
 @pytest.mark.parametrize(
@@ -381,13 +383,13 @@ def test_nothing_is_written_where_the_source_is(tmp_path):
     link.symlink_to(ranks)
     one, ours = hub / "model.safetensors", saved(tmp_path, state)
     before = sorted(tmp_path.rglob("*"))
-    into: dict[str, Any] = {"tp": 2, "overwrite": True}
+    into: dict[str, Any] = {"parallel": Parallel(tp=2), "overwrite": True}
     whole: dict[str, Any] = {"config": _model().config, "overwrite": True}
     for act in (
         lambda: export_hf(paths, link, config=hub, **into),
         lambda: export_hf(paths, hub, config=hub, **into),
         lambda: export_hf(paths, hub, config=hub / "config.json", **into),
-        lambda: import_hf(hub, hub, "mcore_te", **into),
+        lambda: import_hf(hub, hub, "mcore_te", tp=2, overwrite=True),
         lambda: export_hf(one, hub, **whole),  # a file, not a list of one
         lambda: export_hf(one.as_uri(), str(hub), **whole),
         lambda: export_hf(ours, ours, **whole),
@@ -404,10 +406,20 @@ def test_arguments_of_another_kind_are_refused_by_name(tmp_path):
     save_file(ref.mcore(state, 1, 0), tmp_path / "rank.safetensors")
     path, hub = [tmp_path / "rank.safetensors"], tmp_path / "hub"
     config = _model().config.to_dict()
+    for field, value in (
+        ("tp", True),
+        ("vpp", 0),
+        ("padded_vocab_size", "9"),
+        ("allow_equal_ranks", 1),
+    ):
+        with pytest.raises(errors.UsageError, match=f"{field}={value!r}"):
+            Parallel(**{field: value})
+    alone = ["export", str(path[0]), str(tmp_path / "o"), "--base", str(hub)]
+    assert "go with --lora" in CliRunner().invoke(app, alone).output
     for given, words in (
-        ({"tp": True}, "tp=True"),
+        ({"parallel": 2}, "parallel=2"),
         ({"threads": "2"}, "threads='2'"),
-        ({"layout": 3}, "layout=3"),
+        ({"parallel": Parallel(layout=3)}, "layout=3"),  # type: ignore[arg-type]
         ({"overwrite": "no"}, "overwrite='no'"),
         ({"config": {**config, "intermediate_size": True}}, "intermediate_size=True"),
         ({"config": {**config, "architectures": "LlamaForCausalLM"}}, "architectures='Llama"),
@@ -418,6 +430,7 @@ def test_arguments_of_another_kind_are_refused_by_name(tmp_path):
             export_hf(**{"checkpoint": path, "out_dir": tmp_path / "o", "config": hub, **given})
     for given, words in (
         ({"tp": "2"}, "tp='2'"),
+        ({"source": {"tp": 2}}, "source="),
         ({"pad_vocab_to_multiple_of": 64.5}, "pad_vocab_to_multiple_of=64.5"),
         ({"prefix": None}, "prefix=None"),
         ({"allow_nonfinite": 1}, "allow_nonfinite=1"),

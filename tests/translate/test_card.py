@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from huggingface_hub import ModelCard
 
 import smckpt
-from smckpt import export_hf, import_hf
+from smckpt import Adapter, export_hf, import_hf
 from smckpt.checkpoint.records.crc import crc64, hex64
 from smckpt.cli.app import app
 from tests.support import references as ref
@@ -66,7 +66,11 @@ def test_the_source_and_its_layout_are_named_and_an_adapter_has_its_base(tmp_pat
     tuned = llama()
     tuned.peft_config["default"].base_model_name_or_path = "some/base"
     torch.save(tuned.state_dict(), tmp_path / "peft.pt")
-    export_hf(tmp_path / "peft.pt", tmp_path / "c", lora="adapter", lora_config=tuned.peft_config)
+    export_hf(
+        tmp_path / "peft.pt",
+        tmp_path / "c",
+        adapter=Adapter(lora="adapter", lora_config=tuned.peft_config),
+    )
     found, card = rows(tmp_path / "c"), ModelCard.load(tmp_path / "c" / "README.md")
     assert found["adapter"] == "LORA" and found["base"] == "some/base"
     assert card.data.base_model == "some/base" and card.data.library_name == "peft"

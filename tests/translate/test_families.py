@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from smckpt import errors, export_hf
+from smckpt import Parallel, errors, export_hf
 from smckpt.translate import import_hf
 from tests.support import families as ref
 from tests.support.references import V, each_rank, on_disk
@@ -74,9 +74,12 @@ def assert_there_and_back(
     folder: Path, hub: tuple[Any, State, Path], layout: str, cuts: list[State], t: int, ep: int = 1
 ) -> None:
     model, state, directory = hub
-    given = {} if layout == "mcore_te" else {"layout": layout}  # the names of one are enough
+    given = None if layout == "mcore_te" else layout  # the names of one are enough
     report = export_hf(
-        written(folder / "in", cuts), folder / "hf", tp=t, ep=ep, config=model.config, **given
+        written(folder / "in", cuts),
+        folder / "hf",
+        parallel=Parallel(given, tp=t, ep=ep),
+        config=model.config,
     )
     assert report.layout == layout
     assert_the_original(folder / "hf", model, state)
@@ -155,7 +158,7 @@ def assert_transformers_ranks(
 ) -> None:
     model, state, directory = hub
     paths = written(folder / "in", cuts)
-    report = export_hf(paths, folder / "hf", config=model.config, **degrees)
+    report = export_hf(paths, folder / "hf", config=model.config, parallel=Parallel(**degrees))
     assert report.layout == "hf_tp"
     assert_the_original(folder / "hf", model, state)
     done = import_hf(directory, folder / "back", "hf_tp", prefix="", **degrees)
@@ -191,7 +194,12 @@ def test_ranks_or_tensors_in_another_order_do_not_pass_for_the_original(
 ):
     model, state, _ = hub(family)
     cuts = each_rank(lambda r, e: ref.mcore(family, state, 2, r), 2)
-    export_hf(written(tmp_path / "in", fault(cuts)), tmp_path / "hf", tp=2, config=model.config)
+    export_hf(
+        written(tmp_path / "in", fault(cuts)),
+        tmp_path / "hf",
+        parallel=Parallel(tp=2),
+        config=model.config,
+    )
     with pytest.raises(AssertionError):
         assert_the_original(tmp_path / "hf", model, state)
     tokens = torch.arange(40).reshape(2, 20) % V
@@ -205,7 +213,7 @@ def test_another_degree_than_the_ranks_had_is_refused(tmp_path, hub, family):
     model, state, _ = hub(family)
     paths = written(tmp_path / "in", each_rank(lambda r, e: ref.mcore(family, state, 4, r), 4))
     with pytest.raises(errors.TensorMismatchError, match="rows.*files of all ranks"):
-        export_hf(paths[:2], tmp_path / "hf", tp=2, config=model.config)
+        export_hf(paths[:2], tmp_path / "hf", parallel=Parallel(tp=2), config=model.config)
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "granitemoe", "phimoe"])
@@ -215,11 +223,21 @@ def test_transformers_experts_in_another_order_are_seen_and_degrees_refused(tmp_
     experts = {n for n in ranks[0] if ".experts." in n}
     other = [{**ranks[r], **{n: ranks[1 - r][n] for n in experts}} for r in range(2)]
     degrees: dict[str, int] = {"tp": 2, "ep": 2, "etp": 1}
-    export_hf(written(tmp_path / "in", other), tmp_path / "hf", config=model.config, **degrees)
+    export_hf(
+        written(tmp_path / "in", other),
+        tmp_path / "hf",
+        config=model.config,
+        parallel=Parallel(**degrees),
+    )
     with pytest.raises(AssertionError):
         assert_the_original(tmp_path / "hf", model, state)
     with pytest.raises(errors.TensorMismatchError, match=r"experts.*should be"):
-        export_hf(written(tmp_path / "in", ranks), tmp_path / "no", tp=2, config=model.config)
+        export_hf(
+            written(tmp_path / "in", ranks),
+            tmp_path / "no",
+            parallel=Parallel(tp=2),
+            config=model.config,
+        )
 
 
 def test_an_opt_with_norms_after_or_a_narrow_embedding_is_refused(tmp_path):
@@ -240,7 +258,7 @@ def test_blooms_release_has_older_keys_and_no_outer_name(tmp_path, hub):
     (tmp_path / "hub" / "config.json").write_text(json.dumps(config))
     done = import_hf(tmp_path / "hub", tmp_path / "in", "mcore_te", tp=2, prefix="")
     paths = [tmp_path / "in" / name for name in done.files]
-    export_hf(paths, tmp_path / "hf", tp=2, config=model.config)
+    export_hf(paths, tmp_path / "hf", parallel=Parallel(tp=2), config=model.config)
     assert_the_original(tmp_path / "hf", model, state)
 
 
@@ -266,7 +284,7 @@ def test_a_layout_without_rows_for_a_family_says_what_it_lacks(tmp_path, hub, fa
     model, state, _ = hub(family)
     paths = written(tmp_path / "in", [ref.mcore(family, state, 1, 0)])
     with pytest.raises(errors.KeysMismatchError, match=f"{layout} has no row for"):
-        export_hf(paths, tmp_path / "hf", config=model.config, layout=layout)
+        export_hf(paths, tmp_path / "hf", config=model.config, parallel=Parallel(layout=layout))
 
 
 def test_gemmas_norms_are_moved_and_not_shifted_wherever_they_lie(tmp_path, hub):

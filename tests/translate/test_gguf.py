@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from safetensors.torch import load_file
 
 import smckpt
-from smckpt import errors, export_hf
+from smckpt import Adapter, errors, export_hf
 from smckpt.cli.app import app
 from smckpt.translate.exports.gguf import CONVERTER
 from tests.support import interpreters
@@ -127,7 +127,7 @@ def test_what_cannot_be_converted_is_refused_before_anything_is_written(
 ):
     model, place = saved
     monkeypatch.setenv("PATH", str(tmp_path))
-    adapter = {"lora": "adapter", "lora_config": {"peft_type": "LORA"}}
+    adapter = {"adapter": Adapter("adapter", {"peft_type": "LORA"})}
     out, here = tmp_path / "hf", {"gguf": "f16", "gguf_converter": script}
     cases: list[tuple[Any, dict[str, Any], str]] = [
         (out, {"gguf": "f16"}, rf"convert_hf_to_gguf.py is not here.*{CONVERTER}"),

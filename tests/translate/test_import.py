@@ -15,6 +15,7 @@ from smckpt.checkpoint.upkeep.verify import verify_checkpoint
 from smckpt.storage import open_storage
 from smckpt.translate import (
     LayoutRow,
+    Parallel,
     TensorLayout,
     export_hf,
     get_layout,
@@ -83,7 +84,13 @@ def test_an_import_is_what_ranks_hold_and_its_export_the_original(
         wanted = CUTS[layout](state, t, number % t, ep, number // t)
         assert same_but_for_padding(load_file(path), wanted)
     assert verify_checkpoint(str(tmp_path / "ranks")).ok
-    export_hf(tmp_path / "ranks", tmp_path / "hf", config=folder, layout=layout, prefix="")
+    export_hf(
+        tmp_path / "ranks",
+        tmp_path / "hf",
+        config=folder,
+        parallel=Parallel(layout=layout),
+        prefix="",
+    )
     found = load_file(tmp_path / "hf" / "model.safetensors")
     assert found.keys() == state.keys()
     assert all(torch.equal(found[n], state[n]) for n in state)
@@ -99,7 +106,7 @@ def test_ranks_whose_vocabulary_is_all_padding_hold_zeros(tmp_path, hub):
     last = load_file(tmp_path / "r" / report.files[3])["embedding.word_embeddings.weight"]
     assert last.shape == (128, 64) and not last.any()
     paths = [tmp_path / "r" / name for name in report.files]
-    export_hf(paths, tmp_path / "hf", tp=4, config=folder)
+    export_hf(paths, tmp_path / "hf", parallel=Parallel(tp=4), config=folder)
     found = load_file(tmp_path / "hf" / "model.safetensors")
     assert all(torch.equal(found[n], state[n]) for n in state)
 
@@ -113,7 +120,7 @@ def test_a_layout_with_other_names_takes_a_few_lines(tmp_path, hub):
     report = import_hf(folder, tmp_path / "r", "mine", tp=2, prefix="")
     assert "transformer.blocks.1.ffn.fc1_weight" in load_file(tmp_path / "r" / report.files[0])
     paths = [tmp_path / "r" / name for name in report.files]
-    found = export_hf(paths, tmp_path / "hf", tp=2, config=folder)
+    found = export_hf(paths, tmp_path / "hf", parallel=Parallel(tp=2), config=folder)
     assert found.layout == "mine"
     out = load_file(tmp_path / "hf" / "model.safetensors")
     assert all(torch.equal(out[n], state[n]) for n in state)
@@ -139,7 +146,7 @@ def test_a_transposed_and_a_stacked_row_both_ways(tmp_path, hub):
     name = "model.layers.0.block_sparse_moe.experts.{}.w1.weight"
     assert torch.equal(second["x.0.fc1"][1, :, :80], state[name.format(5)][:80].T)
     paths = [tmp_path / "r" / name for name in report.files]
-    export_hf(paths, tmp_path / "hf", tp=2, ep=2, config=folder, layout=own)
+    export_hf(paths, tmp_path / "hf", parallel=Parallel(tp=2, ep=2, layout=own), config=folder)
     found = load_file(tmp_path / "hf" / "model.safetensors")
     assert all(torch.equal(found[n], state[n]) for n in state)
 

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from torch.distributed import checkpoint as dcp
 
-from smckpt import errors, export_hf, import_hf
+from smckpt import Parallel, errors, export_hf, import_hf
 from smckpt.cli.app import app
 from tests.support import references as ref
 from tests.translate.test_pipeline import megatron_lm, of_megatron
@@ -64,7 +64,9 @@ def test_from_layout_to_layout_is_what_comes_from_the_release(tmp_path, hub, fam
         wanted = import_hf(folder, direct, layout, **degrees)
         assert_equal(files_of(here, chained), files_of(direct, wanted))
         assert chained.source == ("smckpt" if number else "a Hugging Face directory")
-        given = {"from_etp": degrees["etp"], "from_ep": degrees["ep"]} if "etp" in degrees else {}
+        given = (
+            {"source": Parallel(etp=degrees["etp"], ep=degrees["ep"])} if "etp" in degrees else {}
+        )
         before = here
     export_hf(before, tmp_path / "hf", config=folder)
     found = load_file(tmp_path / "hf" / "model.safetensors")
@@ -102,7 +104,7 @@ def sources(folder: Path, state: State) -> dict[str, tuple[Any, dict[str, Any]]]
     save_file({n: t.contiguous() for n, t in state.items()}, folder / "one.safetensors")
     return {
         "Megatron-LM (mp_rank_XX)": (megatron_lm(folder / "lm", ranks, 2, 2), {}),
-        "files of ranks": (files, {"from_tp": 2, "from_pp": 2, "from_prefix": "ema.net"}),
+        "files of ranks": (files, {"source": Parallel(tp=2, pp=2), "from_prefix": "ema.net"}),
         "torch.distributed.checkpoint (DCP)": (folder / "dcp", {}),
         "one file": (folder / "last.ckpt", {}),
         "one  file": (str(folder / "one.safetensors"), {}),
@@ -145,7 +147,7 @@ def test_what_cannot_be_imported_is_refused_by_name(tmp_path, hub):
     cases: list[tuple[Any, dict[str, Any], str]] = [
         (folder, {"pp": 3}, "3 pipeline stages do not divide 4 layers"),
         (folder, {"pp": 0}, "pp=0"),
-        (folder, {"from_tp": 2}, "names are Hugging Face's own"),
+        (folder, {"source": Parallel(tp=2)}, "names are Hugging Face's own"),
         (tmp_path / "none", {"config": folder}, "no committed checkpoint"),
         (7, {}, "directory=7"),
     ]
@@ -157,5 +159,5 @@ def test_what_cannot_be_imported_is_refused_by_name(tmp_path, hub):
         files.append(tmp_path / f"rank{number}.safetensors")
         save_file({n: t.contiguous() for n, t in ref.mcore(state, 2, 0).items()}, files[-1])
     with pytest.raises(errors.CheckpointError, match="copy of another rank"):
-        import_hf(files, tmp_path / "no", "mcore_te", config=folder, from_tp=2)
+        import_hf(files, tmp_path / "no", "mcore_te", config=folder, source=Parallel(tp=2))
     assert not (tmp_path / "no").exists()

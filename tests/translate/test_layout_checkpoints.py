@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from smckpt import errors, export_hf, import_hf
+from smckpt import Parallel, errors, export_hf, import_hf
 from smckpt.layout.entries import Entry
 from smckpt.layout.flat_geometry import FlatGeometry, FlatUnit, Segment
 from smckpt.layout.geometry import MeshGeometry, PerRankGeometry
@@ -100,7 +100,7 @@ def test_the_degree_can_be_given_where_it_was_not_recorded(tmp_path, llama):
     model, state = llama
     cuts = [ref.te(state, 2, r) for r in range(2)]
     path = shards.write(tmp_path / "c", 2, dtensors(cuts, 1))
-    export_hf(path, tmp_path / "hf", config=model.config, tp=2)
+    export_hf(path, tmp_path / "hf", config=model.config, parallel=Parallel(tp=2))
     assert same(tmp_path / "hf", state)
 
 
@@ -180,22 +180,22 @@ def test_experts_cut_otherwise_than_layers(tmp_path, mixtral, t, ep, etp, column
         world, tensor_parallel_degree=t, expert_parallel_degree=columns
     ).to_json()
     path = shards.write(tmp_path / "c", world, lambda r: list(plain(cuts, r)), topology=topology)
-    export_hf(path, tmp_path / "hf", config=model.config, ep=ep, etp=etp)
+    export_hf(path, tmp_path / "hf", config=model.config, parallel=Parallel(ep=ep, etp=etp))
     assert same(tmp_path / "hf", state)
     with pytest.raises(errors.CheckpointError, match="etp="):  # and not without a word
-        export_hf(path, tmp_path / "no", config=model.config, layout="mcore_te")
+        export_hf(path, tmp_path / "no", config=model.config, parallel=Parallel(layout="mcore_te"))
     files = []
     for rank, cut in enumerate(cuts[: t * columns]):
         files.append(tmp_path / f"rank{rank}.pt")
         torch.save(cut, files[-1])
     degrees = {"tp": t, "ep": ep, "etp": etp}
-    export_hf(files, tmp_path / "hf2", config=model.config, **degrees)
+    export_hf(files, tmp_path / "hf2", config=model.config, parallel=Parallel(**degrees))
     assert same(tmp_path / "hf2", state)
     drifted = {n: x + 1 if "experts" in n else x for n, x in cuts[-1].items()}
     torch.save(drifted, files[-1])
     if (t, ep, etp) != (2, 2, 1) and etp * ep < t * columns:  # each is in several ranks
         with pytest.raises(errors.TensorMismatchError, match="copies differ.*experts"):
-            export_hf(files, tmp_path / "no", config=model.config, **degrees)
+            export_hf(files, tmp_path / "no", config=model.config, parallel=Parallel(**degrees))
     # the way back writes what these ranks hold
     report = import_hf(tmp_path / "hf2", tmp_path / "ranks", "mcore_te", prefix="",
                        pad_vocab_to_multiple_of=128 // t, **degrees)  # fmt: skip
@@ -222,7 +222,7 @@ def test_experts_cut_otherwise_are_refused_where_the_recorded_ranks_do_not_tell_
             tmp_path / order[0], 4, lambda r: list(plain(cuts, r)), topology=state_.to_json()
         )
         with pytest.raises(errors.UsageError, match=words):
-            export_hf(path, tmp_path / "hf", config=model.config, ep=4, etp=1)
+            export_hf(path, tmp_path / "hf", config=model.config, parallel=Parallel(ep=4, etp=1))
 
 
 @pytest.mark.parametrize("kind", ["fsdp2", "fsdp1"])
@@ -306,7 +306,7 @@ def test_plain_tensors_without_a_topology_are_refused(tmp_path, llama):
     cuts = [ref.mcore(state, 2, r) for r in range(2)]
     path = shards.write(tmp_path / "c", 2, lambda r: list(plain(cuts, r)))
     with pytest.raises(errors.TopologyError, match="parallel_state="):
-        export_hf(path, tmp_path / "hf", config=model.config, tp=2)
+        export_hf(path, tmp_path / "hf", config=model.config, parallel=Parallel(tp=2))
 
 
 def test_a_degree_other_than_the_recorded_one_is_refused(tmp_path, llama):
@@ -315,4 +315,4 @@ def test_a_degree_other_than_the_recorded_one_is_refused(tmp_path, llama):
     topology = ParallelState(2, tensor_parallel_degree=2).to_json()
     path = shards.write(tmp_path / "c", 2, lambda r: list(plain(cuts, r)), topology=topology)
     with pytest.raises(errors.UsageError, match="tp=4.*saved with tp=2"):
-        export_hf(path, tmp_path / "hf", config=model.config, tp=4)
+        export_hf(path, tmp_path / "hf", config=model.config, parallel=Parallel(tp=4))

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from smckpt import errors, export_hf
+from smckpt import Parallel, errors, export_hf
 from tests.support import references as ref
 
 State = dict[str, torch.Tensor]
@@ -85,7 +85,7 @@ def test_a_dense_model_of_four_ranks_is_the_original(tmp_path, hub, family, layo
         "te_split": lambda r, e: ref.te(state, 4, r),
     }
     paths = written(tmp_path / "in", ref.each_rank(cuts[layout], 4))
-    report = export_hf(paths, tmp_path / "hf", tp=4, config=model.config)
+    report = export_hf(paths, tmp_path / "hf", parallel=Parallel(tp=4), config=model.config)
     assert report.layout == layout
     assert same(exported(tmp_path / "hf"), state)
     assert logits_differ(model, tmp_path / "hf") <= 1e-5
@@ -96,7 +96,7 @@ def test_a_dense_model_of_four_ranks_is_the_original(tmp_path, hub, family, layo
 def test_megatrons_qkv_is_split_at_every_degree_beyond_the_groups_too(tmp_path, hub, t, judged):
     model, state = hub("llama_biased")
     paths = written(tmp_path / "in", ref.each_rank(lambda r, e: ref.mcore(state, t, r), t))
-    export_hf(paths, tmp_path / "hf", tp=t, config=model.config)
+    export_hf(paths, tmp_path / "hf", parallel=Parallel(tp=t), config=model.config)
     assert same(exported(tmp_path / "hf"), state)
     assert logits_differ(model, tmp_path / "hf") <= 1e-5
     judged("llama_biased", "mcore_te", exports=JUDGES, at=f"{t}")
@@ -112,7 +112,7 @@ def test_experts_of_all_ranks_come_together(tmp_path, hub, family, kind, t, ep, 
         return ref.mcore(state, t, r, ep, e, local=kind == "local", sequential=kind != "grouped")
 
     paths = written(tmp_path / "in", ref.each_rank(cut, t, ep))
-    export_hf(paths, tmp_path / "hf", tp=t, ep=ep, config=model.config)
+    export_hf(paths, tmp_path / "hf", parallel=Parallel(tp=t, ep=ep), config=model.config)
     assert same(exported(tmp_path / "hf"), state)
     assert logits_differ(model, tmp_path / "hf") <= 1e-5
     layouts = {"grouped": "mcore_te", "sequential": "mcore_te_sequential", "local": "mcore_local"}
@@ -128,13 +128,13 @@ def test_fused_transformer_engine_is_refused_until_its_order_is_said(
     cut = lambda r, e: ref.te(state, 2, r, fused=fused)  # noqa: E731
     paths = written(tmp_path / "in", ref.each_rank(cut, 2))
     with pytest.raises(errors.UsageError, match=r"te_fused, te_fused_interleaved"):
-        export_hf(paths, tmp_path / "hf", tp=2, config=model.config)
+        export_hf(paths, tmp_path / "hf", parallel=Parallel(tp=2), config=model.config)
     layout = "te_fused" if fused == "per_rank" else "te_fused_interleaved"
-    export_hf(paths, tmp_path / "hf", tp=2, config=model.config, layout=layout)
+    export_hf(paths, tmp_path / "hf", parallel=Parallel(tp=2, layout=layout), config=model.config)
     assert same(exported(tmp_path / "hf"), state)
     assert logits_differ(model, tmp_path / "hf") <= 1e-5
     other = "te_fused" if fused != "per_rank" else "te_fused_interleaved"
-    export_hf(paths, tmp_path / "no", tp=2, config=model.config, layout=other)
+    export_hf(paths, tmp_path / "no", parallel=Parallel(tp=2, layout=other), config=model.config)
     assert not same(exported(tmp_path / "no"), state)
     judged(family, layout, exports=JUDGES, at="2")
 
@@ -143,7 +143,7 @@ def test_fused_transformer_engine_is_refused_until_its_order_is_said(
 def test_metas_rotary_order_is_undone(tmp_path, hub, t, judged):
     model, state = hub("llama")
     paths = written(tmp_path / "in", ref.each_rank(lambda r, e: ref.meta(state, t, r), t))
-    export_hf(paths, tmp_path / "hf", tp=t, config=model.config)
+    export_hf(paths, tmp_path / "hf", parallel=Parallel(tp=t), config=model.config)
     assert same(exported(tmp_path / "hf"), state)
     assert logits_differ(model, tmp_path / "hf") <= 1e-5
     judged("llama", "meta", exports=JUDGES, at=f"{t}")
@@ -159,7 +159,7 @@ def test_smp_v1_names_of_a_neox(tmp_path, hub, t, embedded, judged):
             held["lm_head.weight"] = state["embed_out.weight"]
             held["transformer.seq_layers.0.attention.rotary_emb.inv_freq"] = torch.ones(4)
     paths = written(tmp_path / "in", ranks)
-    export_hf(paths, tmp_path / "hf", tp=t, config=model.config)
+    export_hf(paths, tmp_path / "hf", parallel=Parallel(tp=t), config=model.config)
     assert same(exported(tmp_path / "hf"), state)
     assert logits_differ(model, tmp_path / "hf") <= 1e-5
     judged("gpt_neox", "smp_v1", exports=JUDGES, at=f"{t}")
@@ -170,7 +170,7 @@ def test_smp_v1_names_of_a_neox(tmp_path, hub, t, embedded, judged):
 def test_ranks_of_transformers_own_tensor_parallelism(tmp_path, hub, family, t, judged):
     model, state = hub(family)
     paths = written(tmp_path / "in", ref.each_rank(lambda r, e: ref.hf_tp(model, t, r), t))
-    export_hf(paths, tmp_path / "hf", tp=t, config=model.config)
+    export_hf(paths, tmp_path / "hf", parallel=Parallel(tp=t), config=model.config)
     assert same(exported(tmp_path / "hf"), state)
     assert logits_differ(model, tmp_path / "hf") <= 1e-5
     judged(family, "hf_tp", exports=JUDGES, at=f"{t}")
@@ -179,7 +179,7 @@ def test_ranks_of_transformers_own_tensor_parallelism(tmp_path, hub, family, t, 
 def test_files_of_torch_save_are_read_like_safetensors(tmp_path, hub):
     model, state = hub("qwen2")
     paths = written(tmp_path / "in", ref.each_rank(lambda r, e: ref.mcore(state, 2, r), 2), "pt")
-    export_hf(paths, tmp_path / "hf", tp=2, config=model.config)
+    export_hf(paths, tmp_path / "hf", parallel=Parallel(tp=2), config=model.config)
     assert same(exported(tmp_path / "hf"), state)
 
 
@@ -191,7 +191,7 @@ def test_a_source_cut_wrongly_does_not_pass_for_the_original(tmp_path, hub, faul
     model, state = hub("llama_biased")
     cut = lambda r, e: ref.mcore(state, 2, r, fault=fault)  # noqa: E731
     paths = written(tmp_path / "in", ref.each_rank(cut, 2))
-    export_hf(paths, tmp_path / "hf", tp=2, config=model.config)
+    export_hf(paths, tmp_path / "hf", parallel=Parallel(tp=2), config=model.config)
     assert not same(exported(tmp_path / "hf"), state)
     assert logits_differ(model, tmp_path / "hf") > 1e-3
 
@@ -207,7 +207,7 @@ def test_meta_weights_taken_unpermuted_would_show(tmp_path, hub):
 def test_padding_is_cut_off_and_never_read_as_vocabulary(tmp_path, hub):
     model, state = hub("llama")
     paths = written(tmp_path / "in", ref.each_rank(lambda r, e: ref.mcore(state, 2, r), 2))
-    export_hf(paths, tmp_path / "hf", tp=2, config=model.config)
+    export_hf(paths, tmp_path / "hf", parallel=Parallel(tp=2), config=model.config)
     found = exported(tmp_path / "hf")["model.embed_tokens.weight"]
     assert found.shape == (ref.V, 64) and not (found == 7.5).any()
 
@@ -245,9 +245,9 @@ def test_the_wrong_degree_is_refused(tmp_path, hub):
     model, state = hub("llama")
     paths = written(tmp_path / "in", ref.each_rank(lambda r, e: ref.mcore(state, 4, r), 4))
     with pytest.raises(errors.TensorMismatchError, match="64 rows.*files of all ranks"):
-        export_hf(paths[:2], tmp_path / "hf", tp=2, config=model.config)
+        export_hf(paths[:2], tmp_path / "hf", parallel=Parallel(tp=2), config=model.config)
     with pytest.raises(errors.UsageError, match="4 files.*tp=2"):
-        export_hf(paths, tmp_path / "hf", tp=2, config=model.config)
+        export_hf(paths, tmp_path / "hf", parallel=Parallel(tp=2), config=model.config)
 
 
 def test_a_degree_that_divides_nothing_is_refused(tmp_path, hub):
@@ -255,7 +255,7 @@ def test_a_degree_that_divides_nothing_is_refused(tmp_path, hub):
     ranks = [{k: v + r for k, v in ref.mcore(state, 1, 0).items()} for r in range(3)]
     paths = written(tmp_path / "in", ranks)
     with pytest.raises((errors.TopologyError, errors.TensorMismatchError), match="3"):
-        export_hf(paths, tmp_path / "hf", tp=3, config=model.config)
+        export_hf(paths, tmp_path / "hf", parallel=Parallel(tp=3), config=model.config)
 
 
 def test_norms_that_ranks_hold_differently_are_refused(tmp_path, hub):
@@ -264,23 +264,43 @@ def test_norms_that_ranks_hold_differently_are_refused(tmp_path, hub):
     name = "decoder.final_layernorm.weight"
     shards[1][name] = shards[1][name] + 1e-3
     with pytest.raises(errors.TensorMismatchError, match="copies differ.*final_layernorm"):
-        export_hf(written(tmp_path / "in", shards), tmp_path / "hf", tp=2, config=model.config)
+        export_hf(
+            written(tmp_path / "in", shards),
+            tmp_path / "hf",
+            parallel=Parallel(tp=2),
+            config=model.config,
+        )
 
 
 def test_a_tied_head_is_left_out_and_refused_where_it_differs(tmp_path):
     model = ref.model("qwen2", tie_word_embeddings=True)
     state = ref.on_disk(model, tmp_path)
     plain = ref.each_rank(lambda r, e: ref.mcore(state, 2, r), 2)
-    export_hf(written(tmp_path / "a", plain), tmp_path / "hf", tp=2, config=model.config)
+    export_hf(
+        written(tmp_path / "a", plain),
+        tmp_path / "hf",
+        parallel=Parallel(tp=2),
+        config=model.config,
+    )
     assert same(exported(tmp_path / "hf"), state)
     both = {**state, "lm_head.weight": state["model.embed_tokens.weight"].clone()}
     shards = ref.each_rank(lambda r, e: ref.mcore(both, 2, r), 2)
-    report = export_hf(written(tmp_path / "b", shards), tmp_path / "h2", tp=2, config=model.config)
+    report = export_hf(
+        written(tmp_path / "b", shards),
+        tmp_path / "h2",
+        parallel=Parallel(tp=2),
+        config=model.config,
+    )
     assert report.left_out == ("lm_head.weight",)
     assert same(exported(tmp_path / "h2"), state)
     shards[1]["output_layer.weight"][3] += 1e-3
     with pytest.raises(errors.TensorMismatchError, match=r"lm_head\.weight.*differ"):
-        export_hf(written(tmp_path / "c", shards), tmp_path / "h3", tp=2, config=model.config)
+        export_hf(
+            written(tmp_path / "c", shards),
+            tmp_path / "h3",
+            parallel=Parallel(tp=2),
+            config=model.config,
+        )
 
 
 def test_a_transformed_model_without_a_config_or_of_an_unknown_family_is_refused(tmp_path, hub):

@@ -16,7 +16,7 @@ from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dic
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, GptOssConfig
 
-from smckpt import errors, export_hf
+from smckpt import Adapter, Parallel, errors, export_hf
 from tests.support import child, shards
 from tests.support import references as ref
 from tests.support.limits import seconds
@@ -78,7 +78,9 @@ def test_the_adapters_directory_loads_in_peft(tmp_path, whole):
     model = llama(modules_to_save=["lm_head"])
     state = model.state_dict() if whole else get_peft_model_state_dict(model)
     report = export_hf(
-        saved(tmp_path, state), tmp_path / "out", lora="adapter", lora_config=model.peft_config
+        saved(tmp_path, state),
+        tmp_path / "out",
+        adapter=Adapter(lora="adapter", lora_config=model.peft_config),
     )
     assert report.files == ("adapter_model.safetensors",)
     assert sorted(os.listdir(tmp_path / "out")) == [
@@ -105,7 +107,7 @@ def test_tokens_that_are_trained_alone_go_with_the_adapter(tmp_path, whole, tied
     state = model.state_dict() if whole else get_peft_model_state_dict(model)
     given: dict[str, Any] = {"lora_config": model.peft_config}
     checkpoint = saved(tmp_path, state)
-    export_hf(checkpoint, tmp_path / "out", lora="adapter", **given)
+    export_hf(checkpoint, tmp_path / "out", adapter=Adapter(lora="adapter", **given))
     model.save_pretrained(tmp_path / "peft")
     ours, theirs = (load_file(tmp_path / d / "adapter_model.safetensors") for d in ("out", "peft"))
     # of a tied model, the head's rows are the embedding's, and PEFT writes them once
@@ -114,14 +116,19 @@ def test_tokens_that_are_trained_alone_go_with_the_adapter(tmp_path, whole, tied
     again = PeftModel.from_pretrained(own, str(tmp_path / "out"))
     assert torch.equal(logits(again), logits(model))
     with pytest.raises(errors.UsageError, match="trainable_token_indices"):
-        export_hf(checkpoint, tmp_path / "no", lora="merge", config=own.config, **given)
+        export_hf(
+            checkpoint, tmp_path / "no", adapter=Adapter(lora="merge", **given), config=own.config
+        )
 
 
 def test_an_adapter_on_an_embedding_keeps_its_names(tmp_path):
     model = llama(target_modules=["embed_tokens", "v_proj"], rank_pattern={})
     config = model.peft_config["default"]
-    export_hf(saved(tmp_path, model.state_dict()), tmp_path / "out", lora="adapter",
-              lora_config=config)  # fmt: skip
+    export_hf(
+        saved(tmp_path, model.state_dict()),
+        tmp_path / "out",
+        adapter=Adapter(lora="adapter", lora_config=config),
+    )
     again = PeftModel.from_pretrained(base(), str(tmp_path / "out"))
     assert torch.equal(logits(again), logits(model))
 
@@ -144,26 +151,33 @@ def test_merged_into_the_base_of_the_checkpoint(tmp_path, more, monkeypatch):
     monkeypatch.setattr("smckpt.translate.models.merged._AT_ONCE", 256)
     model = llama(**more)
     export_hf(
-        saved(tmp_path, model.state_dict()), tmp_path / "hf", config=model.config, lora="merge",
-        lora_config=model.peft_config,
-    )  # fmt: skip
+        saved(tmp_path, model.state_dict()),
+        tmp_path / "hf",
+        config=model.config,
+        adapter=Adapter(lora="merge", lora_config=model.peft_config),
+    )
     assert_merged(tmp_path / "hf", model)
 
 
 def test_an_adapter_with_dora_is_peft_s_own_directory(tmp_path):
     model = llama(use_dora=True)
     checkpoint = saved(tmp_path, model.state_dict())
-    export_hf(checkpoint, tmp_path / "out", lora="adapter", lora_config=model.peft_config)
+    export_hf(
+        checkpoint, tmp_path / "out", adapter=Adapter(lora="adapter", lora_config=model.peft_config)
+    )
     again = PeftModel.from_pretrained(base(), str(tmp_path / "out"))
     assert torch.equal(logits(again), logits(model))
     plain = {**model.peft_config["default"].to_dict(), "use_dora": False}
     for lora in ("adapter", "merge"):
         with pytest.raises(errors.TensorMismatchError, match="use_dora=False, but not so"):
-            export_hf(checkpoint, tmp_path / "no", lora=lora, lora_config=plain)
+            export_hf(checkpoint, tmp_path / "no", adapter=Adapter(lora=lora, lora_config=plain))
     state = {n: t for n, t in model.state_dict().items() if "magnitude" not in n or ".0." in n}
     with pytest.raises(errors.TensorMismatchError, match=r"use_dora=True.*layers\.1"):
-        export_hf(saved(tmp_path / "half", state), tmp_path / "no", lora="merge",
-                  lora_config=model.peft_config)  # fmt: skip
+        export_hf(
+            saved(tmp_path / "half", state),
+            tmp_path / "no",
+            adapter=Adapter(lora="merge", lora_config=model.peft_config),
+        )
 
 
 # family, what the adapter changes, dtype of the base. Scalings and values are binary fractions, so
@@ -241,15 +255,19 @@ def test_bit_for_bit_what_peft_merges_and_saves(tmp_path, kind, monkeypatch, jud
     model = changed(kind)
     given = {"lora_config": model.peft_config}
     checkpoint = saved(tmp_path, model.state_dict())
-    export_hf(checkpoint, tmp_path / "adapter", lora="adapter", **given)
+    export_hf(checkpoint, tmp_path / "adapter", adapter=Adapter(lora="adapter", **given))
     model.save_pretrained(tmp_path / "peft", save_embedding_layers=False)
     assert_same_files(tmp_path / "adapter", tmp_path / "peft")
     again = PeftModel.from_pretrained(tiny(family, dtype), str(tmp_path / "adapter"))
     assert torch.equal(logits(again), logits(model))
-    export_hf(checkpoint, tmp_path / "hf", lora="merge", config=model.config, **given)
+    export_hf(
+        checkpoint, tmp_path / "hf", adapter=Adapter(lora="merge", **given), config=model.config
+    )
     tiny(family, dtype).save_pretrained(tmp_path / "base")
     alone = saved(tmp_path / "alone", get_peft_model_state_dict(model, save_embedding_layers=False))
-    export_hf(alone, tmp_path / "hf2", lora="merge", base=tmp_path / "base", **given)
+    export_hf(
+        alone, tmp_path / "hf2", adapter=Adapter(lora="merge", base=tmp_path / "base", **given)
+    )
     model.merge_and_unload().save_pretrained(tmp_path / "merged")
     assert_same_files(tmp_path / "hf", tmp_path / "merged")
     assert_same_files(tmp_path / "hf2", tmp_path / "merged")
@@ -262,8 +280,15 @@ def test_a_merge_keeps_in_float32_what_from_pretrained_does(tmp_path):
     given: dict[str, Any] = {"lora_config": model.peft_config, "lora": "merge"}
     checkpoint = saved(tmp_path, model.state_dict())
     tiny("gpt_oss", "float32").save_pretrained(tmp_path / "base")
-    export_hf(checkpoint, tmp_path / "hf", config=model.config, dtype="float16", **given)
-    export_hf(checkpoint, tmp_path / "hf2", base=tmp_path / "base", dtype="float16", **given)
+    export_hf(
+        checkpoint, tmp_path / "hf", config=model.config, dtype="float16", adapter=Adapter(**given)
+    )
+    export_hf(
+        checkpoint,
+        tmp_path / "hf2",
+        adapter=Adapter(base=tmp_path / "base", **given),
+        dtype="float16",
+    )
     for folder in ("hf", "hf2"):
         found = load_file(tmp_path / folder / "model.safetensors")
         kept = {name for name, tensor in found.items() if tensor.dtype == torch.float32}
@@ -276,8 +301,10 @@ def test_peft_sees_what_is_wrong_in_an_adapter(tmp_path, what):
     model = changed("linear")
     given = {"lora_config": model.peft_config}
     checkpoint = saved(tmp_path, model.state_dict())
-    export_hf(checkpoint, tmp_path / "hf", lora="merge", config=model.config, **given)
-    export_hf(checkpoint, tmp_path / "adapter", lora="adapter", **given)
+    export_hf(
+        checkpoint, tmp_path / "hf", adapter=Adapter(lora="merge", **given), config=model.config
+    )
+    export_hf(checkpoint, tmp_path / "adapter", adapter=Adapter(lora="adapter", **given))
 
     def merged() -> Path:
         made = PeftModel.from_pretrained(tiny("llama", "bfloat16"), str(tmp_path / "adapter"))
@@ -307,7 +334,7 @@ def test_experts_whose_order_does_not_show_are_refused(tmp_path):
     )  # fmt: skip
     with pytest.raises(errors.TensorMismatchError, match="square matrices"):
         export_hf(saved(tmp_path, model.state_dict()), tmp_path / "hf", config=model.config,
-                  lora="merge", lora_config=model.peft_config)  # fmt: skip
+                  adapter=Adapter(lora="merge", lora_config=model.peft_config))  # fmt: skip
 
 
 @pytest.mark.parametrize("dora", [False, True])
@@ -324,10 +351,13 @@ def test_conv1d_and_linear_layers_of_one_adapter_are_told_apart(tmp_path, dora):
     assert model.peft_config["default"].fan_in_fan_out is False
     given: dict[str, Any] = {"lora": "merge", "lora_config": model.peft_config}
     export_hf(
-        saved(tmp_path / "whole", model.state_dict()), tmp_path / "hf", config=config, **given
+        saved(tmp_path / "whole", model.state_dict()),
+        tmp_path / "hf",
+        config=config,
+        adapter=Adapter(**given),
     )
     export_hf(saved(tmp_path / "alone", get_peft_model_state_dict(model)), tmp_path / "hf2",
-              base=tmp_path / "base", **given)  # fmt: skip
+              adapter=Adapter(base=tmp_path / "base", **given))  # fmt: skip
     ours, also = (load_file(tmp_path / d / "model.safetensors") for d in ("hf", "hf2"))
     assert_merged(tmp_path / "hf", model)
     assert all(torch.equal(ours[n], also[n]) for n in ours)
@@ -346,10 +376,12 @@ def test_one_of_several_adapters_is_exported_and_merged(tmp_path, name):
     given = {"lora_config": model.peft_config, "lora_adapter": name}
     checkpoint = saved(tmp_path, model.state_dict())
     model.set_adapter(name)
-    export_hf(checkpoint, tmp_path / "out", lora="adapter", **given)
+    export_hf(checkpoint, tmp_path / "out", adapter=Adapter(lora="adapter", **given))
     again = PeftModel.from_pretrained(base(), str(tmp_path / "out"))
     assert torch.equal(logits(again), logits(model))
-    export_hf(checkpoint, tmp_path / "hf", lora="merge", config=model.config, **given)
+    export_hf(
+        checkpoint, tmp_path / "hf", adapter=Adapter(lora="merge", **given), config=model.config
+    )
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     assert (logits(merged) - logits(model)).abs().max() <= 1e-5
     wanted = again.merge_and_unload().state_dict()
@@ -362,9 +394,14 @@ def test_a_merged_model_replaces_an_adapter(tmp_path):
     model = llama()
     checkpoint = saved(tmp_path, model.state_dict())
     given: dict[str, Any] = {"lora_config": model.peft_config}
-    export_hf(checkpoint, tmp_path / "out", lora="adapter", **given)
-    export_hf(checkpoint, tmp_path / "out", lora="merge", config=model.config, overwrite=True,
-              **given)  # fmt: skip
+    export_hf(checkpoint, tmp_path / "out", adapter=Adapter(lora="adapter", **given))
+    export_hf(
+        checkpoint,
+        tmp_path / "out",
+        adapter=Adapter(lora="merge", **given),
+        config=model.config,
+        overwrite=True,
+    )
     assert_merged(tmp_path / "out", model)
 
 
@@ -373,9 +410,10 @@ def test_merged_into_a_base_directory(tmp_path):
     base().save_pretrained(tmp_path / "base")
     model.save_pretrained(tmp_path / "peft")
     export_hf(
-        saved(tmp_path, get_peft_model_state_dict(model)), tmp_path / "hf", lora="merge",
-        lora_config=tmp_path / "peft", base=tmp_path / "base",
-    )  # fmt: skip
+        saved(tmp_path, get_peft_model_state_dict(model)),
+        tmp_path / "hf",
+        adapter=Adapter(lora="merge", lora_config=tmp_path / "peft", base=tmp_path / "base"),
+    )
     assert_merged(tmp_path / "hf", model)
 
 
@@ -389,12 +427,16 @@ def test_an_adapter_that_began_with_parts_of_the_base_is_not_added_to_the_releas
     given: dict[str, Any] = {"lora": "merge", "lora_config": model.peft_config}
     for checkpoint in (whole, alone):
         with pytest.raises(errors.UsageError, match=f"init_lora_weights='{start}' changed the"):
-            export_hf(checkpoint, tmp_path / "no", base=tmp_path / "base", **given)
-    export_hf(whole, tmp_path / "hf", config=model.config, **given)
+            export_hf(checkpoint, tmp_path / "no", adapter=Adapter(base=tmp_path / "base", **given))
+    export_hf(whole, tmp_path / "hf", config=model.config, adapter=Adapter(**given))
     copy.deepcopy(model).unload().save_pretrained(tmp_path / "changed")
     assert_merged(tmp_path / "hf", model)
     plain = {**model.peft_config["default"].to_dict(), "init_lora_weights": True}
-    export_hf(alone, tmp_path / "hf2", lora="merge", lora_config=plain, base=tmp_path / "changed")
+    export_hf(
+        alone,
+        tmp_path / "hf2",
+        adapter=Adapter(lora="merge", lora_config=plain, base=tmp_path / "changed"),
+    )
     assert_same_files(tmp_path / "hf2", tmp_path / "hf")
 
 
@@ -410,10 +452,12 @@ def test_an_embedding_trained_apart_from_its_tied_head_is_not_written_for_both(t
         given: dict[str, Any] = {"lora": "merge", "lora_config": model.peft_config}
         checkpoint = saved(folder, model.state_dict())
         with pytest.raises(errors.UsageError, match="an embedding that the config ties"):
-            export_hf(checkpoint, tmp_path / "no", base=tmp_path / "base", **given)
+            export_hf(checkpoint, tmp_path / "no", adapter=Adapter(base=tmp_path / "base", **given))
         assert not (tmp_path / "no").exists()
     untied = {**tied.config.to_dict(), "tie_word_embeddings": False}
-    export_hf(checkpoint, tmp_path / "hf", config=untied, **given)  # what the error advises
+    export_hf(
+        checkpoint, tmp_path / "hf", config=untied, adapter=Adapter(**given)
+    )  # what the error advises
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     assert (logits(again) - logits(model)).abs().max() <= 1e-4
     for more in (
@@ -422,8 +466,11 @@ def test_an_embedding_trained_apart_from_its_tied_head_is_not_written_for_both(t
     ):
         model = peft_model(copy.deepcopy(tied), rank_pattern={}, **more)
         folder = tmp_path / str(len(more))
-        export_hf(saved(folder, get_peft_model_state_dict(model)), folder / "hf", lora="merge",
-                  lora_config=model.peft_config, base=tmp_path / "base")  # fmt: skip
+        export_hf(
+            saved(folder, get_peft_model_state_dict(model)),
+            folder / "hf",
+            adapter=Adapter(lora="merge", lora_config=model.peft_config, base=tmp_path / "base"),
+        )
         again = AutoModelForCausalLM.from_pretrained(folder / "hf")
         assert (logits(again) - logits(model)).abs().max() <= 1e-4
 
@@ -436,9 +483,11 @@ def test_embeddings_and_transposed_layers_are_merged(tmp_path):
     base = AutoModelForCausalLM.from_config(config)
     model = peft_model(base, target_modules=["c_attn", "wte"], rank_pattern={}, fan_in_fan_out=True)
     export_hf(
-        saved(tmp_path, model.state_dict()), tmp_path / "hf", config=config, lora="merge",
-        lora_config=model.peft_config,
-    )  # fmt: skip
+        saved(tmp_path, model.state_dict()),
+        tmp_path / "hf",
+        config=config,
+        adapter=Adapter(lora="merge", lora_config=model.peft_config),
+    )
     assert_merged(tmp_path / "hf", model)
 
 
@@ -446,9 +495,11 @@ def test_a_bfloat16_merge_is_rounded_once(tmp_path):
     model = llama()
     state = {n: t.bfloat16() for n, t in model.state_dict().items()}
     export_hf(
-        saved(tmp_path, state), tmp_path / "hf", config=model.config, lora="merge",
-        lora_config=model.peft_config,
-    )  # fmt: skip
+        saved(tmp_path, state),
+        tmp_path / "hf",
+        config=model.config,
+        adapter=Adapter(lora="merge", lora_config=model.peft_config),
+    )
     found = load_file(tmp_path / "hf" / "model.safetensors")
     at = "base_model.model.model.layers.0.self_attn.q_proj."
     a, b = (state[f"{at}lora_{side}.default.weight"].float() for side in "AB")
@@ -483,9 +534,10 @@ def test_what_cannot_be_merged_or_is_not_there_is_refused(tmp_path):
     out = tmp_path / "hf"
 
     def refused(match: str, checkpoint: Path = whole, **options: Any) -> None:
+        plain = {n: options.pop(n) for n in ("parallel", "config") if n in options}
         given = {"lora": "merge", "lora_config": config, **options}
         with pytest.raises(errors.CheckpointError, match=match):
-            export_hf(checkpoint, out, **given)
+            export_hf(checkpoint, out, **plain, adapter=Adapter(**given))
         assert not out.exists()
 
     refused("lora='both'", lora="both")
@@ -495,10 +547,10 @@ def test_what_cannot_be_merged_or_is_not_there_is_refused(tmp_path):
     refused("lora_bias", lora_config={**config, "lora_bias": True})
     refused("the config says 8", lora_config={**config, "r": 8, "rank_pattern": {}})
     refused("base weights that the adapter changes", alone)
-    refused("layout=", layout="te_split")
+    refused("layout=", parallel=Parallel("te_split"))
     refused("config=", lora="adapter", config=model.config)
     refused("base=", lora="adapter", base=tmp_path)
-    refused("lora_config= has no effect without", lora=None)
+    refused("lora=None", lora=None)
     plain = saved(tmp_path / "3", base().state_dict())
     refused("needs a PEFT model", plain)
     second = {n.replace("default", "second"): t for n, t in model.state_dict().items()}
@@ -516,8 +568,11 @@ def test_a_base_of_another_shape_is_refused(tmp_path):
     base(intermediate_size=176).save_pretrained(tmp_path / "base")
     checkpoint = saved(tmp_path, get_peft_model_state_dict(model))
     with pytest.raises(errors.TensorMismatchError, match=r"down_proj\.weight has the shape"):
-        export_hf(checkpoint, tmp_path / "hf", lora="merge", lora_config=model.peft_config,
-                  base=tmp_path / "base")  # fmt: skip
+        export_hf(
+            checkpoint,
+            tmp_path / "hf",
+            adapter=Adapter(lora="merge", lora_config=model.peft_config, base=tmp_path / "base"),
+        )
 
 
 def test_an_adapter_that_is_killed_on_the_way_does_not_load(tmp_path):
@@ -526,8 +581,8 @@ def test_an_adapter_that_is_killed_on_the_way_does_not_load(tmp_path):
     checkpoint = saved(tmp_path, model.state_dict())
     code = """
     import os, sys
-    from smckpt import export_hf
-    export_hf(sys.argv[1], sys.argv[2], lora="adapter", lora_config=sys.argv[3],
+    from smckpt import Adapter, export_hf
+    export_hf(sys.argv[1], sys.argv[2], adapter=Adapter("adapter", sys.argv[3]),
               progress=lambda done, total: os._exit(0))
     """
     child.run(code, str(checkpoint), str(tmp_path / "out"), str(tmp_path / "peft"))

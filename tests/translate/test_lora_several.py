@@ -12,7 +12,7 @@ import torch
 from peft import LoraConfig
 from safetensors.torch import load_file
 
-from smckpt import errors, export_hf
+from smckpt import Adapter, errors, export_hf
 from tests.support.limits import seconds
 from tests.translate.test_lora import (
     EXPERTS,
@@ -79,9 +79,9 @@ def test_bit_for_bit_what_peft_merges_one_after_another(tmp_path, kind, monkeypa
         "lora": "merge", "lora_config": model.peft_config, "lora_adapter": NAMES,
     }  # fmt: skip
     checkpoint = saved(tmp_path, model.state_dict())
-    export_hf(checkpoint, tmp_path / "hf", config=model.config, **given)
+    export_hf(checkpoint, tmp_path / "hf", config=model.config, adapter=Adapter(**given))
     tiny(family, dtype).save_pretrained(tmp_path / "base")
-    export_hf(checkpoint, tmp_path / "hf2", base=tmp_path / "base", **given)
+    export_hf(checkpoint, tmp_path / "hf2", adapter=Adapter(base=tmp_path / "base", **given))
     theirs = merged_by_peft(model, NAMES, tmp_path / "merged")
     assert_same_files(tmp_path / "hf", theirs)
     assert_same_files(tmp_path / "hf2", theirs)
@@ -95,8 +95,12 @@ def test_the_order_is_that_of_the_names(tmp_path):
     for at, names in (("one", NAMES), ("two", NAMES[::-1])):
         model = with_two(tiny("llama", dtype), first, second)
         checkpoint = saved(tmp_path / at, model.state_dict())
-        export_hf(checkpoint, tmp_path / at / "hf", config=model.config, lora_adapter=names,
-                  lora_config=model.peft_config, **given)  # fmt: skip
+        export_hf(
+            checkpoint,
+            tmp_path / at / "hf",
+            config=model.config,
+            adapter=Adapter(lora_adapter=names, lora_config=model.peft_config, **given),
+        )
         assert_same_files(
             tmp_path / at / "hf", merged_by_peft(model, names, tmp_path / at / "peft")
         )
@@ -125,8 +129,11 @@ def test_the_config_of_a_named_adapter_is_found_in_peft_s_directory(tmp_path):
     _, first, second, dtype = PAIRS["linear"]
     model = with_two(tiny("llama", dtype), first, second)
     model.save_pretrained(tmp_path / "peft")
-    export_hf(saved(tmp_path, model.state_dict()), tmp_path / "out", lora="adapter",
-              lora_config=tmp_path / "peft", lora_adapter="second")  # fmt: skip
+    export_hf(
+        saved(tmp_path, model.state_dict()),
+        tmp_path / "out",
+        adapter=Adapter(lora="adapter", lora_config=tmp_path / "peft", lora_adapter="second"),
+    )
     assert_same_files(tmp_path / "out", tmp_path / "peft" / "second")
 
 
@@ -136,7 +143,7 @@ def test_what_cannot_be_merged_together_is_refused(tmp_path):
         folder = tmp_path / str(len([*tmp_path.iterdir()]))
         options = {"lora": "merge", "lora_config": model.peft_config, "lora_adapter": NAMES, **more}
         with pytest.raises(errors.UsageError, match=match):
-            export_hf(saved(folder, model.state_dict()), folder / "hf", **options)
+            export_hf(saved(folder, model.state_dict()), folder / "hf", adapter=Adapter(**options))
         assert not (folder / "hf").exists()
 
     head = {"modules_to_save": ["lm_head"]}
@@ -168,5 +175,8 @@ def test_a_module_that_one_saves_whole_and_another_adds_to_is_refused(tmp_path):
         name: model.state_dict()["base_model.model.lm_head.base_layer.weight"],
     }
     with pytest.raises(errors.UsageError, match=r"saves lm_head\.weight whole .* another adds"):
-        export_hf(saved(tmp_path, state), tmp_path / "hf", lora="merge", lora_adapter=NAMES,
-                  lora_config=model.peft_config)  # fmt: skip
+        export_hf(
+            saved(tmp_path, state),
+            tmp_path / "hf",
+            adapter=Adapter(lora="merge", lora_adapter=NAMES, lora_config=model.peft_config),
+        )

@@ -14,7 +14,7 @@ from peft import PeftModel, get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from torch.distributed import checkpoint as dcp
 
-from smckpt import errors, export_hf
+from smckpt import Adapter, errors, export_hf
 from smckpt.cli.app import app
 from tests.translate.test_lora import State, assert_merged, base, llama, logits, saved
 
@@ -67,10 +67,10 @@ def test_an_adapter_of_every_source_goes_out_and_into_its_base(tmp_path, kind):
     base().save_pretrained(tmp_path / "base")
     path = source(tmp_path / "source", kind, model, whole=False)
     given = {} if kind.startswith("peft") else {"lora_config": model.peft_config}
-    export_hf(path, tmp_path / "adapter", lora="adapter", **given)
+    export_hf(path, tmp_path / "adapter", adapter=Adapter(lora="adapter", **given))
     loaded = PeftModel.from_pretrained(base(), tmp_path / "adapter")
     assert torch.equal(logits(loaded), logits(model))
-    export_hf(path, tmp_path / "hf", lora="merge", base=tmp_path / "base", **given)
+    export_hf(path, tmp_path / "hf", adapter=Adapter(lora="merge", base=tmp_path / "base", **given))
     assert_merged(tmp_path / "hf", model)
 
 
@@ -78,8 +78,10 @@ def test_an_adapter_of_every_source_goes_out_and_into_its_base(tmp_path, kind):
 def test_a_whole_state_of_every_source_is_merged(tmp_path, kind):
     model = llama()
     path = source(tmp_path / "source", kind, model, whole=True)
-    given = {"lora_config": model.peft_config, "config": model.config}
-    report = export_hf(path, tmp_path / "hf", lora="merge", **given)
+    given = {"lora_config": model.peft_config}
+    report = export_hf(
+        path, tmp_path / "hf", config=model.config, adapter=Adapter(lora="merge", **given)
+    )
     assert any("merge_adapter()" in note for note in report.notes), report.notes
     assert_merged(tmp_path / "hf", model)
 
@@ -109,18 +111,26 @@ def test_a_state_that_was_saved_merged_is_not_merged_again(tmp_path, kind):
     base().save_pretrained(tmp_path / "base")
     model = llama()
     model.peft_config["default"].base_model_name_or_path = str(tmp_path / "base")
-    given = {"lora": "merge", "lora_config": model.peft_config, "config": model.config}
+    given = {"lora": "merge", "lora_config": model.peft_config}
     report = export_hf(
-        source(tmp_path / "apart", kind, model, whole=True), tmp_path / "hf", **given
+        source(tmp_path / "apart", kind, model, whole=True),
+        tmp_path / "hf",
+        config=model.config,
+        adapter=Adapter(**given),
     )
     assert not any("merge_adapter()" in note for note in report.notes), report.notes
     assert_merged(tmp_path / "hf", copy.deepcopy(model))
     model.merge_adapter()
     path = source(tmp_path / "merged", kind, model, whole=True)
     with pytest.raises(errors.TensorMismatchError, match=r"merge_adapter\(\) was active"):
-        export_hf(path, tmp_path / "no", **given)
+        export_hf(path, tmp_path / "no", config=model.config, adapter=Adapter(**given))
     assert not (tmp_path / "no").exists()
-    export_hf(path, tmp_path / "from base", base=tmp_path / "base", **given)
+    export_hf(
+        path,
+        tmp_path / "from base",
+        config=model.config,
+        adapter=Adapter(base=tmp_path / "base", **given),
+    )
     model.unmerge_adapter()
     assert_merged(tmp_path / "from base", model)
     assert load_file(tmp_path / "from base" / "model.safetensors").keys()

@@ -46,7 +46,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from smckpt.translate import export_hf, import_hf
+from smckpt.translate import Parallel, export_hf, import_hf
 from smckpt.translate.configs.config import read_config
 from tests.support import families, interpreters, megatron_run, next_families, vision
 from tests.support import references as ref
@@ -241,7 +241,9 @@ def agree_both_ways(
         states = [tmp_path / f"{HELD[layout]}{rank}.pt" for rank in range(world)]
         for path, file in zip(states, done.files, strict=True):
             assert_same(load_file(tmp_path / layout / file), torch.load(path)["model"])
-        report = export_hf(states, tmp_path / f"{layout}-hf", config=model.config, **degrees)
+        report = export_hf(
+            states, tmp_path / f"{layout}-hf", config=model.config, parallel=Parallel(**degrees)
+        )
         assert report.layout == layout
         assert_same(load_file(tmp_path / f"{layout}-hf" / "model.safetensors"), state)
     if world == 2:  # and from Megatron's own distributed checkpoint, whatever its degrees
@@ -343,7 +345,7 @@ def test_megatron_and_the_tables_agree_on_layers_that_predict_further_tokens(
         for path, file in zip(states, done.files, strict=True):
             assert_same(load_file(tmp_path / layout / file), torch.load(path)["model"])
         out = tmp_path / f"{layout}-hf"
-        export_hf(states, out, config=folder, mtp="keep", **degrees)
+        export_hf(states, out, config=folder, mtp="keep", parallel=Parallel(**degrees))
         assert_same(load_file(out / "model.safetensors"), whole)
         judged(family, f"{layout}, MTP", exports=["Megatron-core", "logits"],
                imports=["mbridge", "Megatron-core"], at=f"{t}×{ep}")  # fmt: skip

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 import smckpt
-from smckpt import errors, export_hf
+from smckpt import Parallel, errors, export_hf
 from smckpt.cli.app import app
 from smckpt.translate import import_hf, verify_hf
 from tests.support import families
@@ -89,7 +89,7 @@ def test_layers_that_are_kept_are_megatrons_mtp(tmp_path, release, judged, famil
         (tmp_path / "ranks", {}), (written(tmp_path / "in", cuts), {"tp": t, "ep": ep}),
     ):  # fmt: skip
         out = tmp_path / f"hf{len(degrees)}"
-        report = export_hf(source, out, config=folder, mtp="keep", **degrees)
+        report = export_hf(source, out, config=folder, mtp="keep", parallel=Parallel(**degrees))
         assert report.layout == layout and report.notes == ()
         assert same(load_file(out / "model.safetensors"), whole)
         assert config_of(out)[LAYERS] == 1
@@ -105,7 +105,9 @@ def test_layers_that_are_kept_are_megatrons_mtp(tmp_path, release, judged, famil
 def test_by_default_they_are_left_out_and_the_report_says_so(tmp_path, release, family):
     _, state, more, folder = release(family)
     cuts = cuts_of(family, state, more, 2, 1)
-    report = export_hf(written(tmp_path / "in", cuts), tmp_path / "hf", tp=2, config=folder)
+    report = export_hf(
+        written(tmp_path / "in", cuts), tmp_path / "hf", parallel=Parallel(tp=2), config=folder
+    )
     assert same(load_file(tmp_path / "hf" / "model.safetensors"), state)
     assert len(report.notes) == 1 and "that predict further tokens are left out" in report.notes[0]
     assert config_of(tmp_path / "hf").get(LAYERS, 0) == 0
@@ -119,7 +121,13 @@ def test_two_layers_are_numbered_on(tmp_path, release):
     _, state, more, folder = release("deepseek_v3", 2)
     cuts = cuts_of("deepseek_v3", state, more, 2, 1)
     assert any(name.startswith("mtp.layers.1.") for name in cuts[0])
-    export_hf(written(tmp_path / "in", cuts), tmp_path / "hf", tp=2, config=folder, mtp="keep")
+    export_hf(
+        written(tmp_path / "in", cuts),
+        tmp_path / "hf",
+        parallel=Parallel(tp=2),
+        config=folder,
+        mtp="keep",
+    )
     assert same(load_file(tmp_path / "hf" / "model.safetensors"), {**state, **more})
     assert config_of(tmp_path / "hf")[LAYERS] == 2
 
@@ -198,9 +206,9 @@ def test_pipeline_stages_have_them_at_the_end(tmp_path, release):
         own = name.replace("decoder.layers.1.", "decoder.layers.0.")
         stages[last][own] = tensor
     paths = written(tmp_path / "in", stages)
-    export_hf(paths, tmp_path / "hf", pp=2, config=folder, mtp="keep")
+    export_hf(paths, tmp_path / "hf", parallel=Parallel(pp=2), config=folder, mtp="keep")
     assert same(load_file(tmp_path / "hf" / "model.safetensors"), {**state, **more})
-    export_hf(paths, tmp_path / "left", pp=2, config=folder)
+    export_hf(paths, tmp_path / "left", parallel=Parallel(pp=2), config=folder)
     assert same(load_file(tmp_path / "left" / "model.safetensors"), state)
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from smckpt import errors, export_hf
+from smckpt import Parallel, errors, export_hf
 from smckpt.translate import import_hf, verify_hf
 from smckpt.translate.tables.dims import read_dims
 from tests.support import next_families as ref
@@ -59,7 +59,7 @@ def test_megatrons_names(tmp_path, hub, judged, family, local, t, ep):
 def test_ranks_of_transformers_own_plan(tmp_path, hub, judged, family):
     model, state, _ = hub(family)
     paths = written(tmp_path / "in", each_rank(lambda r, e: ref.hf_tp(family, model, 2, r), 2))
-    report = export_hf(paths, tmp_path / "hf", tp=2, config=model.config)
+    report = export_hf(paths, tmp_path / "hf", parallel=Parallel(tp=2), config=model.config)
     assert report.layout == "hf_tp"
     assert_the_original(tmp_path / "hf", model, state)
     judged(family, "hf_tp", exports=["formulas", "logits"], at="2")
@@ -126,7 +126,7 @@ def test_swapped_parts_make_another_model_which_verification_sees(tmp_path, hub,
     for cut in cuts:
         swap(cut)
     paths = written(tmp_path / "in", cuts)
-    export_hf(paths, tmp_path / "hf", tp=2, config=model.config)
+    export_hf(paths, tmp_path / "hf", parallel=Parallel(tp=2), config=model.config)
     found = load_file(tmp_path / "hf" / "model.safetensors")
     assert {name for name in state if not torch.equal(found[name], state[name])} == names
     report = verify_hf(tmp_path / "hf", reference=folder)
@@ -142,7 +142,12 @@ def test_the_nets_rows_as_hugging_face_has_them_are_another_model(tmp_path, hub)
     whole = torch.cat([state[f"{at}in_proj_qkvz.weight"], state[f"{at}in_proj_ba.weight"]])
     for cut, part in zip(cuts, whole.chunk(2), strict=True):
         cut[f"{NET}in_proj.weight"] = part.contiguous()
-    export_hf(written(tmp_path / "in", cuts), tmp_path / "hf", tp=2, config=model.config)
+    export_hf(
+        written(tmp_path / "in", cuts),
+        tmp_path / "hf",
+        parallel=Parallel(tp=2),
+        config=model.config,
+    )
     assert not same(load_file(tmp_path / "hf" / "model.safetensors"), state)
 
 
@@ -150,9 +155,9 @@ def test_ranks_in_the_wrong_order_are_refused_or_another_model(tmp_path, hub):
     model, state, _ = hub("qwen3_next")
     paths = written(tmp_path / "in", cuts_of("qwen3_next", state, 2, 1, False))[::-1]
     with pytest.raises(errors.UsageError, match="do not ascend|order"):
-        export_hf(paths, tmp_path / "hf", tp=2, config=model.config)
+        export_hf(paths, tmp_path / "hf", parallel=Parallel(tp=2), config=model.config)
     without = [path.rename(tmp_path / name) for path, name in zip(paths, "ab", strict=True)]
-    export_hf(without, tmp_path / "hf", tp=2, config=model.config)
+    export_hf(without, tmp_path / "hf", parallel=Parallel(tp=2), config=model.config)
     assert not same(load_file(tmp_path / "hf" / "model.safetensors"), state)
 
 
@@ -162,7 +167,7 @@ def test_degrees_that_cut_a_head_of_the_net_are_refused(tmp_path, hub):
         import_hf(folder, tmp_path / "ranks", "mcore_te", tp=8)
     paths = written(tmp_path / "in", cuts_of("qwen3_next", state, 2, 1, False))
     with pytest.raises(errors.TensorMismatchError, match="64 rows in total"):
-        export_hf(paths[:1], tmp_path / "hf", tp=1, config=folder)
+        export_hf(paths[:1], tmp_path / "hf", parallel=Parallel(tp=1), config=folder)
     with pytest.raises(errors.UsageError, match="3 value heads .* not a multiple of 2 key heads"):
         read_dims({**json.loads((folder / "config.json").read_text()),
                    "linear_num_value_heads": 3, "linear_num_key_heads": 2})  # fmt: skip
@@ -181,7 +186,12 @@ def test_another_models_config_is_refused(tmp_path, hub, family, key, value, tex
     model, state, _ = hub(family)
     paths = written(tmp_path / "in", cuts_of(family, state, 2, 1, False))
     with pytest.raises(errors.CheckpointError, match=text):
-        export_hf(paths, tmp_path / "hf", tp=2, config={**model.config.to_dict(), key: value})
+        export_hf(
+            paths,
+            tmp_path / "hf",
+            parallel=Parallel(tp=2),
+            config={**model.config.to_dict(), key: value},
+        )
 
 
 def test_layers_of_the_net_are_found_from_the_interval_that_releases_have(hub):

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from smckpt import errors, export_hf
+from smckpt import Parallel, errors, export_hf
 from smckpt.layout.entries import Entry
 from smckpt.layout.geometry import PerRankGeometry
 from smckpt.topology import ParallelState
@@ -126,18 +126,18 @@ def test_chunks_under_keys_of_their_own_and_those_that_only_the_caller_knows(tmp
     ranks = of_megatron(state, 2, 2)
     degrees = {"pipeline_parallel_degree": 2}
     path = checkpoint(tmp_path / "keys", ranks, listed=False, **degrees)
-    export_hf(path, tmp_path / "1", config=model.config, pp=2, vpp=2)
+    export_hf(path, tmp_path / "1", config=model.config, parallel=Parallel(pp=2, vpp=2))
     assert_same(tmp_path / "1", state)
     assert verify_hf(tmp_path / "1", against=path).ok
 
     path = checkpoint(tmp_path / "flat", [[flat(rank)] for rank in ranks], **degrees)
-    export_hf(path, tmp_path / "2", config=model.config, vpp=2)
+    export_hf(path, tmp_path / "2", config=model.config, parallel=Parallel(vpp=2))
     assert_same(tmp_path / "2", state)
     # without vpp= it is another model, which shapes do not show
     export_hf(path, tmp_path / "3", config=model.config)
     with pytest.raises(AssertionError):
         assert_same(tmp_path / "3", state)
-    report = verify_hf(tmp_path / "3", against=path, vpp=2)
+    report = verify_hf(tmp_path / "3", against=path, parallel=Parallel(vpp=2))
     assert any("differs from the checkpoint" in problem for problem in report.problems)
 
 
@@ -202,7 +202,7 @@ def test_wrong_stages_are_refused_by_name(tmp_path, llama):
                 degrees: Any = degrees, **given: Any) -> None:  # fmt: skip
         path = checkpoint(tmp_path / name, ranks, **degrees)
         with pytest.raises(kind, match=text):
-            export_hf(path, tmp_path / "hf", config=model.config, **given)
+            export_hf(path, tmp_path / "hf", config=model.config, parallel=Parallel(**given))
 
     gone = [ranks[0], ranks[1], ranks[3]]
     refused("gone", gone, r"3 stages hold 3 layers.*config says 4",
@@ -222,7 +222,7 @@ def test_wrong_stages_are_refused_by_name(tmp_path, llama):
             errors.UsageError, half, vpp=2)  # fmt: skip
     whole = checkpoint(tmp_path / "whole", [[ref.mcore(state, 1, 0)]])
     with pytest.raises(errors.UsageError, match="not in pipeline stages"):
-        export_hf(whole, tmp_path / "hf", config=model.config, vpp=2)
+        export_hf(whole, tmp_path / "hf", config=model.config, parallel=Parallel(vpp=2))
 
 
 # -- files of ranks --------------------------------------------------------------------------------
@@ -233,12 +233,12 @@ def test_files_of_ranks_in_stages_are_exported(tmp_path, llama):
     paths = [tmp_path / f"rank{number}.safetensors" for number in range(4)]
     for path, (chunk,) in zip(paths, of_megatron(state, 2, t=2), strict=True):
         save_file({n: t.contiguous() for n, t in chunk.items()}, path)
-    export_hf(paths, tmp_path / "hf", config=model.config, tp=2, pp=2)
+    export_hf(paths, tmp_path / "hf", config=model.config, parallel=Parallel(tp=2, pp=2))
     assert_same(tmp_path / "hf", state)
     for given, text in (({"tp": 4}, "pass the files of all ranks.* pp="), ({"tp": 2}, "4 files"),
                         ({"tp": 1, "pp": 2}, "4 files"), ({"tp": 1, "pp": 4}, "")):  # fmt: skip
         with pytest.raises(errors.CheckpointError, match=text):
-            export_hf(paths, tmp_path / "no", config=model.config, **given)
+            export_hf(paths, tmp_path / "no", config=model.config, parallel=Parallel(**given))
 
 
 def megatron_lm(folder: Path, ranks: list[list[State]], t: int, pp: int) -> Path:
@@ -261,7 +261,7 @@ def test_a_directory_of_megatron_in_stages_is_exported(tmp_path, llama, judged, 
     export_hf(root, tmp_path / "hf", config=model.config)
     assert_same(tmp_path / "hf", state)
     with pytest.raises(errors.UsageError, match="pp=4, but there are 2"):
-        export_hf(root, tmp_path / "no", config=model.config, pp=4)
+        export_hf(root, tmp_path / "no", config=model.config, parallel=Parallel(pp=4))
     place = root / "iter_0000010" / f"mp_rank_{t - 1:02d}_001" / "model_optim_rng.pt"
     place.unlink()
     with pytest.raises(errors.UsageError, match=r"file of stage 1, tensor-parallel rank.*missing"):

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed import checkpoint as dcp
 from transformers import AutoModelForCausalLM
 
-from smckpt import errors, export_hf
+from smckpt import Parallel, errors, export_hf
 from tests.support import references
 from tests.support.references import on_disk
 
@@ -103,7 +103,9 @@ def test_ranks_files_have_a_prefix_too(tmp_path, llama):
         cut = references.mcore(state, 2, rank)
         files.append(tmp_path / f"rank{rank}.pt")
         torch.save({"ema": {"net": below("gpt", cut)}, "model": other(cut)}, files[-1])
-    export_hf(files, tmp_path / "hf", config=model.config, tp=2, prefix="ema.net.gpt")
+    export_hf(
+        files, tmp_path / "hf", config=model.config, parallel=Parallel(tp=2), prefix="ema.net.gpt"
+    )
     assert_same(tmp_path / "hf", state)
 
 

@@ -13,7 +13,7 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
-from smckpt import errors, export_hf
+from smckpt import Parallel, errors, export_hf
 from smckpt.cli.app import app
 from smckpt.topology import ParallelState
 from tests.support import references as ref
@@ -62,12 +62,12 @@ def test_a_copied_file_is_refused(tmp_path, made, suffix, family, tp, ep, copied
     files = [tmp_path / f"{letter}.{suffix}" for letter in "abcd"[: tp * ep]]
     for path, cut in zip(files, cuts_of(family, state, tp, ep), strict=True):
         write(cut, path)
-    export_hf(files, tmp_path / "hf", config=model.config, tp=tp, ep=ep)
+    export_hf(files, tmp_path / "hf", config=model.config, parallel=Parallel(tp=tp, ep=ep))
     assert_same(tmp_path / "hf", state)
     first, second = (files[number] for number in copied)
     shutil.copy(first, second)
     with pytest.raises(errors.UsageError, match="copy of another rank's") as caught:
-        export_hf(files, tmp_path / "no", config=model.config, tp=tp, ep=ep)
+        export_hf(files, tmp_path / "no", config=model.config, parallel=Parallel(tp=tp, ep=ep))
     assert first.name in str(caught.value) and second.name in str(caught.value)
     assert not (tmp_path / "no").exists()
 
@@ -83,11 +83,11 @@ def test_a_copied_stage_in_safetensors_is_refused(tmp_path, made):
                 or (stage == 3 and ("final" in n or "output_layer" in n))}  # fmt: skip
         files.append(tmp_path / f"{'abcd'[stage]}.safetensors")
         write(part, files[-1])
-    export_hf(files, tmp_path / "hf", config=model.config, pp=4)
+    export_hf(files, tmp_path / "hf", config=model.config, parallel=Parallel(pp=4))
     assert_same(tmp_path / "hf", state)
     shutil.copy(files[1], files[2])
     with pytest.raises(errors.UsageError, match="copy of another rank's"):
-        export_hf(files, tmp_path / "no", config=model.config, pp=4)
+        export_hf(files, tmp_path / "no", config=model.config, parallel=Parallel(pp=4))
 
 
 @pytest.mark.parametrize("suffix", ["safetensors", "pt"])
@@ -102,8 +102,10 @@ def test_upcycled_experts_are_exported_on_request(tmp_path, suffix):
     for path, cut in zip(files, cuts_of("mixtral", state, 1, 2), strict=True):
         write(cut, path)
     with pytest.raises(errors.UsageError, match=r"upcycled.*allow_equal_ranks=True"):
-        export_hf(files, tmp_path / "no", config=model.config, ep=2)
-    export_hf(files, tmp_path / "hf", config=model.config, ep=2, allow_equal_ranks=True)
+        export_hf(files, tmp_path / "no", config=model.config, parallel=Parallel(ep=2))
+    export_hf(
+        files, tmp_path / "hf", config=model.config, parallel=Parallel(ep=2, allow_equal_ranks=True)
+    )
     assert_same(tmp_path / "hf", state)
     command = ["export", *map(str, files), str(tmp_path / "by command"), "--ep", "2",
                "--config", str(tmp_path / "own"), "--allow-equal-ranks"]  # fmt: skip
@@ -128,5 +130,5 @@ def test_that_an_order_cannot_be_told_is_noted(tmp_path, made):
         files = [tmp_path / f"{name}.safetensors" for name in names]
         for path, cut in zip(files, cuts_of("llama", state, 2, 1), strict=True):
             write(cut, path)
-        report = export_hf(files, tmp_path / names[0], config=model.config, tp=2)
+        report = export_hf(files, tmp_path / names[0], config=model.config, parallel=Parallel(tp=2))
         assert any("order" in note for note in report.notes) == noted, report.notes

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from smckpt import convert, errors, export_hf, save
+from smckpt import Adapter, convert, errors, export_hf, save
 from smckpt.translate import import_hf, verify_hf
 from smckpt.translate.configs.config import read_config
 from smckpt.translate.models.contents import whole_tensors
@@ -299,7 +299,11 @@ def test_an_adapter_is_merged_into_a_release_in_float8(tmp_path, release):
     found = []
     for base in (release[0], plain):
         out = tmp_path / f"from-{base.name}"
-        export_hf(tmp_path / "saved", out, lora="merge", lora_config=adapted.peft_config, base=base)
+        export_hf(
+            tmp_path / "saved",
+            out,
+            adapter=Adapter(lora="merge", lora_config=adapted.peft_config, base=base),
+        )
         assert "quantization_config" not in json.loads((out / "config.json").read_text())
         found.append(load_file(out / "model.safetensors"))
     assert same(*found) and not torch.equal(found[0][KV], release[1][KV])

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from smckpt import errors, export_hf
+from smckpt import Parallel, errors, export_hf
 from smckpt.layout.geometry import MeshGeometry, PerRankGeometry
 from smckpt.layout.mesh import Mesh
 from smckpt.layout.mesh import Placement as P
@@ -74,13 +74,15 @@ def test_copies_that_drifted_apart_are_averaged_or_summed(tmp_path, directory, h
         cut[NORM] = torch.randn(64).to(dtype)
     paths = written(tmp_path / "in", cuts)
     with pytest.raises(errors.TensorMismatchError, match="copies differ"):
-        export_hf(paths, tmp_path / "no", tp=4, config=_model("llama").config)
+        export_hf(paths, tmp_path / "no", parallel=Parallel(tp=4), config=_model("llama").config)
     config = _model("llama").config
-    export_hf(paths, tmp_path / "hf", tp=4, config=config, layout=with_copies(how))
+    export_hf(
+        paths, tmp_path / "hf", parallel=Parallel(tp=4, layout=with_copies(how)), config=config
+    )
     total = torch.stack([cut[NORM].double() for cut in cuts]).sum(0)
     total = total / 4 if how == "mean" else total
     assert same(tmp_path / "hf", {**state, "model.norm.weight": total.to(dtype)})
-    export_hf(paths, tmp_path / "cast", tp=4, config=config, layout=with_copies(how),
+    export_hf(paths, tmp_path / "cast", parallel=Parallel(with_copies(how), tp=4), config=config,
               dtype="float32")  # fmt: skip
     found = load_file(tmp_path / "cast" / "model.safetensors")["model.norm.weight"]
     assert torch.equal(found, total.to(dtype).float())
@@ -94,7 +96,9 @@ def test_an_import_gives_copies_whose_mean_or_sum_is_the_original(tmp_path, dire
     second = load_file(paths[1])[NORM]
     assert torch.equal(second, state["model.norm.weight"] if how == "mean" else torch.zeros(64))
     config = _model("llama").config
-    export_hf(paths, tmp_path / "hf", tp=2, config=config, layout=with_copies(how))
+    export_hf(
+        paths, tmp_path / "hf", parallel=Parallel(tp=2, layout=with_copies(how)), config=config
+    )
     assert same(tmp_path / "hf", state)
 
 
@@ -107,13 +111,20 @@ def test_ranks_of_other_experts_must_still_hold_the_same_copies(tmp_path, direct
     for number, cut in enumerate(cuts):
         cut[NORM] = state["model.norm.weight"] * (0.25 if number % 2 == 0 else 0.75)
     paths = written(tmp_path / "in", cuts)
-    export_hf(paths, tmp_path / "hf", tp=2, ep=2, config=model.config, layout=layout)
+    export_hf(
+        paths, tmp_path / "hf", parallel=Parallel(tp=2, ep=2, layout=layout), config=model.config
+    )
     halves = sum(cuts[r][NORM].double() for r in range(2)).float()  # type: ignore[union-attr]
     assert same(tmp_path / "hf", {**state, "model.norm.weight": halves})
     cuts[2][NORM] = cuts[2][NORM] + 1
     paths = written(tmp_path / "bad", cuts)
     with pytest.raises(errors.TensorMismatchError, match="copies differ"):
-        export_hf(paths, tmp_path / "no", tp=2, ep=2, config=model.config, layout=layout)
+        export_hf(
+            paths,
+            tmp_path / "no",
+            parallel=Parallel(tp=2, ep=2, layout=layout),
+            config=model.config,
+        )
 
 
 def test_parts_of_a_fused_tensor_must_be_computed_alike(tmp_path, directory):
@@ -129,8 +140,9 @@ def test_parts_of_a_fused_tensor_must_be_computed_alike(tmp_path, directory):
             cut[f"transformer.seq_layers.{i}.attention.query.bias"] = torch.randn(128)
     with pytest.raises(errors.TensorMismatchError, match="different shift= or copies="):
         export_hf(
-            written(tmp_path / "in", cuts), tmp_path / "hf", tp=2,
-            config=_model("gpt_neox").config, layout=replace(layout, name="ours", rows=rows),
+            written(tmp_path / "in", cuts), tmp_path / "hf",
+            parallel=Parallel(tp=2, layout=replace(layout, name="ours", rows=rows)),
+            config=_model("gpt_neox").config,
         )  # fmt: skip
 
 
@@ -168,7 +180,9 @@ def test_norms_stored_less_one_get_it_back(tmp_path, directory, layout):
     }[layout]
     paths = written(tmp_path / "in", [cut(r) for r in range(2)])
     name = f"{layout}_zero_centred"
-    report = export_hf(paths, tmp_path / "hf", tp=2, config=model.config, layout=name)
+    report = export_hf(
+        paths, tmp_path / "hf", parallel=Parallel(tp=2, layout=name), config=model.config
+    )
     assert report.layout == name
     wanted = {n: (t.double() + 1).float() if "norm" in n else t for n, t in less.items()}
     assert same(tmp_path / "hf", wanted)
@@ -203,7 +217,7 @@ def test_legacy_grouped_experts_are_unfolded(tmp_path, directory, judged, family
     model, (folder, state) = _model(family), directory(family)
     cuts = ref.each_rank(lambda r, e: legacy(state, family, t, r, ep, e), t, ep)
     paths = written(tmp_path / "in", cuts)
-    report = export_hf(paths, tmp_path / "hf", tp=t, ep=ep, config=model.config)
+    report = export_hf(paths, tmp_path / "hf", parallel=Parallel(tp=t, ep=ep), config=model.config)
     assert report.layout == "mcore_te_legacy"
     assert same(tmp_path / "hf", state)
     done = import_hf(folder, tmp_path / "back", "mcore_te_legacy", tp=t, ep=ep, prefix="")
@@ -282,5 +296,5 @@ def test_the_rotary_part_of_a_neox_is_no_permutation(tmp_path, directory):
             "rope_parameters": rope,
         }
         paths = written(tmp_path / f"in{pct}", [ref.mcore(state, 2, r) for r in range(2)])
-        export_hf(paths, tmp_path / f"hf{pct}", tp=2, config=config)
+        export_hf(paths, tmp_path / f"hf{pct}", parallel=Parallel(tp=2), config=config)
         assert same(tmp_path / f"hf{pct}", state)

@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file
 
 import smckpt
-from smckpt import errors, export_hf
+from smckpt import Parallel, errors, export_hf
 from smckpt.cli.app import app
 from tests.support import families, hub_families
 from tests.support import references as ref
@@ -212,7 +212,7 @@ def test_degrees_that_contradict_and_chunks_are_refused(tmp_path, neox):
         ({"tp": 2}, "2 files were passed"),
     ):
         with pytest.raises(errors.UsageError, match=told):
-            export_hf(root, tmp_path / "hf", config=model.config, **more)
+            export_hf(root, tmp_path / "hf", config=model.config, parallel=Parallel(**more))
 
 
 def test_heads_that_the_degree_does_not_divide_are_refused(tmp_path, neox):

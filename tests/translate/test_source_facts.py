@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed import checkpoint as dcp
 
-from smckpt import errors, export_hf
+from smckpt import Parallel, errors, export_hf
 from smckpt.translate.configs.fact_table import FACTS
 from tests.support import references
 from tests.support.references import each_rank, on_disk
@@ -184,10 +184,17 @@ def test_norms_that_the_file_says_are_stored_minus_one_are_whole_in_the_export(t
         else:
             assert torch.equal(found[name], tensor), name
     with pytest.raises(errors.TensorMismatchError, match="apply_layernorm_1p=True"):
-        export_hf(source, tmp_path / "no", config=model.config, layout="mcore_local")
+        export_hf(
+            source, tmp_path / "no", config=model.config, parallel=Parallel(layout="mcore_local")
+        )
     plain = megatron(tmp_path / "plain", cuts_of(state))
     with pytest.raises(errors.TensorMismatchError, match="apply_layernorm_1p=False"):
-        export_hf(plain, tmp_path / "no", config=model.config, layout="mcore_local_zero_centred")
+        export_hf(
+            plain,
+            tmp_path / "no",
+            config=model.config,
+            parallel=Parallel(layout="mcore_local_zero_centred"),
+        )
 
 
 def test_another_epsilon_is_noted(tmp_path, llama):

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from smckpt.errors import CheckpointError
-from smckpt.translate import export_hf, import_hf
+from smckpt.translate import Parallel, export_hf, import_hf
 from tests.support import families, interpreters
 from tests.support import references as ref
 
@@ -161,7 +161,7 @@ def test_its_parallel_ranks_are_rows_and_columns_of_it(tmp_path, titans, name, t
     for rank, file in enumerate(files):
         for fqn, tensor in load_file(file).items():
             assert torch.equal(tensor, cut(fqn, whole[fqn], t, rank % t, ep, rank // t)), fqn
-    export_hf(files, tmp_path / "out", tp=t, ep=ep, config=folder)
+    export_hf(files, tmp_path / "out", parallel=Parallel(tp=t, ep=ep), config=folder)
     assert_same(load_file(tmp_path / "out" / "model.safetensors"), state)
 
 

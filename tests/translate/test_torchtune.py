@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from smckpt.errors import CheckpointError
-from smckpt.translate import export_hf, import_hf
+from smckpt.translate import Parallel, export_hf, import_hf
 from tests.support import families, interpreters
 from tests.support import references as ref
 
@@ -107,7 +107,7 @@ def test_its_tensor_parallel_ranks_are_rows_and_columns_of_it(tmp_path, tunes, n
             dim = 1 if fqn.endswith(("output_proj.weight", "w2.weight")) else 0
             wanted = whole[fqn] if "norm" in fqn else whole[fqn].chunk(2, dim)[rank]
             assert torch.equal(tensor, wanted), fqn
-    export_hf(files, tmp_path / "out", tp=2, config=folder)
+    export_hf(files, tmp_path / "out", parallel=Parallel(tp=2), config=folder)
     assert differ(load_file(tmp_path / "out" / "model.safetensors"), state) == []
 
 

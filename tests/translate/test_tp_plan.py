@@ -11,7 +11,7 @@ from torch import distributed as dist
 
 import smckpt
 from smckpt import LOCAL, SHARDED, sm_state_dict_type
-from smckpt.translate import export_hf
+from smckpt.translate import Parallel, export_hf
 from tests.support import families, hub_families, next_families, vision
 from tests.support import references as ref
 from tests.support.launch import run_ranks
@@ -81,7 +81,9 @@ def test_a_live_models_checkpoints_export_to_the_original(tmp_path, family, expe
         assert [n for n in state if not torch.equal(found[n], state[n])] == []
     degrees: dict[str, int] = {"tp": 2, "ep": 2, "etp": 1} if experts else {"tp": 2}
     paths = [tmp_path / f"rank{r}.safetensors" for r in range(2)]
-    report = export_hf(paths, tmp_path / "ranks-hf", config=model.config, **degrees)
+    report = export_hf(
+        paths, tmp_path / "ranks-hf", config=model.config, parallel=Parallel(**degrees)
+    )
     assert report.layout == "hf_tp"
     found = load_file(tmp_path / "ranks-hf" / "model.safetensors")
     assert found.keys() == state.keys()

@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from smckpt.translate import export_hf, import_hf
+from smckpt.translate import Parallel, export_hf, import_hf
 from tests.support import families, interpreters, transformer_engine_run
 from tests.support import references as ref
 
@@ -136,7 +136,7 @@ def test_its_layers_load_an_import_and_compute_what_transformers_do(
         assert len(found) == (2 if t == 1 and family in BIASED else 1)
         for output in found:
             assert (output - wanted).abs().max() <= 1e-5
-    export_hf(files, tmp_path / "out", tp=t, config=folder, layout=layout)
+    export_hf(files, tmp_path / "out", parallel=Parallel(tp=t, layout=layout), config=folder)
     out = load_file(tmp_path / "out" / "model.safetensors")
     assert out.keys() == state.keys()
     assert [n for n in state if not torch.equal(out[n], state[n])] == []

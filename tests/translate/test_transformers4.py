@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from smckpt import export_hf
+from smckpt import Parallel, export_hf
 from tests.support import families, interpreters, next_families, references, vision
 from tests.support.references import V, each_rank, on_disk
 
@@ -69,7 +69,7 @@ def exported(family: str, folder: Path) -> None:
     paths = [folder / f"rank{r}.safetensors" for r in range(2)]
     for path, cut in zip(paths, cuts, strict=True):
         save_file({n: t.contiguous().clone() for n, t in cut.items()}, path)
-    export_hf(paths, folder / "hf", tp=2, config=model.config)
+    export_hf(paths, folder / "hf", parallel=Parallel(tp=2), config=model.config)
     given = vision.picture(family) if seen else {"input_ids": torch.arange(40).reshape(2, 20) % V}
     torch.save(given, folder / "given.pt")
     with torch.no_grad():
@@ -98,7 +98,7 @@ def in_another_order(folder: Path) -> None:
     first.rename(folder / "b.safetensors")
     second.rename(folder / "a.safetensors")
     paths = [folder / "a.safetensors", folder / "b.safetensors"]
-    export_hf(paths, folder / "hf", tp=2, config=references.config("llama"))
+    export_hf(paths, folder / "hf", parallel=Parallel(tp=2), config=references.config("llama"))
 
 
 # what is wrong → the family, and how it is made wrong

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from smckpt import ParallelState, errors, export_hf, verify_hf
+from smckpt import Parallel, ParallelState, errors, export_hf, verify_hf
 from tests.support import hub_families, references, shards
 from tests.support.limits import seconds, within
 
@@ -84,11 +84,18 @@ def test_a_layout_that_names_do_not_tell_can_be_said(model, tmp_path):
     model.save_pretrained(tmp_path / "hf")
     with pytest.raises(errors.UsageError, match="te_fused, te_fused_interleaved"):
         verify_hf(tmp_path / "hf", against=path)
-    assert verify_hf(tmp_path / "hf", against=path, layout="te_fused", tp=1).problems == ()
-    wrong = verify_hf(tmp_path / "hf", against=path, layout="te_fused_interleaved").problems
+    assert (
+        verify_hf(
+            tmp_path / "hf", against=path, parallel=Parallel(layout="te_fused", tp=1)
+        ).problems
+        == ()
+    )
+    wrong = verify_hf(
+        tmp_path / "hf", against=path, parallel=Parallel(layout="te_fused_interleaved")
+    ).problems
     assert any("q_proj.weight: differs" in problem for problem in wrong)
     with pytest.raises(errors.UsageError, match="layout= has no effect without against="):
-        verify_hf(tmp_path / "hf", layout="te_fused")
+        verify_hf(tmp_path / "hf", parallel=Parallel(layout="te_fused"))
 
 
 def test_a_tied_head_that_the_directory_lacks_is_compared_too(tmp_path):

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 
-from smckpt import errors, export_hf
+from smckpt import Parallel, errors, export_hf
 from smckpt.translate import import_hf
 from smckpt.translate.models.model import hub_side
 from smckpt.translate.tables.dims import read_dims
@@ -79,7 +79,10 @@ def assert_there_and_back(
 ) -> None:
     model, state, directory = hub
     report = export_hf(
-        written(folder / "in", cuts), folder / "hf", tp=t, ep=ep, config=model.config
+        written(folder / "in", cuts),
+        folder / "hf",
+        parallel=Parallel(tp=t, ep=ep),
+        config=model.config,
     )
     assert report.layout == layout  # the names are enough
     assert_the_original(folder / "hf", model, state)
@@ -96,7 +99,12 @@ def assert_there_and_back(
 def test_ranks_of_transformers_own_plan(tmp_path, hub, judged, family, t):
     cuts = each_rank(lambda r, e: vision.hf_tp(family, hub(family)[0], t, r), t)
     model, state, _ = hub(family)
-    report = export_hf(written(tmp_path / "in", cuts), tmp_path / "hf", tp=t, config=model.config)
+    report = export_hf(
+        written(tmp_path / "in", cuts),
+        tmp_path / "hf",
+        parallel=Parallel(tp=t),
+        config=model.config,
+    )
     assert report.layout == "hf_tp"
     assert_the_original(tmp_path / "hf", model, state)
     judged(family, "hf_tp", exports=["formulas", "save_pretrained", "logits"], at=str(t))
@@ -175,7 +183,7 @@ def test_a_gemma_with_a_head_of_its_own(tmp_path):
     paths = written(
         tmp_path / "live", each_rank(lambda r, e: vision.hf_tp("gemma3", model, 2, r), 2)
     )
-    export_hf(paths, tmp_path / "live-hf", tp=2, config=model.config)
+    export_hf(paths, tmp_path / "live-hf", parallel=Parallel(tp=2), config=model.config)
     assert_the_original(tmp_path / "live-hf", model, state)
 
 
@@ -220,7 +228,7 @@ def test_a_tower_is_in_the_first_pipeline_stage(tmp_path, hub, judged, family):
     model, state, _ = hub(family)
     stages = in_stages(vision.bridge(family, state, 1, 0))
     paths = written(tmp_path / "in", stages)
-    export_hf(paths, tmp_path / "hf", pp=2, config=model.config)
+    export_hf(paths, tmp_path / "hf", parallel=Parallel(pp=2), config=model.config)
     assert_same(load_file(tmp_path / "hf" / "model.safetensors"), state)
     judged(family, "mcore_te, pp 2", exports=["formulas"], at="1")
 
@@ -232,7 +240,12 @@ def refused(
     folder: Path, model: Any, cuts: list[State], error: Any, said: str, **given: Any
 ) -> None:
     with pytest.raises(error, match=said):
-        export_hf(written(folder / "in", cuts), folder / "hf", config=model.config, **given)
+        export_hf(
+            written(folder / "in", cuts),
+            folder / "hf",
+            config=model.config,
+            parallel=Parallel(**given),
+        )
     assert not (folder / "hf").exists()
 
 
@@ -289,7 +302,9 @@ def test_a_tower_of_another_model_is_refused(tmp_path, hub, key, value, said):
     other["vision_config"] = key and {**other["vision_config"], key: value}
     paths = each_rank(lambda r, e: vision.mbridge("qwen2_5_vl", state, 2, r), 2)
     with pytest.raises(errors.CheckpointError, match=said):
-        export_hf(written(tmp_path / "in", paths), tmp_path / "hf", tp=2, config=other)
+        export_hf(
+            written(tmp_path / "in", paths), tmp_path / "hf", parallel=Parallel(tp=2), config=other
+        )
     assert not (tmp_path / "hf").exists()
 
 
@@ -301,7 +316,7 @@ def test_a_wrong_degree_and_a_wrong_order_are_refused(tmp_path, hub):
     paths = written(tmp_path / "in", cuts)
     paths = [paths[0], paths[2], paths[1], paths[3]]
     with pytest.raises(errors.UsageError, match="in the order 0, 2, 1, 3"):
-        export_hf(paths, tmp_path / "hf", tp=4, config=model.config)
+        export_hf(paths, tmp_path / "hf", parallel=Parallel(tp=4), config=model.config)
 
 
 def test_a_tower_in_the_last_stage_is_refused(tmp_path, hub):

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from smckpt import ParallelState, errors, export_hf, import_hf, verify_hf
+from smckpt import Adapter, Parallel, ParallelState, errors, export_hf, import_hf, verify_hf
 from smckpt.translate.tables.vocabulary import check_rows, check_tokenizer
 from tests.support import references as ref
 from tests.support import shards
@@ -81,21 +81,26 @@ def test_a_config_that_would_cut_off_rows_is_refused_and_the_user_can_say_otherw
     folder, state = llama
     paths = rank_files(tmp_path, state, rows=184, t=2)
     with pytest.raises(errors.TensorMismatchError, match="has 184.*64 more.*vocab_size=120"):
-        export_hf(paths, tmp_path / "hf", tp=2, config=folder)
+        export_hf(paths, tmp_path / "hf", parallel=Parallel(tp=2), config=folder)
     for given, error, words in (
         (256, errors.TensorMismatchError, "=256, but there are 184.*padded_vocab_size=184"),
         (119, errors.UsageError, "padded_vocab_size=119.*vocab_size=120"),
         ("184", errors.UsageError, "padded_vocab_size='184'.*whole number"),
     ):
         with pytest.raises(error, match=words):
-            export_hf(paths, tmp_path / "hf", tp=2, config=folder, padded_vocab_size=given)
+            export_hf(
+                paths,
+                tmp_path / "hf",
+                parallel=Parallel(tp=2, padded_vocab_size=given),
+                config=folder,
+            )
     assert not (tmp_path / "hf").exists()
-    export_hf(paths, tmp_path / "hf", tp=2, config=folder, padded_vocab_size=184)
+    export_hf(paths, tmp_path / "hf", parallel=Parallel(tp=2, padded_vocab_size=184), config=folder)
     assert same(tmp_path / "hf", state)
     for name, rows in (("a", 128), ("b", 120)):  # what needs no word is held to it all the same
         with pytest.raises(errors.TensorMismatchError, match=f"=184, but there are {rows}"):
             export_hf(rank_files(tmp_path, state, rows), tmp_path / name, config=folder,
-                      padded_vocab_size=184)  # fmt: skip
+                      parallel=Parallel(padded_vocab_size=184))  # fmt: skip
 
 
 def test_an_embedding_and_a_head_of_different_vocabularies_are_refused(tmp_path, llama):
@@ -108,24 +113,33 @@ def test_an_embedding_and_a_head_of_different_vocabularies_are_refused(tmp_path,
             errors.TensorMismatchError, match=r"word_embeddings.* has 128.*output_layer.* has 256"
         ):
             export_hf([tmp_path / "rank.safetensors"], tmp_path / "hf", config=folder,
-                      padded_vocab_size=given)  # fmt: skip
+                      parallel=Parallel(padded_vocab_size=given))  # fmt: skip
 
 
 def test_where_nothing_is_padded_the_option_is_refused(tmp_path, llama):
     folder, state = llama
     path = shards.write(tmp_path / "c", 1, lambda rank: shards.own(state, rank))
     with pytest.raises(errors.UsageError, match="padded_vocab_size=, pp= or vpp= are given"):
-        export_hf(path, tmp_path / "hf", config=folder, padded_vocab_size=128)
+        export_hf(path, tmp_path / "hf", config=folder, parallel=Parallel(padded_vocab_size=128))
     with pytest.raises(errors.UsageError, match="padded_vocab_size=, pp= or vpp= are given"):
-        verify_hf(folder, against=path, padded_vocab_size=128)
+        verify_hf(folder, against=path, parallel=Parallel(padded_vocab_size=128))
     with pytest.raises(errors.UsageError, match="padded_vocab_size= has no effect without"):
-        verify_hf(folder, padded_vocab_size=128)
+        verify_hf(folder, parallel=Parallel(padded_vocab_size=128))
     save_file(state, tmp_path / "rank.safetensors")
     with pytest.raises(errors.TensorMismatchError, match="=128, but there are 120"):
-        export_hf([tmp_path / "rank.safetensors"], tmp_path / "hf", config=folder, layout="hf_tp",
-                  padded_vocab_size=128)  # fmt: skip
-    with pytest.raises(errors.UsageError, match="padded_vocab_size= has no effect with lora="):
-        export_hf(path, tmp_path / "hf", lora="merge", padded_vocab_size=128)
+        export_hf(
+            [tmp_path / "rank.safetensors"],
+            tmp_path / "hf",
+            config=folder,
+            parallel=Parallel("hf_tp", padded_vocab_size=128),
+        )
+    with pytest.raises(errors.UsageError, match="padded_vocab_size= has no effect with adapter="):
+        export_hf(
+            path,
+            tmp_path / "hf",
+            adapter=Adapter(lora="merge"),
+            parallel=Parallel(padded_vocab_size=128),
+        )
 
 
 def test_a_checkpoint_is_compared_with_the_padding_that_is_said(tmp_path, llama):
@@ -135,7 +149,7 @@ def test_a_checkpoint_is_compared_with_the_padding_that_is_said(tmp_path, llama)
     path = shards.write(tmp_path / "c", 2, lambda r: shards.own(cuts[r], r), topology=topology)
     (problem,) = verify_hf(folder, against=path).problems
     assert "padded_vocab_size=184" in problem
-    assert verify_hf(folder, against=path, padded_vocab_size=184).problems == ()
+    assert verify_hf(folder, against=path, parallel=Parallel(padded_vocab_size=184)).problems == ()
 
 
 # -- the tokenizer beside it -----------------------------------------------------------------------
@@ -194,7 +208,7 @@ def test_an_export_that_would_cut_off_a_row_that_its_tokenizer_uses_is_refused(t
         with pytest.raises(errors.UsageError, match="id 120, but vocab_size=120 would cut off"):
             export_hf(paths, tmp_path / "hf", **given)
     assert not (tmp_path / "hf").exists()
-    export_hf(paths, tmp_path / "hf", config=beside, padded_vocab_size=128)
+    export_hf(paths, tmp_path / "hf", config=beside, parallel=Parallel(padded_vocab_size=128))
     assert same(tmp_path / "hf", state)
 
 
@@ -208,7 +222,9 @@ def test_an_import_says_where_its_padding_will_have_to_be_said(tmp_path, llama, 
     assert "120 is padded to 192" in note and "padded_vocab_size=192" in caplog.text
     with pytest.raises(errors.TensorMismatchError, match="padded_vocab_size=192"):
         export_hf(tmp_path / "r", tmp_path / "hf", config=folder)
-    export_hf(tmp_path / "r", tmp_path / "hf", config=folder, padded_vocab_size=192)
+    export_hf(
+        tmp_path / "r", tmp_path / "hf", config=folder, parallel=Parallel(padded_vocab_size=192)
+    )
     assert same(tmp_path / "hf", state)
     usual = import_hf(folder, tmp_path / "s", "mcore_te", tp=8, pad_vocab_to_multiple_of=128)
     assert usual.notes == () and usual.nonfinite == {}
@@ -226,4 +242,4 @@ def test_transformer_engines_ranks_have_whole_groups(tmp_path, llama):
         paths.append(tmp_path / f"rank{r}.safetensors")
         save_file(ref.te(state, 8, r), paths[-1])
     with pytest.raises(errors.TopologyError, match="8 does not divide the 4 .*te_split"):
-        export_hf(paths, tmp_path / "hf", tp=8, config=folder)
+        export_hf(paths, tmp_path / "hf", parallel=Parallel(tp=8), config=folder)

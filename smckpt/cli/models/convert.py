@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-from typing import Any
+from dataclasses import asdict, fields
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from smckpt.cli.output import bytes_text, count_text, print_json, print_line, progress_bar
+
+if TYPE_CHECKING:
+    from smckpt.translate import Parallel
 
 __all__ = ["convert", "import_", "mtp", "reshard", "threads"]
 
@@ -120,6 +123,14 @@ threads = click.option(
 )
 
 
+def parallel_of(options: dict[str, Any], prefix: str = "") -> Parallel:
+    """Take the options about the ranks that wrote a source out of `options`."""
+    from smckpt.translate import Parallel
+
+    names = [field.name for field in fields(Parallel) if prefix + field.name in options]
+    return Parallel(**{name: options.pop(prefix + name) for name in names})
+
+
 @click.command("import")
 @click.argument("source", nargs=-1, required=True)
 @click.argument("out")
@@ -144,7 +155,9 @@ threads = click.option(
 @click.option(
     "--allow-nonfinite", is_flag=True, help="Import weights that contain NaN or infinity."
 )
-@click.option("--allow-equal-ranks", is_flag=True, help="Of SOURCE, as for export.")
+@click.option(
+    "--allow-equal-ranks", "from_allow_equal_ranks", is_flag=True, help="Of SOURCE, as for export."
+)
 @mtp
 @click.option("--from-layout", help="Of SOURCE: --layout of export. By default found.")
 @click.option("--from-tp", type=click.IntRange(1), help="Of SOURCE, if it is not recorded.")
@@ -163,6 +176,7 @@ def import_(source: tuple[str, ...], out: str, as_json: bool, **options: Any) ->
     """
     from smckpt.translate import import_hf
 
+    options["source"] = parallel_of(options, "from_")
     with progress_bar("importing", quiet=as_json) as progress:
         report = import_hf(
             source if len(source) > 1 else source[0], out, progress=progress, **options

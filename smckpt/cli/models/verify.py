@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 import click
 
+from smckpt.cli.models.convert import parallel_of
 from smckpt.cli.output import bytes_text, count_text, print_json, print_line, progress_bar
 
 __all__ = ["verify"]
@@ -123,9 +124,10 @@ def _verify_hf(
 ) -> NoReturn:
     from smckpt.translate import verify_hf
 
+    parallel = parallel_of(of_layout)
     with progress_bar("comparing", quiet=as_json or against is None) as progress:
         report = verify_hf(
-            directory, against=against, reference=reference, progress=progress, **of_layout
+            directory, against=against, reference=reference, progress=progress, parallel=parallel
         )
     if as_json:
         print_json(report.to_json())

@@ -32,10 +32,10 @@ from smckpt.translate.exports.sidecars import (
     write_sidecars,
 )
 from smckpt.translate.exports.stages import Planned, Stages
-from smckpt.translate.models.adapter import find_peft_contents
+from smckpt.translate.models.adapter import Adapter, find_peft_contents
 from smckpt.translate.models.comparison import Comparison, OtherNamesError
 from smckpt.translate.models.contents import HUB, MODULE, ExportContents, find_contents
-from smckpt.translate.models.model_source import GivenLayout
+from smckpt.translate.models.model_source import Parallel
 from smckpt.translate.tables.degrees import (
     check_counts,
     check_flags,
@@ -43,7 +43,6 @@ from smckpt.translate.tables.degrees import (
     refuse_given,
     refuse_store,
 )
-from smckpt.translate.tables.table import TensorLayout
 from smckpt.translate.tables.vocabulary import check_tokenizer, note_on_ids
 from smckpt.translate.writing.cast import CASTABLE
 from smckpt.translate.writing.files import Output, refuse_into_source
@@ -88,13 +87,7 @@ def export_hf(
     checkpoint: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     out_dir: str | os.PathLike[str],
     *,
-    layout: str | TensorLayout | None = None,
-    tp: int | None = None,
-    ep: int | None = None,
-    etp: int | None = None,
-    pp: int | None = None,
-    vpp: int | None = None,
-    padded_vocab_size: int | None = None,
+    parallel: Parallel | None = None,
     config: Any = None,
     generation_config: Any = None,
     tokenizer: Any = None,
@@ -107,14 +100,10 @@ def export_hf(
     s3_region: str | None = None,
     s3client_config: Any = None,
     allow_nonfinite: bool = False,
-    allow_equal_ranks: bool = False,
     against_model: bool = True,
     naming: str = HUB,
     mtp: str = DROP,
-    lora: str | None = None,
-    lora_config: Any = None,
-    lora_adapter: str | Sequence[str] | None = None,
-    base: str | os.PathLike[str] | None = None,
+    adapter: Adapter | None = None,
     card: bool = True,
     gguf: str | None = None,
     gguf_converter: str | os.PathLike[str] | None = None,
@@ -135,21 +124,7 @@ def export_hf(
             dict), tensor-parallel ranks innermost, then expert-parallel ranks, then pipeline
             stages.
         out_dir: the directory to write. It is made if it is missing.
-        layout: the tensor-parallel layout: a name, or a `TensorLayout`. By default it is found from
-            the tensors' names; names that fit several layouts are refused.
-        tp: the tensor-parallel degree. By default the one recorded in the checkpoint, otherwise 1.
-        ep: the expert-parallel degree, with the same default.
-        etp: the degree at which experts are cut, if it is not tp: Megatron's
-            `expert_tensor_parallel_size`. Rank r then has part r % etp of the experts of
-            expert-parallel rank r // etp % ep.
-        pp: pipeline-parallel degree, if files of ranks are in pipeline stages. Stages are
-            outermost. A checkpoint and a directory of Megatron-LM record it.
-        vpp: with pipeline stages, how many chunks each has, which take turns (Megatron's virtual
-            pipeline). By default as many as are apart in the state: under the keys model0, model1,
-            …, or in a list.
-        padded_vocab_size: how many vocabulary rows the tensor-parallel layout has, padding
-            included. By default there may be as many as the config's vocab_size, or as many as
-            trainers round that up to, and the tokenizer must not use the padding.
+        parallel: how the ranks shared the model, where the checkpoint does not record it.
         config: the model's config: a directory or file, a dict, `model.config`, or the model
             itself, whose generation config is then written too. It is written with the keys of both
             transformers 4 and 5, and with the dtype of the weights. By default the config.json in
@@ -173,9 +148,6 @@ def export_hf(
         s3_region: as for `save`, if `checkpoint` or `out_dir` is in S3.
         s3client_config: as for `save`, if `checkpoint` or `out_dir` is in S3.
         allow_nonfinite: also export weights with NaN or infinity; the report counts them.
-        allow_equal_ranks: also export ranks of which two hold the same tensors. By default they are
-            refused, because one rank's file is then a copy of another's; but experts that were all
-            made from one (upcycled) are equal until they are trained.
         against_model: compare names and shapes with the config's model: with the table of a
             built-in family, and, if they do not fit it exactly and transformers is installed, with
             the model that transformers makes on the meta device.
@@ -186,15 +158,7 @@ def export_hf(
             of them: "drop" leaves them out, as transformers does, and a note says so; "keep" writes
             them under the names of the release. The config's num_nextn_predict_layers is what is
             written.
-        lora: for the checkpoint of a PEFT model: "adapter" writes the directory that
-            `PeftModel.from_pretrained` loads, "merge" writes the base model with the adapter added.
-        lora_config: with `lora`, the adapter's config: a directory or file, a dict, or
-            `model.peft_config`.
-        lora_adapter: with `lora`, the name of the adapter, if the checkpoint has several. With
-            "merge" also a list of names: they are merged in this order, as PEFT's
-            `merge_and_unload(adapter_names=…)` does.
-        base: with "merge", a Hugging Face directory with the base's weights, if the checkpoint has
-            only the adapter's.
+        adapter: for the checkpoint of a PEFT model: write the adapter, or merge it into its base.
         card: write README.md, a model card: step, checkpoint, sizes, dtype and checksums. One that
             smckpt did not write stays as it is.
         gguf: also write `model-<gguf>.gguf`, with llama.cpp's own converter: "f16", "bf16", "f32",
@@ -230,6 +194,7 @@ def export_hf(
         if naming not in (HUB, MODULE):
             raise UsageError(f"naming={naming!r}", remedy=f"pass {HUB!r} or {MODULE!r}")
         check_mtp(mtp)
+        ranks = Parallel.of(parallel)
         limit = _size(max_shard_size)
         workers = min(8, os.cpu_count() or 1) if threads is None else threads
         check_counts(threads=workers)
@@ -237,18 +202,19 @@ def export_hf(
             overwrite=overwrite,
             allow_nonfinite=allow_nonfinite,
             against_model=against_model,
-            allow_equal_ranks=allow_equal_ranks,
             card=card,
         )
-        converter = _converter(gguf, gguf_converter, out_dir, lora)
-        refuse_store(
-            config=config, tokenizer=tokenizer, lora_config=lora_config, base=base,
-            generation_config=generation_config,
-        )  # fmt: skip
+        if not isinstance(adapter, (Adapter, type(None))):
+            raise UsageError(f"adapter={adapter!r}", remedy='pass an Adapter, as Adapter("merge")')
+        alone = adapter is not None and adapter.lora == "adapter"
+        base = None if adapter is None else adapter.base
+        lora_config = None if adapter is None else adapter.lora_config
+        converter = _converter(gguf, gguf_converter, out_dir, alone)
+        refuse_store(config=config, tokenizer=tokenizer, generation_config=generation_config)
         settings, noted = read_settings(
-            base if config is None and lora == "merge" else config,
+            base if config is None and base is not None else config,
             access,
-            None if lora == "adapter" else checkpoint,
+            None if alone else checkpoint,
             lambda: cleanup.enter_context(TemporaryDirectory()),
         )
         if generation_config is not None:
@@ -259,11 +225,11 @@ def export_hf(
             given["checkpoint"] = checkpoint
         refuse_into_source(out_dir, *files, **given)
 
-        config_of_model = None if settings is None or lora == "adapter" else settings.complete(None)
+        config_of_model = None if settings is None or alone else settings.complete(None)
         asked = naming == HUB or (against_model and group.leads)
         # One process, whose files replace none and have the tensors' own dtypes. Not in a store,
         # where a file that is whole can be loaded.
-        guess = group.count == 1 and not overwrite and dtype is None and lora is None
+        guess = group.count == 1 and not overwrite and dtype is None and adapter is None
         comparison = Comparison(
             config_of_model if asked else None,
             strict=against_model,
@@ -272,23 +238,16 @@ def export_hf(
         cleanup.callback(comparison.close)
 
         def plan() -> Planned:
-            given_layout = GivenLayout(
-                layout, tp, ep, etp, padded_vocab_size, pp, vpp, mtp, allow_equal_ranks
-            )
-            if lora is None:
-                refuse_given(
-                    "without lora=", lora_config=lora_config, lora_adapter=lora_adapter, base=base
-                )
+            if adapter is None:
                 found = find_contents(
-                    access, checkpoint, prefix, settings, given_layout, naming, comparison
+                    access, checkpoint, prefix, settings, ranks, naming, mtp, comparison
                 )
-                if padded_vocab_size is None:
+                if ranks.padded_vocab_size is None:
                     check_tokenizer(tokens, *found.vocabulary)
             else:
-                refuse_given("with lora=", **given_layout.given)
+                refuse_given("with adapter=", **ranks.given, mtp=None if mtp == DROP else mtp)
                 found = find_peft_contents(
-                    access, checkpoint, prefix, settings, lora, lora_config, base, naming,
-                    comparison, lora_adapter,
+                    access, checkpoint, prefix, settings, adapter, naming, comparison
                 )  # fmt: skip
             shapes = {target.name: tuple(target.shape) for target in found.targets}
             notes = (*notes_on_absent(settings), *note_on_ids(tokens, shapes))
@@ -401,13 +360,11 @@ def _check_places(checkpoint: Any, out_dir: Any) -> Sequence[str | os.PathLike[s
     return checkpoint if many else ()
 
 
-def _converter(
-    kind: str | None, command: Any, out_dir: Any, lora: str | None
-) -> GgufConverter | None:
+def _converter(kind: str | None, command: Any, out_dir: Any, alone: bool) -> GgufConverter | None:
     if kind is None:
         refuse_given("without gguf=", gguf_converter=command)
         return None
-    if lora == "adapter":
+    if alone:
         raise UsageError(
             'gguf= with lora="adapter"', remedy='pass lora="merge", or convert the adapter with '
             "llama.cpp's convert_lora_to_gguf.py",

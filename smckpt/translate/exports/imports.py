@@ -27,7 +27,7 @@ from smckpt.translate.configs.prediction import DROP, check_mtp, with_prediction
 from smckpt.translate.exports.checkpoint_output import CheckpointOutput, rank_files
 from smckpt.translate.exports.sidecars import read_settings
 from smckpt.translate.models.model import model_dims, source_of_ranks, source_of_release, to_ranks
-from smckpt.translate.models.model_source import GivenLayout, ModelSource, open_model
+from smckpt.translate.models.model_source import ModelSource, Parallel, open_model
 from smckpt.translate.models.release import open_release
 from smckpt.translate.ranks.pipeline import stages_of_ranks
 from smckpt.translate.sources.rank_files import TensorReader
@@ -88,15 +88,8 @@ def import_hf(
     s3_region: str | None = None,
     s3client_config: Any = None,
     allow_nonfinite: bool = False,
-    allow_equal_ranks: bool = False,
     mtp: str = DROP,
-    from_layout: str | TensorLayout | None = None,
-    from_tp: int | None = None,
-    from_ep: int | None = None,
-    from_etp: int | None = None,
-    from_pp: int | None = None,
-    from_vpp: int | None = None,
-    from_padded_vocab_size: int | None = None,
+    source: Parallel | None = None,
     from_prefix: str | None = None,
 ) -> ImportReport:
     """Write a model as a checkpoint of the ranks of a tensor-parallel layout.
@@ -136,17 +129,10 @@ def import_hf(
         s3_region: as for `save`, if `directory` or `out_dir` is in S3.
         s3client_config: as for `save`, if `directory` or `out_dir` is in S3.
         allow_nonfinite: also import weights with NaN or infinity; the report counts them.
-        allow_equal_ranks: as in `export_hf`, of the source.
         mtp: layers that predict further tokens (DeepSeek's `num_nextn_predict_layers`): "drop"
             leaves them out, and a note says so; "keep" writes them as Megatron-core's `mtp`, and
             refuses a layout that has no such layers, and pipeline stages.
-        from_layout: the source's layout, as `layout` in `export_hf`. Found from the names.
-        from_tp: the source's, where it does not tell: `tp` in `export_hf`.
-        from_ep: `ep` in `export_hf`.
-        from_etp: `etp` in `export_hf`.
-        from_pp: `pp` in `export_hf`.
-        from_vpp: `vpp` in `export_hf`.
-        from_padded_vocab_size: `padded_vocab_size` in `export_hf`.
+        source: how the ranks that wrote the source shared the model: `parallel` in `export_hf`.
         from_prefix: the model's place in the source: `prefix` in `export_hf`.
 
     Raises:
@@ -163,9 +149,8 @@ def import_hf(
     refuse_store(config=config)
     workers = min(8, os.cpu_count() or 1) if threads is None else threads
     check_counts(pad_vocab_to_multiple_of=pad_vocab_to_multiple_of, threads=workers, pp=pp)
-    check_flags(
-        overwrite=overwrite, allow_nonfinite=allow_nonfinite, allow_equal_ranks=allow_equal_ranks
-    )
+    check_flags(overwrite=overwrite, allow_nonfinite=allow_nonfinite)
+    given = Parallel.of(source, "source")
     check_mtp(mtp)
     if not isinstance(prefix, str):
         raise UsageError(f"prefix={prefix!r}", remedy='pass a dotted place, or "" for none')
@@ -182,10 +167,6 @@ def import_hf(
         family = model_dims(settings, where).family
         assert settings is not None
         chosen = get_layout(layout, family)
-        given = GivenLayout(
-            from_layout, from_tp, from_ep, from_etp, from_padded_vocab_size, from_pp, from_vpp,
-            mtp, allow_equal_ranks,
-        )  # fmt: skip
         found = open_model(access, directory, from_prefix, settings, given)
         side, reader, predicting, left_out = _side_of(found, settings, family, mtp)
         chunks, made = to_ranks(reader, side, chosen, degrees, pad_vocab_to_multiple_of)

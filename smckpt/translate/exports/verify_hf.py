@@ -11,7 +11,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from smckpt.translate.configs.prediction import DROP, PREDICTION_LAYERS, further
 from smckpt.translate.models.comparison import Comparison
 from smckpt.translate.models.contents import HUB, ExportContents, find_contents, whole_tensors
 from smckpt.translate.models.meta_model import compare
-from smckpt.translate.models.model_source import GivenLayout
+from smckpt.translate.models.model_source import Parallel
 from smckpt.translate.models.release import weights_of
 from smckpt.translate.ranks.translated import Translated, TranslatedSource
 from smckpt.translate.sources.rank_files import TensorReader, open_directory
@@ -34,7 +34,6 @@ from smckpt.translate.tables.degrees import check_paths, refuse_given, refuse_st
 from smckpt.translate.tables.families import find_family
 from smckpt.translate.tables.family import Family
 from smckpt.translate.tables.names import find_ties
-from smckpt.translate.tables.table import TensorLayout
 from smckpt.translate.writing.cast import CASTABLE, cast, stored_type
 from smckpt.translate.writing.files import aligned
 from smckpt.translate.writing.stream import CHUNK, ChunkSource, tied_names
@@ -74,13 +73,7 @@ def verify_hf(
     against: str | os.PathLike[str] | None = None,
     reference: str | os.PathLike[str] | None = None,
     prefix: str | None = None,
-    layout: str | TensorLayout | None = None,
-    tp: int | None = None,
-    ep: int | None = None,
-    etp: int | None = None,
-    pp: int | None = None,
-    vpp: int | None = None,
-    padded_vocab_size: int | None = None,
+    parallel: Parallel | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> HFReport:
     """Check an exported model. It needs transformers. It downloads nothing and runs only
@@ -93,13 +86,7 @@ def verify_hf(
             that only the directory has quantized are compared as `import_hf` reads them.
         reference: a directory of the same model. Logits in float32 on fixed tokens are compared.
         prefix: of the checkpoint, as in `export_hf`.
-        layout: of the checkpoint, as in `export_hf`.
-        tp: of the checkpoint, as in `export_hf`.
-        ep: of the checkpoint, as in `export_hf`.
-        etp: of the checkpoint, as in `export_hf`.
-        pp: of the checkpoint, as in `export_hf`.
-        vpp: of the checkpoint, as in `export_hf`.
-        padded_vocab_size: of the checkpoint, as in `export_hf`.
+        parallel: of the checkpoint, as in `export_hf`.
         progress: called with (bytes compared, bytes in total).
 
     Returns:
@@ -113,13 +100,9 @@ def verify_hf(
     check_paths(directory=directory, **{n: path for n, path in others.items() if path is not None})
     refuse_store(directory=directory, reference=reference)
     folder = Path(os.fspath(directory))
-    given = {
-        "prefix": prefix, "layout": layout, "tp": tp, "ep": ep, "etp": etp,
-        "pp": pp, "vpp": vpp,
-        "padded_vocab_size": padded_vocab_size,
-    }  # fmt: skip
+    ranks = Parallel.of(parallel)
     if against is None:
-        refuse_given("without against=", **given)
+        refuse_given("without against=", prefix=prefix, **ranks.given)
     files = open_directory(folder, exact=True)
     stored = _tensors(files)
     settings = read_config(folder) if (folder / CONFIG).is_file() else None
@@ -131,13 +114,11 @@ def verify_hf(
     if against is not None:
         # layers that predict further tokens are compared if both sides have them
         mtp = None if further else DROP
-        given_layout = GivenLayout(
-            layout, tp, ep, etp, padded_vocab_size, pp, vpp, mtp, equal_ranks=True
-        )
+        ranks = replace(ranks, allow_equal_ranks=True)
         try:
             with closing(_comparison(settings)) as comparison:
                 theirs = find_contents(
-                    access_to(against), against, prefix, settings, given_layout, HUB, comparison
+                    access_to(against), against, prefix, settings, ranks, HUB, mtp, comparison
                 )
         except TensorMismatchError as error:  # tied tensors, or copies of ranks, differ
             problems.append(f"the checkpoint is not such a model: {error}")

@@ -42,12 +42,12 @@ from smckpt.translate.models.lora import (
     sort,
 )
 from smckpt.translate.models.merged import Change, Merged, MergedSource
-from smckpt.translate.models.model_source import GivenLayout, open_model
+from smckpt.translate.models.model_source import Parallel, open_model
 from smckpt.translate.models.quantized import dequantized
 from smckpt.translate.ranks.translated import Translated, TranslatedSource
 from smckpt.translate.sources.rank_files import TensorReader, open_directory
 from smckpt.translate.tables.compile import Block
-from smckpt.translate.tables.degrees import refuse_given
+from smckpt.translate.tables.degrees import refuse_given, refuse_store
 from smckpt.translate.tables.detect import looks_transformed
 from smckpt.translate.tables.names import HubTensor, find_ties
 from smckpt.translate.tables.pieces import RankTensors
@@ -62,7 +62,7 @@ from smckpt.translate.writing.targets import (
     Target,
 )
 
-__all__ = ["find_peft_contents"]
+__all__ = ["Adapter", "find_peft_contents"]
 
 _LOOKED_AT = 4096  # elements of a weight
 _EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"  # one of each, for `find_ties`
@@ -70,28 +70,68 @@ _EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"  # one of each, for 
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 
 
+@dataclass(frozen=True)
+class Adapter:
+    """How the checkpoint of a PEFT model is exported.
+
+    lora: "adapter" writes the directory that `PeftModel.from_pretrained` loads, "merge" writes the
+        base model with the adapter added.
+    lora_config: the adapter's config: a directory or file, a dict, or `model.peft_config`.
+    lora_adapter: the name of the adapter, if the checkpoint has several. With "merge" also a list
+        of names: they are merged in this order, as PEFT's `merge_and_unload(adapter_names=…)` does.
+    base: with "merge", a Hugging Face directory with the base's weights, if the checkpoint has only
+        the adapter's.
+
+    Raises:
+        UsageError: a field is wrong, or has no effect.
+    """
+
+    lora: str
+    lora_config: Any = None
+    lora_adapter: str | Sequence[str] | None = None
+    base: str | os.PathLike[str] | None = None
+
+    def __post_init__(self) -> None:
+        if self.lora not in ("adapter", "merge"):
+            raise UsageError(f"lora={self.lora!r}", remedy='pass "adapter" or "merge"')
+        given, names = self.lora_adapter, self.names
+        if not all(isinstance(name, str) and name for name in names) or given in ("", [], ()):
+            raise UsageError(f"lora_adapter={given!r}", remedy="pass a name, or a list of names")
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise UsageError(
+                f"lora_adapter= names {', '.join(twice)} twice", remedy="name each adapter once"
+            )
+        refuse_store(lora_config=self.lora_config, base=self.base)
+        if self.lora == "adapter":
+            refuse_given('with lora="adapter"', base=self.base)
+            if len(names) > 1:
+                raise UsageError(
+                    f"a directory of an adapter holds one, but lora_adapter= names "
+                    f"{', '.join(names)}",
+                    remedy="export one at a time, each to a directory of its own",
+                )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The adapters' names, in the order to merge them; none if none is given."""
+        given = self.lora_adapter
+        return (given,) if isinstance(given, str) else tuple(given or ())
+
+
 def find_peft_contents(
-    access: Access, checkpoint: Any, prefix: str | None, settings: ModelConfig | None, lora: str,
-    lora_config: Any, base: str | os.PathLike[str] | None, naming: str, comparison: Comparison,
-    name: str | Sequence[str] | None = None,
+    access: Access, checkpoint: Any, prefix: str | None, settings: ModelConfig | None,
+    asked: Adapter, naming: str, comparison: Comparison,
 ) -> ExportContents:  # fmt: skip
     """The adapter in a checkpoint of a PEFT model, or the base with adapters merged into it.
 
     Raises:
         as `export_hf`.
     """
-    if lora not in ("adapter", "merge"):
-        raise UsageError(f"lora={lora!r}", remedy='pass "adapter" or "merge"')
-    checkpoint, lora_config = _place_of(checkpoint, lora_config, access)
-    names = _names(name)
-    if lora == "adapter" and len(names) > 1:
-        raise UsageError(
-            f"a directory of an adapter holds one, but lora_adapter= names {', '.join(names)}",
-            remedy="export one at a time, each to a directory of its own",
-        )
+    checkpoint, lora_config = _place_of(checkpoint, asked.lora_config, access)
+    names = asked.names
     kind = None if settings is None else settings.values["model_type"]
     configs = [replace(c, model_type=kind) for c in read_lora_configs(lora_config, names)]
-    opened = open_model(access, checkpoint, prefix, settings, GivenLayout(), peft=True)
+    opened = open_model(access, checkpoint, prefix, settings, Parallel(), peft=True)
     reader, url = opened.reader, opened.reader.url
     if any(len(tensor.shards) > 1 for tensor in reader.held.values()):
         raise _of_ranks(url)
@@ -103,8 +143,8 @@ def find_peft_contents(
     for parts, config in adapters:
         config.check(parts.pairs, url)
         config.check_magnitudes(parts.pairs, parts.magnitudes, url)
-    if lora == "adapter":
-        refuse_given('with lora="adapter"', base=base, config=settings)
+    if asked.lora == "adapter":
+        refuse_given('with lora="adapter"', config=settings)
         ((parts, adapter),) = adapters
         adapter.refuse_biases(url)
         own = [replace(tensor, name=name) for name, tensor in parts.adapter.items()]
@@ -116,10 +156,10 @@ def find_peft_contents(
     for config in configs:
         config.refuse_unmerged(url)
     whole = _saved_whole(names, [parts for parts, _ in adapters], url)
-    if base is None:
+    if asked.base is None:
         found = _merged_here(reader, whole, adapters, settings, naming, comparison)
     else:
-        directory = _open_base(base, configs, settings)
+        directory = _open_base(asked.base, configs, settings)
         found = _merged_there(reader, whole, adapters, settings, directory, comparison)
     kept = kept_of_family(settings, found.targets)
     return replace(
@@ -272,22 +312,6 @@ def _refuse_both(whole: Mapping[str, Translated], made: _ToWrite, where: str) ->
             remedy="export them one at a time, or merge them with PEFT",
             path=where,
         )
-
-
-def _names(given: str | Sequence[str] | None) -> tuple[str, ...]:
-    """The adapters' names, in the order to merge them; none if none is given.
-
-    Raises:
-        UsageError: they are not names, or one is there twice.
-    """
-    names = (given,) if isinstance(given, str) else tuple(given or ())
-    if not all(isinstance(name, str) and name for name in names) or given in ("", [], ()):
-        raise UsageError(f"lora_adapter={given!r}", remedy="pass a name, or a list of names")
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise UsageError(
-            f"lora_adapter= names {', '.join(twice)} twice", remedy="name each adapter once"
-        )
-    return names
 
 
 def _saved_whole(

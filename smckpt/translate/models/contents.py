@@ -17,7 +17,7 @@ from smckpt.translate.models.comparison import Comparison
 from smckpt.translate.models.lora import LoraConfig
 from smckpt.translate.models.meta_model import Fit
 from smckpt.translate.models.model import to_hub
-from smckpt.translate.models.model_source import GivenLayout, ModelSource, open_model
+from smckpt.translate.models.model_source import ModelSource, Parallel, open_model
 from smckpt.translate.ranks.translated import Translated, TranslatedSource, whole_tensors
 from smckpt.translate.sources.rank_files import TensorReader
 from smckpt.translate.tables.compile import Block, prove_copies
@@ -72,13 +72,14 @@ class ExportContents:
 
 def find_contents(
     access: Access, checkpoint: Any, prefix: str | None, settings: ModelConfig | None,
-    given: GivenLayout, naming: str, comparison: Comparison,
+    given: Parallel, naming: str, mtp: str | None, comparison: Comparison,
 ) -> ExportContents:  # fmt: skip
     """The model of a checkpoint, or of the files of ranks, in its own dtypes.
 
     Args:
         naming: HUB or MODULE. HUB gives module names if the hub's are not known, and a note that
             says why.
+        mtp: as of `kept_layers`.
         comparison: with the model of `settings`; it gives the hub's names.
 
     Raises:
@@ -86,9 +87,9 @@ def find_contents(
     """
     source = open_model(access, checkpoint, prefix, settings, given, packed=naming == HUB)
     if source.cut:
-        made = _translated(source, settings, naming)
+        made = _translated(source, settings, naming, mtp)
     else:
-        made = _named(source.reader, settings, source.given, naming, comparison)
+        made = _named(source.reader, settings, mtp, naming, comparison)
     return replace(
         made, source_format=source.format, identity=source.identity,
         notes=(*made.notes, *source.notes), step=source.step,
@@ -122,7 +123,9 @@ def _kept_of_model(fit: Fit, targets: Sequence[Translated]) -> Kept:
     }
 
 
-def _translated(source: ModelSource, settings: ModelConfig | None, naming: str) -> ExportContents:
+def _translated(
+    source: ModelSource, settings: ModelConfig | None, naming: str, mtp: str | None
+) -> ExportContents:
     reader, given = source.reader, source.given
     if naming == MODULE:
         raise UsageError(
@@ -132,7 +135,7 @@ def _translated(source: ModelSource, settings: ModelConfig | None, naming: str) 
             path=reader.url,
         )
     made = to_hub(
-        reader, settings, given.layout, source.degrees, given.padded_vocab_size, given.mtp,
+        reader, settings, given.layout, source.degrees, given.padded_vocab_size, mtp,
         source.facts,
     )  # fmt: skip
     further = further_layers((t.name for t in made.targets), _family(settings), settings)
@@ -160,14 +163,14 @@ def _lost_notes(names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _named(
-    reader: TensorReader, settings: ModelConfig | None, given: GivenLayout, naming: str,
+    reader: TensorReader, settings: ModelConfig | None, mtp: str | None, naming: str,
     comparison: Comparison,
 ) -> ExportContents:  # fmt: skip
     """Whole tensors, by the names of released checkpoints if they are asked for and known. Layers
     that predict further tokens have these names, or are refused."""
     source, family = TranslatedSource(reader), _family(settings)
     found = further_layers(reader.held, family, settings)
-    predicting = kept_layers(found, family, settings, given.mtp, reader.url)
+    predicting = kept_layers(found, family, settings, mtp, reader.url)
     everything = whole_tensors(reader)
     targets = [target for target in everything if target.name not in found]
     further = [target for target in everything if target.name in found and predicting]

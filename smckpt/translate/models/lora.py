@@ -89,7 +89,7 @@ def sort(tensors: Mapping[str, T], where: str, wanted: str | None = None) -> Pef
         raise UsageError(
             "lora= needs a PEFT model with LoRA, but the names are "
             f"{sorted(strange or tensors)[:3]} …",
-            remedy="leave lora= out, or pass prefix= the place of the PEFT model",
+            remedy="leave adapter= out, or pass prefix= the place of the PEFT model",
             path=where,
         )
     parts: PeftTensors[T] = PeftTensors()

@@ -16,7 +16,6 @@ from smckpt.errors import CheckpointError, UsageError
 from smckpt.layout.containers import FACTS
 from smckpt.storage import Access
 from smckpt.translate.configs.config import ModelConfig
-from smckpt.translate.configs.prediction import DROP
 from smckpt.translate.models.model import Some, model_dims
 from smckpt.translate.models.quantized import dequantized
 from smckpt.translate.ranks.pipeline import merged
@@ -37,7 +36,7 @@ from smckpt.translate.sources.foreign import ForeignCheckpoint
 from smckpt.translate.sources.logical_tensors import LogicalTensors
 from smckpt.translate.sources.rank_files import TensorReader
 from smckpt.translate.sources.source_facts import EP, PP, TP, SourceFacts
-from smckpt.translate.tables.degrees import Degrees, check_counts
+from smckpt.translate.tables.degrees import Degrees, check_counts, check_flags
 from smckpt.translate.tables.detect import (
     choose_layout,
     looks_packed,
@@ -54,7 +53,7 @@ from smckpt.translate.tables.names import (
 )
 from smckpt.translate.tables.table import TensorLayout
 
-__all__ = ["GivenLayout", "ModelSource", "open_model"]
+__all__ = ["ModelSource", "Parallel", "open_model"]
 
 _UNKNOWN_ORDER = (
     "neither the files nor their names say which rank each is of: they were read in the order in "
@@ -63,25 +62,56 @@ _UNKNOWN_ORDER = (
 
 
 @dataclass(frozen=True)
-class GivenLayout:
-    """The arguments of `export_hf` about a tensor-parallel layout."""
+class Parallel:
+    """How the ranks that wrote a model shared it, where the source does not record it.
+
+    layout: the tensor-parallel layout: a name, or a `TensorLayout`. By default it is found from the
+        tensors' names; names that fit several layouts are refused.
+    tp: the tensor-parallel degree. By default the one recorded in the checkpoint, otherwise 1.
+    ep: the expert-parallel degree, with the same default.
+    etp: the degree at which experts are cut, if it is not tp: Megatron's
+        `expert_tensor_parallel_size`. Rank r then has part r % etp of the experts of
+        expert-parallel rank r // etp % ep.
+    pp: pipeline-parallel degree, if files of ranks are in pipeline stages. Stages are outermost. A
+        checkpoint and a directory of Megatron-LM record it.
+    vpp: with pipeline stages, how many chunks each has, which take turns (Megatron's virtual
+        pipeline). By default as many as are apart in the state: under the keys model0, model1, …,
+        or in a list.
+    padded_vocab_size: how many vocabulary rows the layout has, padding included. By default there
+        may be as many as the config's vocab_size, or as many as trainers round that up to, and the
+        tokenizer must not use the padding.
+    allow_equal_ranks: two ranks may hold the same tensors. By default they are refused, because one
+        rank's file is then a copy of another's; but experts that were all made from one (upcycled)
+        are equal until they are trained.
+
+    Raises:
+        UsageError: a degree is not a whole number above 0.
+    """
 
     layout: str | TensorLayout | None = None
     tp: int | None = None
     ep: int | None = None
     etp: int | None = None
-    padded_vocab_size: int | None = None
     pp: int | None = None
     vpp: int | None = None
-    mtp: str | None = DROP  # as in `kept_layers`
-    equal_ranks: bool = False  # ranks may hold the same
+    padded_vocab_size: int | None = None
+    allow_equal_ranks: bool = False
+
+    @classmethod
+    def of(cls, value: Parallel | None, name: str = "parallel") -> Parallel:
+        """The value of an argument. None: all is recorded in the source.
+
+        Raises:
+            UsageError: it is something else.
+        """
+        if not isinstance(value, (cls, type(None))):
+            raise UsageError(f"{name}={value!r}", remedy="pass a Parallel, such as Parallel(tp=2)")
+        return cls() if value is None else value
 
     @property
     def given(self) -> dict[str, Any]:
-        """Those that are not the defaults, by the names of `export_hf`; None: not given."""
-        own = {**vars(self), "mtp": None if self.mtp == DROP else self.mtp}
-        own["allow_equal_ranks"] = own.pop("equal_ranks") or None
-        return own
+        """Each field; None: not given."""
+        return {**vars(self), "allow_equal_ranks": self.allow_equal_ranks or None}
 
     @property
     def degrees(self) -> Degrees:
@@ -89,7 +119,10 @@ class GivenLayout:
         return Degrees.of(tp, ep, self.etp)
 
     def __post_init__(self) -> None:
-        check_counts(**{n: v for n, v in (("pp", self.pp), ("vpp", self.vpp)) if v is not None})
+        counts = {**vars(self)}
+        del counts["layout"], counts["allow_equal_ranks"]
+        check_counts(**{name: count for name, count in counts.items() if count is not None})
+        check_flags(allow_equal_ranks=self.allow_equal_ranks)
 
     def refuse_chunks(self, where: str) -> None:
         """Raise UsageError if chunks of pipeline stages are given although there are no stages."""
@@ -123,7 +156,7 @@ class ModelSource:
 
     reader: TensorReader
     degrees: Degrees
-    given: GivenLayout
+    given: Parallel
     format: str = "smckpt"
     cut: bool = False
     facts: tuple[SourceFacts, ...] = ()
@@ -140,7 +173,7 @@ class ModelSource:
 
 def open_model(
     access: Access, checkpoint: Any, prefix: str | None, settings: ModelConfig | None,
-    given: GivenLayout, *, packed: bool = True, peft: bool = False,
+    given: Parallel, *, packed: bool = True, peft: bool = False,
 ) -> ModelSource:  # fmt: skip
     """Find the model in what is at `checkpoint`: a path, a URL, or the files of all ranks.
 
@@ -172,7 +205,7 @@ def open_model(
 class _Opener:
     prefix: str | None
     settings: ModelConfig | None
-    given: GivenLayout
+    given: Parallel
     packed: bool
 
     def ours(self, catalogue: Catalogue) -> ModelSource:
@@ -198,7 +231,7 @@ class _Opener:
         ]
         for stage in stages:
             stage.refuse_unlike_replicas()
-        if not given.equal_ranks:
+        if not given.allow_equal_ranks:
             refuse_equal_ranks(stages, degrees)
         reader: TensorReader = stages[0]
         if pp > 1:
@@ -241,7 +274,12 @@ class _Opener:
         if pp == 1 or files.alone:
             given.refuse_chunks(files.url)
         reader = open_ranks(
-            files, degrees, pp, _layers(self.settings), given.vpp, equal_ranks=given.equal_ranks
+            files,
+            degrees,
+            pp,
+            _layers(self.settings),
+            given.vpp,
+            equal_ranks=given.allow_equal_ranks,
         )
         cut = degrees.ranks > 1 or self._is_layout(reader.held, files.url)
         notes = () if files.order_is_known else (_UNKNOWN_ORDER,)
@@ -301,7 +339,7 @@ def _layers(settings: ModelConfig | None) -> int | None:
     return found if isinstance(found, int) else None
 
 
-def _degrees_of_files(given: GivenLayout, files: RankFilesFound) -> GivenLayout:
+def _degrees_of_files(given: Parallel, files: RankFilesFound) -> Parallel:
     """The degrees that are given, or that the names of the files tell, or else the files."""
     tp, pp, ep = given.tp or files.tp, given.pp or files.pp, given.ep or files.ep
     inside = [files.degree(name) or 1 for name in (TP, PP, EP)]

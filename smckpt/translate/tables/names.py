@@ -182,8 +182,9 @@ def refuse_peft(names: Iterable[str], where: str) -> None:
     if any(name.startswith(_PEFT) for name in names):
         raise UsageError(
             "the names are those of a PEFT model, not of a transformers model",
-            remedy='pass lora="adapter" or lora="merge", with lora_config=', path=where,
-        )  # fmt: skip
+            remedy='pass an Adapter with lora="adapter" or lora="merge", and lora_config=',
+            path=where,
+        )
 
 
 def stage_tensors(state: Named, prefix: str | None) -> dict[str, LogicalTensor]:

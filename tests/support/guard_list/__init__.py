@@ -11,6 +11,7 @@ from tests.support.guard_list.of_faults import (
     LATE,
     SILENT,
     SMALL,
+    TABLES,
     TWO_JOBS,
     UPGRADED,
     WRONG_CLOCKS,
@@ -33,5 +34,16 @@ __all__ = ["GUARDS", "Guard"]
 GUARDS = [
     *(*KEEPING, *RESUMING, *DECIDING, *SPACE, *ENDING),
     *(*REPAIR, *MENDING, *PUBLISHED, *EXPORTED),
-    *(*SILENT, *HANGING, *DISKS, *LATE, *TWO_JOBS, *WRONG_CLOCKS, *SMALL, *FORKED, *UPGRADED),
+    *(
+        *TABLES,
+        *SILENT,
+        *HANGING,
+        *DISKS,
+        *LATE,
+        *TWO_JOBS,
+        *WRONG_CLOCKS,
+        *SMALL,
+        *FORKED,
+        *UPGRADED,
+    ),
 ]

@@ -12,11 +12,13 @@ __all__ = [
     "LATE",
     "SILENT",
     "SMALL",
+    "TABLES",
     "TWO_JOBS",
     "UPGRADED",
     "WRONG_CLOCKS",
 ]
 
+GATHER = "tests/checkpoint/test_gather.py::"
 RETENTION = "tests/manager/test_retention.py::"
 ALARMS = "tests/engine/test_alarms.py::"
 OVERLAP = "tests/engine/test_overlap.py::"
@@ -31,6 +33,37 @@ WORKER = "tests/engine/test_worker.py::"
 CLOCKS = "tests/manager/test_clocks.py::"
 JOBS = "tests/manager/test_two_jobs.py::"
 ABSENT = "tests/manager/test_absent.py::"
+
+TABLES = [
+    of(
+        "tables: a table that a part names is that of the digest",
+        "checkpoint/commits/gather.py",
+        "            if digests.get(owner) != digest:\n",
+        "            if owner not in self.layouts:\n",
+        GATHER + "test_a_part_that_names_no_rank_with_this_table_is_refused",
+    ),
+    of(
+        "tables: a rank that names a table has its rows",
+        "checkpoint/commits/gather.py",
+        "            self._merger.same(rank, self.layouts[owner])\n",
+        "",
+        GATHER + "test_rows_that_some_ranks_lack_name_the_ranks_that_have_them",
+    ),
+    of(
+        "tables: a rank that names a table has its optimizers",
+        "checkpoint/reading/catalogue.py",
+        "(part if owner == rank else self.part(owner))",
+        "part",
+        GATHER + "test_a_rank_has_the_optimizers_of_the_rank_whose_table_it_names",
+    ),
+    of(
+        "tables: the last save's keys leave the job's store",
+        "engine/saving/save.py",
+        "        meeting.drop(self._claimed)",
+        "        pass",
+        RANKS + "test_replication_groups_commit_one_step_together_and_resume_it",
+    ),
+]
 
 SILENT = [
     of(

@@ -22,9 +22,9 @@ from smckpt.checkpoint.commits import gather
 from smckpt.checkpoint.commits.part import part_body, table_of, tables_digest
 from smckpt.checkpoint.records.crc import crc64, hex64
 from smckpt.checkpoint.records.format import Manifest, crc_name, data_name, part_name
-from smckpt.checkpoint.records.json_files import seal_json
 from smckpt.checkpoint.records.prefixes import PrefixStores
 from smckpt.checkpoint.records.rows import encode_rows
+from smckpt.checkpoint.records.sealed import seal_json
 from smckpt.layout.entries import Entry
 from smckpt.layout.geometry import MeshGeometry
 from smckpt.layout.image import compile_layout

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from smckpt.checkpoint.records.format import ATTEMPTS, SENSELESS
-from smckpt.checkpoint.records.json_files import FORMAT_VERSION, open_json, seal_json
+from smckpt.checkpoint.records.sealed import FORMAT_VERSION, open_json, seal_json
 from smckpt.errors import CheckpointError
 from smckpt.meeting.presence import has_ended, own_process
 from smckpt.storage import Storage

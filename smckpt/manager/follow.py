@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from smckpt.checkpoint.commits.discover import FoundCheckpoint, find_checkpoints
-from smckpt.checkpoint.records.json_files import FORMAT_VERSION, open_json, seal_json, sound
+from smckpt.checkpoint.records.sealed import FORMAT_VERSION, open_json, seal_json, sound
 from smckpt.errors import (
     CheckpointError,
     CheckpointNotFoundError,

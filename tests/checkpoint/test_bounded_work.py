@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from smckpt.checkpoint.reading.sources import SavedPieces
-from smckpt.checkpoint.records.json_files import read_json, strict_json
+from smckpt.checkpoint.records.strict_json import read_json, strict_json
 from smckpt.errors import CheckpointError
 from smckpt.layout.entries import Entry
 from smckpt.layout.flat_geometry import FlatGeometry, FlatUnit, Segment

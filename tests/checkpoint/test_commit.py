@@ -29,8 +29,8 @@ from smckpt.checkpoint.records.format import (
     manifest_name,
     record_name,
 )
-from smckpt.checkpoint.records.json_files import open_json, seal_json
 from smckpt.checkpoint.records.rows import decode_rows
+from smckpt.checkpoint.records.sealed import open_json, seal_json
 from smckpt.errors import (
     CorruptCheckpointError,
     StateError,

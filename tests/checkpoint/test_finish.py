@@ -16,7 +16,7 @@ from smckpt.checkpoint.commits.commit import publish_manifest, publish_record, t
 from smckpt.checkpoint.commits.discover import found_at
 from smckpt.checkpoint.commits.sweep import sweep
 from smckpt.checkpoint.records.format import fence_name, record_name
-from smckpt.checkpoint.records.json_files import seal_json
+from smckpt.checkpoint.records.sealed import seal_json
 from smckpt.checkpoint.upkeep.repair import RepairReport, repair_checkpoint
 from smckpt.errors import (
     CheckpointError,

@@ -19,7 +19,7 @@ from smckpt.checkpoint.commits.choose import choose_commit
 from smckpt.checkpoint.commits.contents import contents_of
 from smckpt.checkpoint.reading.committed import open_catalogue
 from smckpt.checkpoint.records.format import Manifest, Record
-from smckpt.checkpoint.records.json_files import open_json
+from smckpt.checkpoint.records.sealed import open_json
 from smckpt.checkpoint.upkeep.verify import verify_checkpoint
 from smckpt.errors import CheckpointError, CorruptCheckpointError
 from smckpt.storage import open_storage

@@ -27,7 +27,7 @@ from smckpt.checkpoint.records.format import (
     probe_name,
     record_name,
 )
-from smckpt.checkpoint.records.json_files import (
+from smckpt.checkpoint.records.sealed import (
     FORMAT_VERSION,
     PREFIX_SHARDING_VERSION,
     open_json,

@@ -10,7 +10,7 @@ import pytest
 
 from smckpt.checkpoint.commits.leases import leases_at, mark_lease, take_lease
 from smckpt.checkpoint.records.format import lease_name
-from smckpt.checkpoint.records.json_files import FORMAT_VERSION, seal_json
+from smckpt.checkpoint.records.sealed import FORMAT_VERSION, seal_json
 from smckpt.errors import CorruptCheckpointError, UsageError
 from smckpt.storage import Access, open_storage
 

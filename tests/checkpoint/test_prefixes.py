@@ -17,8 +17,8 @@ from smckpt.checkpoint.commits.remove import remove_checkpoint
 from smckpt.checkpoint.commits.sweep import sweep
 from smckpt.checkpoint.reading.committed import open_catalogue
 from smckpt.checkpoint.records.format import Manifest, data_name
-from smckpt.checkpoint.records.json_files import open_json
 from smckpt.checkpoint.records.prefixes import PrefixSharding, is_prefix, prefix_sharding_for
+from smckpt.checkpoint.records.sealed import open_json
 from smckpt.checkpoint.upkeep.transfer import copy_checkpoint
 from smckpt.checkpoint.upkeep.verify import verify_checkpoint
 from smckpt.cli.app import app
@@ -280,7 +280,7 @@ def test_an_attempt_that_is_fenced_takes_back_what_it_wrote(s3_root: str) -> Non
 
 
 def test_a_newer_format_than_ours_is_refused_still(step: str) -> None:
-    from smckpt.checkpoint.records.json_files import seal_json
+    from smckpt.checkpoint.records.sealed import seal_json
 
     store = open_storage(step)
     [name] = [info.name for info in store.list("manifest-")]

@@ -116,7 +116,7 @@ def test_what_is_no_checkpoint_is_refused_and_left(two: Path, tmp_path: Path) ->
 def test_a_record_that_leads_elsewhere_is_refused(two: Path, tmp_path: Path) -> None:
     inner = tmp_path / "inner"
     inner.mkdir()
-    from smckpt.checkpoint.records.json_files import open_json, seal_json
+    from smckpt.checkpoint.records.sealed import open_json, seal_json
 
     for path in two.glob("record-*"):
         body = open_json(path.read_bytes(), str(path))

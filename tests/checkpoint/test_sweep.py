@@ -22,8 +22,8 @@ from smckpt.checkpoint.records.format import (
     parse_name,
     record_name,
 )
-from smckpt.checkpoint.records.json_files import open_json
 from smckpt.checkpoint.records.prefixes import PrefixStores
+from smckpt.checkpoint.records.sealed import open_json
 from smckpt.errors import CorruptCheckpointError, StorageError, UsageError
 from smckpt.storage import Access, open_storage
 from tests.support.saves import Group, hybrid, state_of

@@ -314,7 +314,7 @@ def test_what_is_no_checkpoint_is_one_clear_line_and_status_2(root, command):
 
 
 def test_a_manifest_of_a_newer_format_is_refused_in_one_line(step7):
-    from smckpt.checkpoint.records.json_files import open_json, seal_json
+    from smckpt.checkpoint.records.sealed import open_json, seal_json
 
     (manifest,) = step7.glob("manifest-*")
     body = open_json(manifest.read_bytes(), str(manifest))

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import smckpt
 from smckpt import errors
-from smckpt.checkpoint.records.json_files import open_json, seal_json
+from smckpt.checkpoint.records.sealed import open_json, seal_json
 from smckpt.engine.background.worker_client import Worker
 from tests.support.launch import run_ranks
 from tests.support.synthetic import flip

@@ -22,7 +22,7 @@ import psutil
 import pytest
 
 from smckpt.checkpoint.records.crc import BLOCK, crc64, hex64
-from smckpt.checkpoint.records.json_files import open_json
+from smckpt.checkpoint.records.sealed import open_json
 from smckpt.engine.background.commands import ArenaFile, Command, PublishRecord, WritePart
 from smckpt.engine.background.worker_client import Worker
 from smckpt.errors import StorageError, WorkerError

@@ -22,9 +22,9 @@ from smckpt.checkpoint.reading.committed import open_catalogue
 from smckpt.checkpoint.records.crc import crc64, hex64
 from smckpt.checkpoint.records.format import parse_name, parse_temporary
 from smckpt.checkpoint.records.headers import read_header
-from smckpt.checkpoint.records.json_files import open_json, open_sections
 from smckpt.checkpoint.records.objects import decode_object
 from smckpt.checkpoint.records.rows import decode_rows
+from smckpt.checkpoint.records.sealed import open_json, open_sections
 from smckpt.engine.loading.load_rounds import Choice, Common
 from smckpt.engine.saving.commit import Committed, GroupManifest, HostView, Ticket, Written
 from smckpt.engine.saving.commit_groups import GroupSave

@@ -24,7 +24,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from smckpt.checkpoint.records.crc import BLOCK, crc64, hex64
-from smckpt.checkpoint.records.json_files import open_json, seal_json
+from smckpt.checkpoint.records.sealed import open_json, seal_json
 from smckpt.errors import CheckpointError
 from tests.fuzz.memory import Tree, tree_of
 from tests.fuzz.targets import MARK, TARGETS, finish, mark_of, quiet, read_everything

@@ -457,7 +457,7 @@ def test_a_pin_or_a_mark_that_is_too_long_is_not_read(tmp_path: Path) -> None:
 
 
 def test_a_mark_that_leads_elsewhere_deletes_nothing(tmp_path: Path) -> None:
-    from smckpt.checkpoint.records.json_files import open_json, seal_json
+    from smckpt.checkpoint.records.sealed import open_json, seal_json
 
     saved(tmp_path, 10, 20)
     victim = tmp_path / "victim"

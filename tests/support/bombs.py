@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from smckpt.checkpoint.records.crc import crc64, hex64
-from smckpt.checkpoint.records.json_files import seal_json
+from smckpt.checkpoint.records.sealed import seal_json
 from smckpt.errors import CheckpointError
 from tests.support.forge import reforge
 from tests.support.limits import seconds

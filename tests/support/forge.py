@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from smckpt.checkpoint.records.crc import crc64, hex64
-from smckpt.checkpoint.records.json_files import open_json, seal_json
+from smckpt.checkpoint.records.sealed import open_json, seal_json
 
 __all__ = ["find", "reforge", "reforge_step"]
 

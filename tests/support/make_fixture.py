@@ -18,9 +18,9 @@ import numpy as np
 
 from smckpt.checkpoint.commits.commit import publish_record, take_lease
 from smckpt.checkpoint.records.format import record_name
-from smckpt.checkpoint.records.json_files import FORMAT_VERSION, PREFIX_SHARDING_VERSION
 from smckpt.checkpoint.records.objects import encode_object
 from smckpt.checkpoint.records.prefixes import PrefixSharding
+from smckpt.checkpoint.records.sealed import FORMAT_VERSION, PREFIX_SHARDING_VERSION
 from smckpt.layout.entries import DTYPES, Entry
 from smckpt.layout.flat_geometry import FlatGeometry, FlatUnit, Segment
 from smckpt.layout.geometry import BoxGeometry, Geometry, MeshGeometry, PerRankGeometry

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from smckpt.checkpoint.commits.commit import publish_manifest, take_lease
-from smckpt.checkpoint.records.json_files import FORMAT_VERSION
 from smckpt.checkpoint.records.prefixes import PrefixSharding
 from smckpt.checkpoint.records.rows import encode_rows
+from smckpt.checkpoint.records.sealed import FORMAT_VERSION
 from smckpt.engine.background.commands import ArenaFile, PartWritten
 from smckpt.engine.background.worker_write import write_part
 from smckpt.layout.entries import Entry

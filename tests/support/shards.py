@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from smckpt.checkpoint.commits.commit import publish_manifest, take_lease
-from smckpt.checkpoint.records.json_files import FORMAT_VERSION
 from smckpt.checkpoint.records.objects import encode_object
 from smckpt.checkpoint.records.rows import encode_rows
+from smckpt.checkpoint.records.sealed import FORMAT_VERSION
 from smckpt.engine.background.commands import ArenaFile
 from smckpt.engine.background.worker_write import write_part
 from smckpt.layout.entries import Entry

@@ -19,7 +19,7 @@ from smckpt.checkpoint.records.format import (
     manifest_name,
     parse_name,
 )
-from smckpt.checkpoint.records.json_files import MAX_JSON_BYTES, open_json, sound
+from smckpt.checkpoint.records.sealed import MAX_JSON_BYTES, open_json, sound
 from smckpt.errors import (
     CheckpointError,
     CheckpointNotFoundError,

@@ -35,7 +35,8 @@ from smckpt.checkpoint.records.format import (
     parse_name,
     record_name,
 )
-from smckpt.checkpoint.records.json_files import (
+from smckpt.checkpoint.records.prefixes import PrefixSharding, PrefixStores
+from smckpt.checkpoint.records.sealed import (
     FORMAT_VERSION,
     MAX_JSON_BYTES,
     PREFIX_SHARDING_VERSION,
@@ -43,7 +44,6 @@ from smckpt.checkpoint.records.json_files import (
     seal_json,
     sound,
 )
-from smckpt.checkpoint.records.prefixes import PrefixSharding, PrefixStores
 from smckpt.errors import (
     CheckpointError,
     CheckpointNotFoundError,

@@ -12,9 +12,9 @@ from typing import Any, NoReturn
 from smckpt.checkpoint.commits.part import tables_digest
 from smckpt.checkpoint.records.crc import BLOCK, crc64, hex64
 from smckpt.checkpoint.records.format import FileRecord, PartRecord
-from smckpt.checkpoint.records.json_files import MAX_JSON_BYTES, open_sections, sound
 from smckpt.checkpoint.records.prefixes import PrefixStores
 from smckpt.checkpoint.records.rows import RowMerger
+from smckpt.checkpoint.records.sealed import MAX_JSON_BYTES, open_sections, sound
 from smckpt.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,

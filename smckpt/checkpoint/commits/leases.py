@@ -18,14 +18,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from smckpt.checkpoint.records.format import fence_name, lease_name, parse_name, probe_name
-from smckpt.checkpoint.records.json_files import (
+from smckpt.checkpoint.records.prefixes import PrefixSharding, PrefixStores
+from smckpt.checkpoint.records.sealed import (
     FORMAT_VERSION,
     MAX_JSON_BYTES,
     open_json,
     seal_json,
     sound,
 )
-from smckpt.checkpoint.records.prefixes import PrefixSharding, PrefixStores
 from smckpt.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,

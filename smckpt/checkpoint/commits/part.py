@@ -26,7 +26,7 @@ from smckpt.checkpoint.records.format import (
     data_name,
     part_name,
 )
-from smckpt.checkpoint.records.json_files import FORMAT_VERSION, seal_json
+from smckpt.checkpoint.records.sealed import FORMAT_VERSION, seal_json
 from smckpt.errors import CheckpointError
 from smckpt.layout.image import Layout
 from smckpt.layout.mesh import runs_of

@@ -31,8 +31,8 @@ from smckpt.checkpoint.records.format import (
     parse_name,
     parse_temporary,
 )
-from smckpt.checkpoint.records.json_files import MAX_JSON_BYTES
 from smckpt.checkpoint.records.prefixes import PrefixSharding, PrefixStores, delete_at
+from smckpt.checkpoint.records.sealed import MAX_JSON_BYTES
 from smckpt.errors import (
     CheckpointError,
     CheckpointNotFoundError,

@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 
 from smckpt.checkpoint.records.crc import BLOCK, combined, crc64, hex64, unpacked_sums
 from smckpt.checkpoint.records.format import FileRecord
-from smckpt.checkpoint.records.json_files import sound
+from smckpt.checkpoint.records.sealed import sound
 from smckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
 from smckpt.storage import Access, Storage
 from smckpt.storage.urls import file_url

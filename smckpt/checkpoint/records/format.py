@@ -1,5 +1,5 @@
 """Names of the format's files, and the contents of its JSON files. `docs/format.md` describes the
-same in prose; `json_files.py` has the bytes of a JSON file.
+same in prose; `sealed.py` has the bytes of a JSON file.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
-from smckpt.checkpoint.records.json_files import FORMAT_VERSION
 from smckpt.checkpoint.records.prefixes import PrefixSharding
+from smckpt.checkpoint.records.sealed import FORMAT_VERSION
 from smckpt.errors import CheckpointError, UsageError
 from smckpt.layout.mesh import runs_of
 from smckpt.topology import ParallelState

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
 from smckpt.checkpoint.records.crc import BLOCK
-from smckpt.checkpoint.records.json_files import strict_json
+from smckpt.checkpoint.records.strict_json import strict_json
 from smckpt.errors import CorruptCheckpointError
 from smckpt.layout.image import HEADER_LIMIT, SLICES_KEY
 from smckpt.layout.mesh import MOST_DIMS

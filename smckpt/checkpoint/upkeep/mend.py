@@ -19,8 +19,8 @@ from smckpt.checkpoint.reading.blocks import BlockReader, SavedFile, Scratch
 from smckpt.checkpoint.reading.read import Progress
 from smckpt.checkpoint.records.crc import BLOCK, combined, crc64, hex64, packed_sums, unpacked_sums
 from smckpt.checkpoint.records.format import FileRecord, PartRecord
-from smckpt.checkpoint.records.json_files import MAX_JSON_BYTES, sound
 from smckpt.checkpoint.records.prefixes import PrefixStores
+from smckpt.checkpoint.records.sealed import MAX_JSON_BYTES, sound
 from smckpt.checkpoint.upkeep.scan import PIECE, ScannedFile, Sink, scan
 from smckpt.errors import CheckpointError, CorruptCheckpointError, StorageError
 from smckpt.storage import Storage

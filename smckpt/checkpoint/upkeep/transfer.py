@@ -29,8 +29,8 @@ from smckpt.checkpoint.reading.blocks import BlockReader, SavedFile, Scratch, no
 from smckpt.checkpoint.reading.read import Progress
 from smckpt.checkpoint.records.crc import BLOCK, crc64, hex64
 from smckpt.checkpoint.records.format import FileRecord, PartRecord
-from smckpt.checkpoint.records.json_files import MAX_JSON_BYTES, open_json, sound
 from smckpt.checkpoint.records.prefixes import PrefixStores, found_prefix_sharding
+from smckpt.checkpoint.records.sealed import MAX_JSON_BYTES, open_json, sound
 from smckpt.checkpoint.upkeep.scan import (
     Pages,
     ScannedFile,

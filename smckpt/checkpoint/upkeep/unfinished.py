@@ -18,8 +18,8 @@ from smckpt.checkpoint.commits.leases import Lease, leases_at
 from smckpt.checkpoint.reading.blocks import not_missing
 from smckpt.checkpoint.records.crc import BLOCK, crc64, hex64
 from smckpt.checkpoint.records.format import SENSELESS, Part, parse_name, part_name
-from smckpt.checkpoint.records.json_files import MAX_JSON_BYTES, open_json, sound
 from smckpt.checkpoint.records.prefixes import PrefixSharding, PrefixStores, is_prefix
+from smckpt.checkpoint.records.sealed import MAX_JSON_BYTES, open_json, sound
 from smckpt.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
 from smckpt.storage import Storage
 from smckpt.storage.urls import file_url, join_url, parent_url, relative_url

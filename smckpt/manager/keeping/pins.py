@@ -24,7 +24,7 @@ from smckpt.checkpoint.commits.contents import contents_of
 from smckpt.checkpoint.commits.discover import FoundCheckpoint
 from smckpt.checkpoint.commits.remove import Removal, carry_out, removal_of
 from smckpt.checkpoint.records.format import SENSELESS, parse_name
-from smckpt.checkpoint.records.json_files import (
+from smckpt.checkpoint.records.sealed import (
     FORMAT_VERSION,
     MAX_JSON_BYTES,
     open_json,

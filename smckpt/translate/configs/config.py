@@ -13,7 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from smckpt.checkpoint.records.json_files import read_json
+from smckpt.checkpoint.records.strict_json import read_json
 from smckpt.errors import UsageError
 from smckpt.translate.configs.rope import agree, complete_rope
 from smckpt.translate.tables.families import find_family

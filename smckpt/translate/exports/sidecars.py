@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from smckpt.checkpoint.records.json_files import at_once
+from smckpt.checkpoint.records.strict_json import at_once
 from smckpt.errors import UsageError
 from smckpt.layout.entries import DTYPES
 from smckpt.storage import Access, Storage

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 from smckpt.calls import alone
 from smckpt.checkpoint.records.crc import crc64
 from smckpt.checkpoint.records.headers import StoredSlot, read_header
-from smckpt.checkpoint.records.json_files import FORMAT_VERSION, open_json, seal_json
+from smckpt.checkpoint.records.sealed import FORMAT_VERSION, open_json, seal_json
 from smckpt.errors import (
     CheckpointError,
     CorruptCheckpointError,

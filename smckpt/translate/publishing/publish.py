@@ -17,7 +17,7 @@ from typing import Any
 from smckpt.calls import alone
 from smckpt.checkpoint.records.crc import BLOCK, combine, crc64
 from smckpt.checkpoint.records.headers import Header, read_header
-from smckpt.checkpoint.records.json_files import strict_json
+from smckpt.checkpoint.records.strict_json import strict_json
 from smckpt.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from smckpt.checkpoint.records.headers import Header, read_header
-from smckpt.checkpoint.records.json_files import strict_json
+from smckpt.checkpoint.records.strict_json import strict_json
 from smckpt.errors import CorruptCheckpointError
 from smckpt.layout.entries import DTYPES
 from smckpt.layout.mesh import Shape

@@ -29,7 +29,7 @@ from smckpt.checkpoint.records.format import (
 )
 from smckpt.checkpoint.records.sealed import (
     FORMAT_VERSION,
-    PREFIX_SHARDING_VERSION,
+    PART_VERSION,
     open_json,
     open_sections,
     seal_json,
@@ -207,7 +207,7 @@ def test_no_cut_of_a_json_file_goes_unnoticed(data):
 
 
 def test_a_newer_major_version_is_refused_by_number():
-    sealed = seal_json({"format": [PREFIX_SHARDING_VERSION[0] + 1, 3]})
+    sealed = seal_json({"format": [PART_VERSION[0] + 1, 3]})
     with pytest.raises(FormatVersionError, match=r"3\.3.*newer smckpt"):
         open_json(sealed, "m")
 

@@ -12,12 +12,15 @@ import pytest
 import smckpt
 from smckpt.checkpoint.commits.part import table_of, tables_digest
 from smckpt.checkpoint.reading.committed import open_catalogue
+from smckpt.checkpoint.records import sealed
 from smckpt.checkpoint.records.rows import encode_rows
-from smckpt.errors import StateError
+from smckpt.checkpoint.records.sealed import PART_VERSION
+from smckpt.errors import FormatVersionError, StateError
 from smckpt.layout.entries import Entry
 from smckpt.layout.geometry import PerRankGeometry
 from smckpt.layout.image import compile_layout
 from smckpt.storage import Access
+from tests.support import make_fixture
 from tests.support.launch import run_ranks
 from tests.support.saves import Group, State, hybrid, state_of
 
@@ -158,3 +161,49 @@ def test_a_save_writes_a_table_once_for_all_ranks_that_have_it(tmp_path: Path) -
     assert found[0] == found[1]
     rows = [sorted(each.values()) for each in found[0]]
     assert rows == [[0, 20], [0, 20], [0, 21], [21, 22]]
+
+
+def test_parts_of_version_3_load_and_are_verified() -> None:
+    """Made once by `tests.support.make_fixture`; one of the two parts names the other's table."""
+    import torch
+
+    folder = make_fixture.ROOT / f"parts-{PART_VERSION[0]}.{PART_VERSION[1]}"
+    bodies = [json.loads(path.read_bytes())["body"] for path in folder.glob("part-*")]
+    assert sorted("digest" in body["layout"] for body in bodies) == [False, True]
+    loaded = smckpt.load(checkpoint_id=folder)
+    assert loaded is not None and loaded["step"] == 7
+    assert torch.equal(loaded["model"]["w"], torch.arange(12.0).view(4, 3))
+    assert torch.equal(loaded["optimizer"]["state"][0]["momentum_buffer"], torch.ones(4, 3))
+    assert smckpt.verify_checkpoint(folder).ok
+
+
+def test_an_older_reader_refuses_such_a_part_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sealed, "PART_VERSION", (2, 1))
+    with pytest.raises(FormatVersionError, match="install a newer smckpt"):
+        smckpt.load(checkpoint_id=make_fixture.ROOT / "parts-3.0")
+
+
+def test_the_manifest_does_not_show_which_rank_wrote_a_table(tmp_path: Path) -> None:
+    """Ranks 0 and 2 have one table, ranks 1 and 3 another, and their optimizers differ."""
+    of = {rank: {"optimizer": {"form": "id", "ids": [[f"w{rank % 2}"]]}} for rank in RANKS}
+
+    def saved(name: str, owners: dict[int, int]) -> tuple[Any, Any]:
+        def layout(rank: int) -> dict[str, Any]:
+            own = table(rank, with_one_more)
+            if owners[rank] == rank:
+                return own
+            owned = table(owners[rank], with_one_more)
+            return table_of(owners[rank], tables_digest(owned, of[owners[rank]]))
+
+        Group(tmp_path / name, RANKS, state=with_one_more).save(
+            layout=layout, optimizers=lambda rank: of[rank] if owners[rank] == rank else {}
+        )
+        body = manifest_of(tmp_path / name)
+        return body["layout"], body["optimizers"]
+
+    first = saved("first", {0: 0, 1: 1, 2: 0, 3: 1})
+    assert first[1] == of[0]
+    assert saved("late", {0: 2, 1: 1, 2: 2, 3: 1}) == first
+    assert saved("later", {0: 2, 1: 3, 2: 2, 3: 3}) == first

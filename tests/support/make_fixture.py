@@ -20,13 +20,18 @@ from smckpt.checkpoint.commits.commit import publish_record, take_lease
 from smckpt.checkpoint.records.format import record_name
 from smckpt.checkpoint.records.objects import encode_object
 from smckpt.checkpoint.records.prefixes import PrefixSharding
-from smckpt.checkpoint.records.sealed import FORMAT_VERSION, PREFIX_SHARDING_VERSION
+from smckpt.checkpoint.records.sealed import (
+    FORMAT_VERSION,
+    PART_VERSION,
+    PREFIX_SHARDING_VERSION,
+)
 from smckpt.layout.entries import DTYPES, Entry
 from smckpt.layout.flat_geometry import FlatGeometry, FlatUnit, Segment
 from smckpt.layout.geometry import BoxGeometry, Geometry, MeshGeometry, PerRankGeometry
 from smckpt.layout.mesh import Mesh, Placement
 from smckpt.layout.strided import Box
 from smckpt.storage import Access
+from tests.support.launch import run_ranks
 from tests.support.saves import Group, pattern
 
 ROOT = Path(__file__).resolve().parents[1] / "fixtures"
@@ -207,7 +212,27 @@ def expected() -> dict[str, str]:
     return {name: data.hex() for name, data in wholes().items()}
 
 
+def save_parts(folder: str) -> None:
+    """A save of two ranks with equal tables, so that one part has the table."""
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    import smckpt
+
+    mesh = init_device_mesh("cpu", (2,))
+    weight = torch.nn.Parameter(distribute_tensor(torch.arange(12.0).view(4, 3), mesh, [Shard(0)]))
+    optimizer = torch.optim.SGD([weight], lr=0.0, momentum=0.5)
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    state = {"model": {"w": weight.detach()}, "optimizer": optimizer.state_dict(), "step": 7}
+    smckpt.save(state, checkpoint_id=folder, step=7)
+
+
 if __name__ == "__main__":
+    parts = ROOT / f"parts-{PART_VERSION[0]}.{PART_VERSION[1]}"
+    if not parts.exists():
+        run_ranks(save_parts, 2, str(parts))
     # Beside the groups' directories, so that all lies in the checkpoint's.
     for version, prefix_sharding in (
         (FORMAT_VERSION, None),

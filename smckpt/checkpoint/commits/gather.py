@@ -75,7 +75,7 @@ def gather_parts(
             read = pool.map(lambda rank: _read(stores.of(rank), rank, parts[str(rank)]), batch)
             for rank, found in zip(batch, read, strict=True):
                 group.add(rank, found)
-    group.find_tables()
+    group.merge()
     if group.unseen:
         _not_shared(storage, group.unseen, parts)
     _check_classes(storage.url, group)
@@ -110,7 +110,7 @@ class _Group:
         self._optimizers: dict[bytes, None] = {}
         self._parsed: dict[bytes, Any] = {}
         self._alike: dict[bytes, bytes] = {}
-        self._tables: dict[int, tuple[bytes, bytes]] = {}  # rank → its table and optimizers
+        self._tables: dict[int, tuple[bytes, ...]] = {}  # rank → its table and optimizers
 
     def add(self, rank: int, found: _Read | str) -> None:
         if isinstance(found, str):
@@ -123,31 +123,34 @@ class _Group:
         self._check_same(rank, sections)
         self._files[rank] = found.files
         self.classes[rank] = self.value(sections["classes"])
-        layout = self._alike.setdefault(sections["layout"], sections["layout"])
         if found.table_of is not None:
             self._tables_of[rank] = found.table_of
             return
-        self._optimizers[sections["optimizers"]] = None
-        self.layouts[rank] = layout
-        self._tables[rank] = layout, sections["optimizers"]
-        if not self._merger.same(rank, layout):
-            self._merger.add(rank, json.loads(layout), layout)
+        layout, optimizers = (sections[key] for key in ("layout", "optimizers"))
+        self._tables[rank] = tuple(
+            self._alike.setdefault(each, each) for each in (layout, optimizers)
+        )
 
-    def find_tables(self) -> None:
-        """Give the ranks whose parts name another rank's table that table."""
+    def merge(self) -> None:
+        """Merge the tables, that of the lowest rank first. Which rank of those that have a table
+        wrote it is a matter of chance, and must not show."""
         digests: dict[int, str] = {}
-        for rank, (owner, digest) in self._tables_of.items():
+        for rank in sorted(self._files):
+            owner, digest = self._tables_of.get(rank, (rank, None))
             if owner in self.unseen:
                 continue
-            if owner in self._tables and owner not in digests:
+            if digest is not None and owner in self._tables and owner not in digests:
                 digests[owner] = tables_digest(*map(json.loads, self._tables[owner]))
-            if digests.get(owner) != digest:
+            if digest is not None and digests.get(owner) != digest:
                 self._refuse_attempt(
                     f"the part of rank {rank} names the table of rank {owner}, which is another",
                     {"path": self.storage.url, "rank": rank, "host": self._hosts[rank]},
                 )
-            self.layouts[rank] = self.layouts[owner]
-            self._merger.same(rank, self.layouts[owner])
+            layout, optimizers = self._tables[owner]
+            self.layouts[rank] = layout
+            self._optimizers[optimizers] = None
+            if not self._merger.same(rank, layout):
+                self._merger.add(rank, json.loads(layout), layout)
 
     def value(self, text: bytes) -> Any:
         if text not in self._parsed:

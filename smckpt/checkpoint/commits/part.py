@@ -26,7 +26,7 @@ from smckpt.checkpoint.records.format import (
     data_name,
     part_name,
 )
-from smckpt.checkpoint.records.sealed import FORMAT_VERSION, seal_json
+from smckpt.checkpoint.records.sealed import PART_VERSION, seal_json
 from smckpt.errors import CheckpointError
 from smckpt.layout.image import Layout
 from smckpt.layout.mesh import runs_of
@@ -57,7 +57,7 @@ def part_body(
         versions: of more than smckpt and Python.
     """
     return {
-        "format": list(FORMAT_VERSION),
+        "format": list(PART_VERSION),
         "checkpoint_id": checkpoint_id,
         "kind": kind,
         "rank": layout.rank,

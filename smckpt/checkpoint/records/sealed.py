@@ -20,6 +20,7 @@ from smckpt.storage import Storage
 __all__ = [
     "FORMAT_VERSION",
     "MAX_JSON_BYTES",
+    "PART_VERSION",
     "PREFIX_SHARDING_VERSION",
     "open_json",
     "open_sections",
@@ -32,6 +33,8 @@ Result = TypeVar("Result")
 FORMAT_VERSION = (1, 1)  # (major, minor); a reader refuses a newer major version
 # of manifests with prefix sharding, which older readers cannot read
 PREFIX_SHARDING_VERSION = (2, 1)
+# of parts, whose table the part of another rank may have; a reader of 2.x would miss it
+PART_VERSION = (3, 0)
 MAX_JSON_BYTES = 1 << 30  # a manifest of a million tensors takes 200 MB
 
 _KEY = re.compile(rb"[a-z0-9_]+")
@@ -119,10 +122,10 @@ def _checked_version(body: Any, path: str) -> dict[str, Any]:
     version = body.get("format") if isinstance(body, dict) else None
     if not (isinstance(version, list) and [type(n) for n in version] == [int, int]):
         raise _damaged(f"its format version is {version!r}, not [major, minor]", path)
-    if version[0] > PREFIX_SHARDING_VERSION[0]:
+    if version[0] > PART_VERSION[0]:
         raise FormatVersionError(
             f"the file has format {version[0]}.{version[1]}; this smckpt reads up to "
-            f"{PREFIX_SHARDING_VERSION[0]}.x",
+            f"{PART_VERSION[0]}.x",
             remedy="install a newer smckpt",
             path=path,
         )

@@ -208,7 +208,7 @@ def test_no_cut_of_a_json_file_goes_unnoticed(data):
 
 def test_a_newer_major_version_is_refused_by_number():
     sealed = seal_json({"format": [PART_VERSION[0] + 1, 3]})
-    with pytest.raises(FormatVersionError, match=r"3\.3.*newer smckpt"):
+    with pytest.raises(FormatVersionError, match=r"4\.3.*newer smckpt"):
         open_json(sealed, "m")
 
 
@@ -346,7 +346,7 @@ def test_sections_are_the_values_as_they_stand(body, padding):
 
 def test_sections_of_a_newer_or_damaged_file_are_refused():
     with pytest.raises(FormatVersionError):
-        open_sections(seal_json({"format": [3, 0], "pad": "x" * 200}), "p")
+        open_sections(seal_json({"format": [4, 0], "pad": "x" * 200}), "p")
     sealed = seal_json({"format": [1, 0], "pad": "x" * 200})
     with pytest.raises(CorruptCheckpointError):
         open_sections(sealed.replace(b"xx", b"xy", 1), "p")

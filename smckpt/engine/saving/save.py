@@ -95,7 +95,7 @@ class Saver:
         self._arena: Arena | None = None
         self._arena_id: int | None = None
         self._copies: Future[None] | None = None  # into the arena, which may be under way
-        self._looker: Observer | None = None
+        self._observer: Observer | None = None
         self._last: Last | None = None  # the last committed save
         self._claimed: list[str] = []  # keys of the job's store, of the last save
 
@@ -361,10 +361,10 @@ class Saver:
 
     def _looks(self, job: SaveJob, compiled: Compiled, parameters: frozenset[str]) -> Observer:
         """What looks at this save for alarms."""
-        alarms, known = job.request.options.alarms, self._looker
+        alarms, known = job.request.options.alarms, self._observer
         of = alarms, compiled.layout, parameters
         if known is None or (known.alarms, known.layout, known.parameters) != of:
-            self._looker = known = Observer(*of)
+            self._observer = known = Observer(*of)
         return known
 
     def _room(self, size: int) -> Arena:

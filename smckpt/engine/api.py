@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from smckpt.calls import alone
 from smckpt.checkpoint.commits.choose import refuse_committed
-from smckpt.checkpoint.commits.contents import contents_of
 from smckpt.checkpoint.commits.discover import FoundCheckpoint, latest
 from smckpt.engine.backend import dcp
 from smckpt.engine.events import LoadEvent, SaveEvent, Sink
@@ -412,7 +411,7 @@ def remove(
     Only one process calls it.
 
     It deletes the record and manifests first, so a removal that is cut short leaves no half
-    checkpoint. Call it again then.
+    checkpoint. Call it again then: it finishes that one, and removes no older checkpoint.
 
     Args:
         checkpoint_id: the directory that the group saved to. For a step of several groups, the
@@ -425,6 +424,8 @@ def remove(
 
     Raises:
         CheckpointNotFoundError: nothing committed is there.
+        CheckpointPinnedError: a reader holds it (`smckpt.pinned`).
+        CheckpointReplacedError: a newer save has just replaced it.
         UsageError: it is one group of a step, or a save of this process to it is in flight.
         StorageError: the store refused. CorruptCheckpointError, FormatVersionError: the commit
             cannot be read, so its files are not known.
@@ -437,9 +438,9 @@ def remove(
             path=directory,
         )
     access = access_to(directory, s3_region=s3_region, s3client_config=s3client_config)
-    from smckpt.checkpoint.commits.remove import remove_checkpoint  # no save or load needs it
+    from smckpt.checkpoint.commits.pins import remove_newest  # no save or load needs it
 
-    return remove_checkpoint(contents_of(access.open(directory)))
+    return remove_newest(access.open(directory))
 
 
 def _access(directory: str, region: str | None, config: Any, storage: Any) -> Access:

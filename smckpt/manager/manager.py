@@ -9,13 +9,14 @@ import os
 import secrets
 import weakref
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from functools import partial
 from itertools import count
 from types import TracebackType
 from typing import Any
 
 from smckpt.calls import alone
 from smckpt.checkpoint.commits.discover import FoundCheckpoint
+from smckpt.checkpoint.commits.run_directory import RunDirectory
+from smckpt.checkpoint.commits.template import Template
 from smckpt.engine.api import (
     async_save,
     leave_queue,
@@ -26,7 +27,6 @@ from smckpt.engine.api import (
 from smckpt.engine.groups import ReplicationGroup
 from smckpt.engine.saving.job import SaveHandle, SaveOptions, Timings, options_of
 from smckpt.errors import UsageError
-from smckpt.manager.book import Book
 from smckpt.manager.groups import agreed_group
 from smckpt.manager.keeping.retention import Best, Keep, Keeper
 from smckpt.manager.keeping.rivals import Rivals
@@ -45,7 +45,6 @@ from smckpt.manager.state import (
     run_state,
     taken,
 )
-from smckpt.manager.template import Template
 from smckpt.meeting.group import group_of
 from smckpt.meeting.membership import Membership
 from smckpt.meeting.round import Round
@@ -150,9 +149,9 @@ class CheckpointManager:
         self._membership = Membership(group, f"manager/{digest}")
         self._rank, self._world = group.rank, group.world_size
         self._degrees = parallel_state
-        self._book = Book(self._access.open(self.root), self._template)
-        self._rivals = Rivals(self._book)
-        self._keeper = Keeper(self._book, self._keep, secrets.token_hex(6), self._rivals)
+        self._steps = RunDirectory(self._access.open(self.root), self._template)
+        self._rivals = Rivals(self._steps)
+        self._keeper = Keeper(self._steps, self._keep, secrets.token_hex(6), self._rivals)
         self._schedule = Schedule(self._membership, interval, timeout)
         self._watch = Watch(self._membership, signals, grace, exit_status, timeout)
         self._groups: ReplicationGroup | None = None
@@ -255,8 +254,7 @@ class CheckpointManager:
             degrees = degrees_text(self._degrees, [name for _, name in told.values()])
             sizes = {rank: size for rank, (size, _) in told.items()}
             line = Outlook(degrees, self._watch.save_seconds)
-            saved = partial(self._book.bytes_of, self._keeper.run)
-            check_room(self.root, sizes, len(group.ranks), self._keep, saved, line)
+            check_room(self.root, sizes, len(group.ranks), self._keep, self._keeper.nbytes, line)
 
         meeting = self._membership.meeting(self._timeout)
         meeting.round(f"room/{next(self._rounds)}", mine, decide, timeout=self._timeout)
@@ -337,11 +335,11 @@ class CheckpointManager:
             filled[:] = [self._filled(found, into, group, names)]
 
         meeting = self._membership.meeting(self._timeout)
-        self._book.forget()
+        self._steps.forget()
         point = f"restore/{next(self._rounds)}"
-        resumed = resume(meeting, point, self._book, fill, self._timeout)
+        resumed = resume(meeting, point, self._steps, fill, self._timeout)
         found = resumed.found
-        self._schedule.goes_on(self._book, found)
+        self._schedule.goes_on(self._steps, found)
         if found is None:
             if self._rank == 0:
                 log.info("no checkpoint below %s: the run starts from step 0", self.root)
@@ -421,8 +419,8 @@ class CheckpointManager:
 
         def look(brought: Callable[[], dict[int, None]]) -> list[dict[str, Any]]:
             brought()
-            self._book.forget()
-            return [one.to_json() for one in self._book.all(sure=True)]
+            self._steps.forget()
+            return [one.to_json() for one in self._steps.all(sure=True)]
 
         meeting = self._membership.meeting(self._timeout)
         told = meeting.round(f"all/{next(self._rounds)}", lambda: None, look, timeout=self._timeout)

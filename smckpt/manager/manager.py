@@ -92,9 +92,8 @@ class CheckpointManager:
             `datetime.timedelta`: at the first step after so much time since the last save, by rank
             0's clock. "auto": likewise, after a time that follows from how long a save holds
             training up and how often this run has failed (docs/manager.md). None: never.
-        memory: keep the last steps in the memory of the hosts too, with copies on others
-            (docs/recovery.md). `should_save` is true for those as well, and `save` copies such a
-            step into memory alone. `restore` takes the newest step of both.
+        memory: keep the last steps in the hosts' memory too; `should_save` is true for those as
+            well, and `save` copies such a step there alone (docs/recovery.md).
         layout: names of the steps' directories: "{step}", "step_{step:08d}", "{epoch}/{step}"; also
             of the groups' below them, by their coordinates: "{step}/tp{tp}_ep{ep}_fsdp{fsdp}".
         signals: signals that ask the job to end. One signal on one rank is enough: the ranks agree,
@@ -164,8 +163,7 @@ class CheckpointManager:
         self._only_memory: int | None = None  # the last step that is due there and not on disk
         self._groups: ReplicationGroup | None = None
         self._rounds = count(1)  # the ranks call it alike
-        self._prepared = False  # it is known that there is room
-        self._timed = False  # the first save
+        self._prepared = self._timed = False  # there is room; the first save
         self._closed = self._announced = False
         self._pid = os.getpid()
         atexit.register(called, CheckpointManager._announce_end, weakref.ref(self))
@@ -179,9 +177,8 @@ class CheckpointManager:
         waits until the ranks have agreed on a last step.
         """
         due = self._watch.is_last(step) or self._schedule.is_due(step)
-        in_memory = self._memory.is_due(step)
-        self._only_memory = step if in_memory and not due else None
-        return due or in_memory
+        self._only_memory = step if self._memory.is_due(step) and not due else None
+        return due or self._only_memory == step
 
     @alone("CheckpointManager.save", outer=True)
     def save(
@@ -235,9 +232,9 @@ class CheckpointManager:
             live = Failed(error)  # async_save tells the peers, who count this save too, and raises
         if not self._prepared:
             meeting, point = self._membership.meeting(self._timeout), f"room/{next(self._rounds)}"
-            line = self._degrees, self._watch.save_seconds
-            run = self.root, self._keep, self._retention.nbytes
-            meet_about_room(meeting, point, live, group, *run, *line, self._timeout)
+            run = self.root, self._keep, self._retention.nbytes, self._degrees
+            line = self._watch.save_seconds, self._timeout
+            meet_about_room(meeting, point, live, group, *run, *line)
             self._prepared = True
         save = partial(
             async_save,

@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from smckpt.checkpoint.commits.contents import what_is_missing
 from smckpt.checkpoint.commits.discover import FoundCheckpoint
 from smckpt.checkpoint.commits.run_directory import Damaged, RunDirectory
 from smckpt.checkpoint.commits.template import Template
@@ -191,12 +192,25 @@ class Tiers:
         return heapq.merge(self._in_memory(), self.disk.newest_first(), key=_order)
 
     def _in_memory(self) -> Iterator[FoundCheckpoint | Damaged]:
+        """The steps there of which every file is: others went with their hosts. A load of one would
+        change the state before it fails."""
         if self.memory is None:
             return
         try:
-            yield from self.memory.newest_first()
+            for one in self.memory.newest_first():
+                lost = str(one.error) if isinstance(one, Damaged) else self._missing(one)
+                if lost:
+                    log.warning("step %s in memory is lost: %s", one.step, lost)
+                else:
+                    yield one
         except StorageError as error:
             log.warning("the steps in memory are passed over: %s", error)
+
+    def _missing(self, one: FoundCheckpoint) -> str:
+        try:
+            return what_is_missing(self.disk.root.at(one.path), one.identity)
+        except CheckpointError as error:
+            return str(error)
 
 
 def _order(one: FoundCheckpoint | Damaged) -> float:

@@ -48,7 +48,11 @@ class Host:
     def die(self) -> None:
         """Kill every process of the host."""
         listed = subprocess.run(
-            ["ip", "netns", "pids", self.name], capture_output=True, text=True, check=True
+            ["ip", "netns", "pids", self.name],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=seconds(20),
         )
         for pid in map(int, listed.stdout.split()):
             with contextlib.suppress(ProcessLookupError):
@@ -56,7 +60,9 @@ class Host:
         self.agent.wait(seconds(20))
 
     def processes(self) -> list[str]:
-        listed = subprocess.run(["ip", "netns", "pids", self.name], capture_output=True, text=True)
+        listed = subprocess.run(
+            ["ip", "netns", "pids", self.name], capture_output=True, text=True, timeout=seconds(20)
+        )
         return listed.stdout.split()
 
 
@@ -99,5 +105,7 @@ def hosts(count: int) -> Iterator[list[Host]]:
                     with contextlib.suppress(OSError):
                         stream.close()
         for name in names:
-            subprocess.run(["ip", "netns", "delete", name], capture_output=True)
-        subprocess.run(["ip", "link", "delete", bridge], capture_output=True)
+            subprocess.run(
+                ["ip", "netns", "delete", name], capture_output=True, timeout=seconds(20)
+            )
+        subprocess.run(["ip", "link", "delete", bridge], capture_output=True, timeout=seconds(20))

@@ -31,11 +31,11 @@ from smckpt.state_dict.select import Selection
 from smckpt.state_dict.tags import put_back, tag_of
 from smckpt.state_dict.tensors import fill
 
-__all__ = ["Memory", "memory_of", "whole_state"]
+__all__ = ["LoadMemory", "memory_of", "whole_state"]
 
 
 @dataclass(frozen=True)
-class Memory:
+class LoadMemory:
     """The bytes of each tensor: its own memory, a stand-in's, or a CUDA device's.
 
     late: (live tensor, stand-in) pairs that are copied at the end.
@@ -79,7 +79,7 @@ class Memory:
             )
 
 
-def memory_of(selection: Selection, plan: ReadPlan, *, partly: bool) -> Memory:
+def memory_of(selection: Selection, plan: ReadPlan, *, partly: bool) -> LoadMemory:
     """
     Args:
         partly: some tensors may not be read. They keep their values.
@@ -112,7 +112,7 @@ def memory_of(selection: Selection, plan: ReadPlan, *, partly: bool) -> Memory:
         at = address if live is tensor else live.data_ptr()
         memory = (ctypes.c_char * size).from_address(at) if size else b""
         buffers.append(memoryview(memory).cast("B"))
-    return Memory(selection, buffers, late, shared)
+    return LoadMemory(selection, buffers, late, shared)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from smckpt.checkpoint.reading.catalogue import Catalogue
 from smckpt.checkpoint.reading.plan import ReadPlan, followed_rank, plan_local, plan_logical
 from smckpt.checkpoint.reading.plan_local import ParallelCoordinates, differing_names, refuse_names
-from smckpt.engine.loading.load_memory import Memory, memory_of, whole_state
+from smckpt.engine.loading.load_memory import LoadMemory, memory_of, whole_state
 from smckpt.engine.loading.load_rounds import Choice, Common
 from smckpt.errors import CheckpointError, KeysMismatchError, TopologyError, UsageError
 from smckpt.layout.containers import FACTS, made_again
@@ -141,7 +141,7 @@ class LoadPlan:
     selection: Selection
     objects: dict[str, tuple[Path, Any]] | None
     plan: ReadPlan
-    memory: Memory
+    memory: LoadMemory
     gathered: list[tuple[str, Any]]
     agreed: Common
 

@@ -24,8 +24,8 @@ from typing import Any
 
 from smckpt.storage.memory.wire import (
     IDLE,
+    KeeperRefusal,
     Peer,
-    Refusal,
     call,
     challenged,
     fill,
@@ -107,7 +107,7 @@ class Keeper:
                     self._answer(made, asked, local, begun)
                 except (KeyError, TypeError, ValueError) as error:
                     send(made, {"error": [errno.EINVAL, f"no request of smckpt: {error!r}"]})
-                except Refusal as error:
+                except KeeperRefusal as error:
                     send(made, {"error": [error.errno, error.strerror]})
                 made.settimeout(None if local else IDLE)
         for fd, size in begun:  # never finished
@@ -193,7 +193,7 @@ class Keeper:
             found = self._files.get(str(asked["directory"]), {}).get(str(asked["name"]))
             fd = -1 if found is None else os.dup(found.fd)  # it may be deleted meanwhile
         if found is None:
-            raise Refusal(errno.ENOENT, "no such file")
+            raise KeeperRefusal(errno.ENOENT, "no such file")
         with open(fd, "rb") as file:
             if local and asked.get("descriptor"):
                 send(made, {"size": found.size})
@@ -201,16 +201,16 @@ class Keeper:
                 return
             offset, length = int(asked["offset"]), int(asked["length"])
             if offset < 0 or length < 0 or offset + length > found.size:
-                raise Refusal(errno.ERANGE, f"it has {found.size} bytes")
+                raise KeeperRefusal(errno.ERANGE, f"it has {found.size} bytes")
             send(made, {"size": found.size})
             if length:
                 made.sendfile(file, offset, length)
 
     def _reserve(self, size: int) -> int:
-        """Memory for a file; raises Refusal where the budget is used up."""
+        """Memory for a file; raises KeeperRefusal where the budget is used up."""
         with self._lock:
             if size < 0 or self._held + size > self.budget:
-                raise Refusal(
+                raise KeeperRefusal(
                     errno.ENOSPC,
                     f"the keeper of {socket.gethostname()} holds {self._held} of {self.budget} "
                     f"bytes, and {size} more do not fit",
@@ -222,7 +222,7 @@ class Keeper:
         except OSError as error:
             with self._lock:
                 self._held -= size
-            raise Refusal(error.errno or errno.ENOMEM, error.strerror) from error
+            raise KeeperRefusal(error.errno or errno.ENOMEM, error.strerror) from error
         return fd
 
     def _release(self, fd: int, size: int) -> None:
@@ -253,7 +253,7 @@ class Keeper:
             goes_on: called after each piece.
 
         Raises:
-            Refusal: too few take it.
+            KeeperRefusal: too few take it.
         """
         with self._lock:
             peers, own = self._peers, self._own
@@ -270,12 +270,12 @@ class Keeper:
                         to.sendfile(file, at, min(_PIECES, image.size - at))
                         goes_on()
                     if not reply_of(to)["created"]:
-                        raise Refusal(errno.EEXIST, "the name exists")
+                        raise KeeperRefusal(errno.EEXIST, "the name exists")
                 hosts.append(peer.host)
             except OSError as error:
                 failed.append(f"{peer.host}: {error}")
         if len(hosts) < wanted:
-            raise Refusal(
+            raise KeeperRefusal(
                 errno.EIO, f"{len(hosts)} of {wanted} other hosts took a copy ({'; '.join(failed)})"
             )
         return hosts

@@ -22,8 +22,8 @@ from smckpt.errors import CheckpointNotFoundError, StorageError
 from smckpt.storage.base import Access, FileInfo, FileWriter, Storage
 from smckpt.storage.faults import refuse_incomplete, refuse_outside, storage_error, too_short
 from smckpt.storage.memory.wire import (
+    KeeperRefusal,
     Peer,
-    Refusal,
     call,
     fill,
     local_name,
@@ -84,7 +84,7 @@ class KeeperStorage(Storage):
 
     def create_file(self, name: str, size: int, *, replace: bool = False) -> FileWriter:
         self.refuse_name(name)
-        return _Writer(self, name, size, replace)
+        return _KeptWriter(self, name, size, replace)
 
     def put_exclusive(self, name: str, data: bytes) -> bool:
         self.refuse_name(name)
@@ -292,7 +292,7 @@ class KeeperStorage(Storage):
         )
 
     def _failed(self, error: OSError, name: str, action: str) -> Exception:
-        if isinstance(error, Refusal) and error.errno != errno.ENOENT:
+        if isinstance(error, KeeperRefusal) and error.errno != errno.ENOENT:
             return StorageError(
                 f"cannot {action}: {error.strerror}",
                 remedy="give keepers a larger budget, or keep fewer steps in memory; steps that "
@@ -302,7 +302,7 @@ class KeeperStorage(Storage):
         return storage_error(error, file_url(self.url, name), action)
 
 
-class _Writer(FileWriter):
+class _KeptWriter(FileWriter):
     """Writes into memory of this host's keeper, which sends copies when the file is complete."""
 
     def __init__(self, store: KeeperStorage, name: str, size: int, replace: bool) -> None:
@@ -317,7 +317,7 @@ class _Writer(FileWriter):
             send(self._to, {"do": "create", "size": size})
             text, descriptors, _, _ = socket.recv_fds(self._to, 1 << 10, 1)
             if not descriptors:
-                raise Refusal(*json.loads(text[4:])["error"])
+                raise KeeperRefusal(*json.loads(text[4:])["error"])
             self._fd = descriptors[0]
             self._stack.callback(os.close, self._fd)
         except OSError as error:

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from typing import Any
 
 __all__ = [
+    "KeeperRefusal",
     "Peer",
-    "Refusal",
     "call",
     "challenged",
     "fill",
@@ -51,7 +51,7 @@ class Peer:
         return [self.host, self.address, self.port, self.secret]
 
 
-class Refusal(OSError):
+class KeeperRefusal(OSError):
     """A keeper does not do what it was asked."""
 
 
@@ -103,12 +103,12 @@ def reply_of(source: socket.socket) -> dict[str, Any]:
     """The answer to a request.
 
     Raises:
-        Refusal: the keeper refuses; with its errno and text.
+        KeeperRefusal: the keeper refuses; with its errno and text.
     """
     header = receive(source)
     if "error" in header:
         code, text = header["error"]
-        raise Refusal(int(code), str(text))
+        raise KeeperRefusal(int(code), str(text))
     return header
 
 

@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from smckpt.full import FullStateDictConfig, extend_torch_config, sm_state_dict_type
     from smckpt.integrations.dcp import DistributedFileSystemReader, DistributedFileSystemWriter
     from smckpt.manager.manager import CheckpointManager
+    from smckpt.manager.memory import Memory
     from smckpt.state_dict import FULL, LOCAL, SHARDED, SMStateDictType, init_optim_state
     from smckpt.storage import register_store
     from smckpt.storage.s3.config import S3Config
@@ -95,6 +96,7 @@ __all__ = [
     "JobStoreError",
     "KeysMismatchError",
     "LoadEvent",
+    "Memory",
     "MemoryBudgetError",
     "Parallel",
     "ParallelState",
@@ -170,6 +172,7 @@ _HOMES = {
     "smckpt.errors": tuple(name for name in __all__ if name.endswith("Error")),
     "smckpt.full": ("FullStateDictConfig", "extend_torch_config", "sm_state_dict_type"),
     "smckpt.manager.manager": ("CheckpointManager",),
+    "smckpt.manager.memory": ("Memory",),
     "smckpt.checkpoint.commits.pins": ("pinned",),
     "smckpt.state_dict": ("FULL", "LOCAL", "SHARDED", "SMStateDictType", "init_optim_state"),
     "smckpt.storage": ("register_store",),

@@ -283,12 +283,12 @@ def prune(
     """
     from smckpt.checkpoint.commits.run_directory import RunDirectory
     from smckpt.checkpoint.commits.template import Template
-    from smckpt.manager.keeping.retention import Keep, Keeper
+    from smckpt.manager.keeping.retention import Keep, Retention
     from smckpt.storage import open_storage
 
     run = RunDirectory(open_storage(root), Template(layout))
-    keeper = Keeper(run, Keep(keep_last, keep_every, keep_best), None)
-    doomed = keeper.doomed()
+    retention = Retention(run, Keep(keep_last, keep_every, keep_best), None)
+    doomed = retention.doomed()
     size = bytes_text(sum(one.nbytes for one in doomed))
     if dry_run or not doomed:
         gone: list[Any] = []
@@ -299,7 +299,7 @@ def prune(
                 abort=True,
                 err=True,
             )
-        gone = [one for one in doomed if keeper.remove(one)]
+        gone = [one for one in doomed if retention.remove(one)]
     if not dry_run:
         run.finish()
     if as_json:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from smckpt.checkpoint.commits.discover import FoundCheckpoint
-from smckpt.checkpoint.commits.run_directory import Damaged, RunDirectory
+from smckpt.checkpoint.commits.run_directory import Damaged
 from smckpt.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -25,6 +25,7 @@ from smckpt.errors import (
     as_checkpoint_error,
     error_from_json,
 )
+from smckpt.manager.memory import Tiers
 from smckpt.meeting.round import Meeting
 from smckpt.storage.faults import PAUSE, may_pass
 
@@ -65,7 +66,7 @@ class Resumed:
 def resume(
     meeting: Meeting,
     point: str,
-    steps: RunDirectory,
+    steps: Tiers,
     load: Callable[[FoundCheckpoint], None],
     timeout: float,
 ) -> Resumed:

@@ -127,7 +127,7 @@ def test_a_file_that_cannot_be_used_costs_the_count_alone(tmp_path: Path, what: 
         place.write_bytes(data[:-9] if what == "damaged" else data)
     if what == "of another commit":
         with CheckpointManager(tmp_path, signals=()) as manager:
-            manager._keeper.run = mark_of(smckpt.find_checkpoints(tmp_path)[0]) or ""
+            manager._retention.run = mark_of(smckpt.find_checkpoints(tmp_path)[0]) or ""
             manager.save(1, {"model": torch.nn.Linear(2, 2)}).wait()
         place.write_bytes(data)
     manager, step, state = begun(str(tmp_path))

@@ -27,7 +27,7 @@ from smckpt.errors import (
     StorageError,
     UsageError,
 )
-from smckpt.manager.keeping.retention import Best, Keep, Keeper
+from smckpt.manager.keeping.retention import Best, Keep, Retention
 from smckpt.manager.keeping.rivals import Rivals
 from smckpt.storage import open_storage
 from smckpt.storage.disk.posix import PosixStorage
@@ -51,8 +51,8 @@ def saved(root: Path, *steps: int, run: str | None = RUN, **metrics: float) -> N
         group.save(step=step, metadata=recorded(run, **metrics))
 
 
-def keeper(root: Path | str, last: int | None = 1, **rules: Any) -> Keeper:
-    return Keeper(steps_of(root), Keep(last, **rules), RUN)
+def keeper(root: Path | str, last: int | None = 1, **rules: Any) -> Retention:
+    return Retention(steps_of(root), Keep(last, **rules), RUN)
 
 
 def steps_of(root: Path) -> RunDirectory:
@@ -486,15 +486,15 @@ def test_a_mark_that_leads_elsewhere_deletes_nothing(tmp_path: Path) -> None:
 ENDS = """
 import atexit, logging, sys, threading
 import torch, smckpt
-from smckpt.manager.keeping.retention import Keeper
+from smckpt.manager.keeping.retention import Retention
 logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
-began, remove = threading.Event(), Keeper.remove
+began, remove = threading.Event(), Retention.remove
 def late(self, one):
     began.set()
     atexit.register(threading.current_thread().join, 10)  # it goes on until it ends
     threading.main_thread().join()  # the process is at its exit
     return remove(self, one)
-Keeper.remove = late
+Retention.remove = late
 def run(manager):
     for step in (1, 2):
         manager.save(step, {"a": torch.ones(4)}).wait()
@@ -518,7 +518,7 @@ def test_a_deletion_that_the_end_of_the_process_cuts_short_is_no_error(
     )  # fmt: skip
     assert done.returncode == 143, done.stderr
     assert "ERROR" not in done.stderr and "Traceback" not in done.stderr
-    Keeper(steps_of(tmp_path / "run"), Keep(1), None).tidy("2")
+    Retention(steps_of(tmp_path / "run"), Keep(1), None).tidy("2")
     assert steps(tmp_path / "run") == [2]
 
 

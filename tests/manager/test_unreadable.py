@@ -211,7 +211,7 @@ def test_the_only_step_that_can_be_read_is_never_deleted(tmp_path: Path) -> None
 
 def _tidied(ours: CheckpointManager) -> None:
     """Wait until the keeper has done what the last commit gave it to do."""
-    keeper = ours._keeper
+    keeper = ours._retention
     if keeper._thread is not None:
         keeper._inbox.put(None)
         keeper._thread.join(seconds(60))

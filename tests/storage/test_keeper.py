@@ -106,6 +106,7 @@ def test_directories_are_those_of_their_files(store: Storage) -> None:
     above = store.at(parent_url(store.url))
     above.join("2").put("b", b"")
     assert (list(above.list_dirs()), list(store.list_dirs())) == (["1", "2"], ["part0"])
+    assert list(above.at(parent_url(above.url)).list_dirs()) == ["run"]
     store.join("part0").delete("a")
     assert list(above.list_dirs()) == ["2"]
 

@@ -16,7 +16,7 @@ from smckpt.errors import CheckpointError, UsageError
 from smckpt.manager.keeping.rivals import Rivals
 from smckpt.manager.record import mark_of
 
-__all__ = ["Best", "Keep", "Keeper"]
+__all__ = ["Best", "Keep", "Retention"]
 
 log = logging.getLogger("smckpt")
 
@@ -107,7 +107,7 @@ def _refuse_count(name: str, value: object, least: int) -> None:
         raise UsageError(f"{name} is {value!r}", remedy=f"give a whole number from {least}")
 
 
-class Keeper:
+class Retention:
     """Deletes the checkpoints that the rule does not keep, in a thread of its own, on one rank.
 
     It runs after each commit of this run and at no other time, so this run has committed the newest
@@ -138,7 +138,9 @@ class Keeper:
         """This run has committed a checkpoint there. Returns at once."""
         if self._thread is None:
             self._ending = False
-            self._thread = threading.Thread(target=self._serve, name="smckpt-keeper", daemon=True)
+            self._thread = threading.Thread(
+                target=self._serve, name="smckpt-retention", daemon=True
+            )
             self._thread.start()
         self._inbox.put(subpath)
 

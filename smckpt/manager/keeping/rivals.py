@@ -34,7 +34,7 @@ class Claim:
 
 
 class Rivals:
-    """What rank 0 knows of them. The training thread calls `refuse`, the keeper's thread `look`."""
+    """What rank 0 knows of them. The training thread calls `refuse`, retention `look`."""
 
     def __init__(self, steps: RunDirectory) -> None:
         self._steps = steps

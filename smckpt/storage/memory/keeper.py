@@ -122,9 +122,9 @@ class Keeper:
                 here = self._files.get(str(asked["directory"]), {})
                 send(made, {"files": [[name, one.size] for name, one in sorted(here.items())]})
         elif do == "directories":
-            above = str(asked["directory"]).rstrip("/") + "/"
+            above = f"{asked['directory']}/" if asked["directory"] else ""
             with self._lock:
-                below = [one[len(above) :] for one in self._files if one.startswith(above)]
+                below = [one[len(above) :] for one in self._files if one and one.startswith(above)]
             send(made, {"names": sorted({one.partition("/")[0] for one in below})})
         elif do == "delete":
             with self._lock:

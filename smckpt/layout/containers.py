@@ -229,13 +229,14 @@ def _key(text: Any) -> Any:
 
 
 def order_kind(order: tuple[int, ...]) -> str:
-    """The kind of an array whose dimensions lie in another order in memory: "order:1,0"."""
+    """The kind of an array whose dimensions lie in another order in memory: "order:1,0". What an
+    optimizer's tensor is to autograd follows a semicolon: "order:1,0;grad", ";gradparameter"."""
     return "order:" + ",".join(map(str, order))
 
 
 def order_in(kind: str | None) -> tuple[int, ...] | None:
     """The inverse of `order_kind`; None for any other kind."""
-    name, _, dims = (kind or "").partition(":")
+    name, _, dims = (kind or "").partition(";")[0].partition(":")
     numbers = dims.split(",")
     if name != "order" or not all(number.isdecimal() for number in numbers):
         return None

@@ -48,6 +48,7 @@ from smckpt.state_dict.tensors import (
     PLAIN,
     box_geometry,
     dtensor_parts,
+    flags_of,
     flattened,
     is_dtensor,
     is_sharded_tensor,
@@ -188,13 +189,17 @@ class Selector:
             if binding is not None and binding.held:
                 kinds.add(binding.kind)
             walk.owners.append((path, None if binding is None else binding.optimizer))
+        states = {(*path, "state") for path, _ in walk.owners}
+        for path, tensor in walk.tensors:  # a new optimizer has none whose flags could be kept
+            flags = flags_of(tensor)
+            if flags and any(path[:depth] in states for depth in range(1, len(path))):
+                walk.containers[path] = f"{walk.containers.get(path, '')};{flags}"
         if len(entries) != len(self._last) or any(
             a is not b for a, b in zip(entries, self._last, strict=True)
         ):
             self._last = tuple(entries)
             pairs = list(zip(entries, tags, strict=True))
             self._parameters = frozenset(e.key for e, tag in pairs if _is_parameter(e, tag))
-            states = {(*path, "state") for path, _ in walk.owners}
             self._stepped = frozenset(e.key for e, tag in pairs if _is_stepped(e, tag, states))
         kind = "LOCAL" if "LOCAL" in kinds else min(kinds, default=None)
         return Selection(

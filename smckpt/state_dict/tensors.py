@@ -24,6 +24,8 @@ __all__ = [
     "detached",
     "dtensor_parts",
     "fill",
+    "flagged",
+    "flags_of",
     "flattened",
     "is_dtensor",
     "is_flattening",
@@ -124,6 +126,19 @@ def zeros_on_mesh(
     placements = [Replicate() if dim is None else Shard(dim) for dim in known]
     made: torch.Tensor = zeros(shape, dtype=dtype, device_mesh=mesh, placements=placements)
     return made
+
+
+def flags_of(tensor: torch.Tensor) -> str:
+    """What a tensor of an optimizer's state is to autograd: "", or "grad", "parameter" or both."""
+    return "grad" * tensor.requires_grad + "parameter" * isinstance(tensor, nn.Parameter)
+
+
+def flagged(tensor: torch.Tensor, flags: str) -> torch.Tensor:
+    """The same memory, as a tensor with these flags."""
+    if not flags:
+        return tensor
+    made = tensor.detach().requires_grad_("grad" in flags)
+    return nn.Parameter(made, made.requires_grad) if "parameter" in flags else made
 
 
 def order_of(tensor: torch.Tensor) -> tuple[int, ...] | None:

@@ -15,6 +15,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import lr_scheduler as schedules
+from torch.utils._pytree import tree_leaves
 
 import smckpt
 from smckpt import errors
@@ -526,3 +527,55 @@ def test_an_array_that_is_not_what_its_placement_says_is_refused_and_not_misplac
     set_tag(tensor, Tag("LOCAL", ("w",), rule, ()))
     with pytest.raises(errors.StateError, match=r"\[4, 2\].*rank 0 holds \[5, 2\]"):
         Selector(0).select({"w": tensor})
+
+
+class GradKeeper(torch.optim.Optimizer):
+    """Keeps tensors that ask for gradients, as learned rates and meta-learners do."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            self.state[p] = {
+                "rate": torch.tensor(0.5, requires_grad=True),
+                "like": torch.randn(p.shape, requires_grad=True),
+                "turned": torch.randn(3, 2).t().requires_grad_(),
+                "known": nn.Parameter(torch.randn(3)),
+                "fixed": nn.Parameter(torch.randn(2), requires_grad=False),
+                "inside": [torch.ones(2, requires_grad=True), torch.ones(2)],
+                "number": torch.tensor(3),
+            }
+
+
+@pytest.mark.parametrize("form", ["object", "LOCAL", "SHARDED", "no target"])
+def test_a_fresh_optimizer_gets_state_that_asks_for_gradients(tmp_path: Path, form: str) -> None:
+    """torch's own pair keeps what the tensors are to autograd."""
+
+    def run() -> tuple[nn.Module, GradKeeper]:
+        model = nn.Linear(3, 2)
+        return model, GradKeeper(model.parameters())
+
+    def put(do: Any, model: nn.Module, optimizer: GradKeeper) -> None:
+        if form in ("LOCAL", "SHARDED"):
+            with smckpt.sm_state_dict_type(model, getattr(smckpt, form)):
+                do({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+        else:
+            own = optimizer if form == "object" else optimizer.state_dict()
+            do({"model": model, "optimizer": own})
+
+    model, optimizer = run()
+    optimizer.step()
+    put(lambda state: smckpt.save(state, checkpoint_id=tmp_path), model, optimizer)
+    again = run()
+    if form == "no target":
+        again[1].load_state_dict(smckpt.load(checkpoint_id=tmp_path)["optimizer"])
+    else:
+        put(lambda state: smckpt.load(state, checkpoint_id=tmp_path), *again)
+    live = form != "no target"  # the order in memory is of live optimizers alone
+    kept = [
+        [(type(t), t.requires_grad, t.is_leaf, live and t.stride(), t.tolist()) for t in leaves]
+        for each in (optimizer, again[1])
+        for leaves in [tree_leaves(each.state_dict()["state"])]
+    ]
+    assert kept[1] == kept[0]

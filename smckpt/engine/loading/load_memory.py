@@ -29,7 +29,7 @@ from smckpt.state_dict.modes import neutral
 from smckpt.state_dict.restore import put
 from smckpt.state_dict.select import Selection
 from smckpt.state_dict.tags import put_back, tag_of
-from smckpt.state_dict.tensors import fill
+from smckpt.state_dict.tensors import fill, flagged
 
 __all__ = ["LoadMemory", "memory_of", "whole_state"]
 
@@ -191,7 +191,10 @@ def whole_state(
     ):
         if only is None or str(path[0]) in only:
             room = _room(catalogue, path, dtype, shape)
-            leaves[path] = room.numpy() if kind_of(catalogue, path) == "ndarray" else room
+            kind = kind_of(catalogue, path) or ""
+            leaves[path] = (
+                room.numpy() if kind == "ndarray" else flagged(room, kind.partition(";")[2])
+            )
             around = tensors
             for key in path[:-1]:
                 around = around.setdefault(key, {})

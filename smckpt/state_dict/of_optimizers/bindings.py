@@ -194,7 +194,7 @@ def _tagged(
     if geometry is not None and not _same_extent(value, parameter):
         geometry = None
     if id(value) in seen:  # one tensor in two slots needs two tags
-        value = value.detach()
+        value = value.detach().requires_grad_(value.requires_grad)
     seen.add(id(value))
     renew_tag(value, held.fqns, geometry, at)
     return value
@@ -211,6 +211,7 @@ def _part(
     part, geometry = value.detach(), None  # a new object, since each member has its own tag
     if _same_extent(value, parameter):
         part, geometry = part[member.offset : member.offset + member.numel], member.geometry
+    part.requires_grad_(value.requires_grad)
     set_tag(part, Tag(kind, (member.fqn,), geometry, at))
     return part
 

@@ -17,7 +17,14 @@ from smckpt.layout.containers import FACTS, items_of, like, made, named_class, o
 from smckpt.layout.entries import Path
 from smckpt.state_dict.of_optimizers.bindings import Binding
 from smckpt.state_dict.tags import tag_of
-from smckpt.state_dict.tensors import dtensor_parts, is_dtensor, order_of, zeros_on_mesh
+from smckpt.state_dict.tensors import (
+    dtensor_parts,
+    flagged,
+    flags_of,
+    is_dtensor,
+    order_of,
+    zeros_on_mesh,
+)
 
 if TYPE_CHECKING:
     from smckpt.checkpoint.reading.catalogue import Catalogue
@@ -30,7 +37,7 @@ class SavedSlot:
     """A tensor that was saved. shape: the global one. local: the shape of the array that this rank
     takes, if ranks saved arrays of their own; None if a mesh or a flat parameter divides the
     tensor. placements: as the mesh's dimensions divided it: the tensor's dimension, or None. array:
-    it was one of NumPy."""
+    it was one of NumPy. flags: as of `flags_of`."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -40,6 +47,7 @@ class SavedSlot:
     mine: bool = True
     order: tuple[int, ...] | None = None
     array: bool = False
+    flags: str = ""
 
     def zeros(self, device: torch.device | None = None) -> torch.Tensor:
         """Of the shape that this rank takes, in the order of memory that was saved."""
@@ -99,6 +107,7 @@ class SavedState:
                 rank in row.ranks,
                 order_in(kinds.get(row.path)),
                 kinds.get(row.path) == "ndarray",
+                kinds.get(row.path, "").partition(";")[2],
             )
             stored = row.path  # its containers are recorded under this one
             owned = part in _OWNED and len(its) > deep
@@ -234,7 +243,10 @@ def aligned(saved: Any, live: Any, make: Room, *, keep: bool = False, at: Path =
         keep: keep what is live only, at the top.
     """
     if isinstance(saved, SavedSlot):
-        return saved.zeros().numpy() if saved.array else make(saved, live, at)
+        if saved.array:
+            return saved.zeros().numpy()
+        tensor = make(saved, live, at)
+        return live if tensor is live else flagged(tensor, saved.flags)
     if isinstance(saved, Mapping):
         if FACTS in saved:  # the parts of a tensor that holds others: `parts.make_state` makes it
             return live if isinstance(live, torch.Tensor) else ABSENT
@@ -276,7 +288,9 @@ def described(value: Any, *, flat: bool = False) -> Any:
         tag = tag_of(value)
         part = flat and value.dim() > 0 and (tag is None or tag.geometry is not None)
         local = None if part or is_dtensor(value) else tuple(value.shape)
-        return SavedSlot(value.dtype, tuple(value.shape), local, order=order_of(value))
+        return SavedSlot(
+            value.dtype, tuple(value.shape), local, order=order_of(value), flags=flags_of(value)
+        )
     if (pairs := items_of(value)) is None:
         return value
     items = {key: described(child, flat=flat) for key, child in pairs}

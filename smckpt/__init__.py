@@ -15,6 +15,7 @@ from smckpt.engine.backend import BACKENDS, Backend
 
 if TYPE_CHECKING:
     from smckpt.checkpoint.commits.discover import FoundCheckpoint, find_checkpoints
+    from smckpt.checkpoint.commits.pins import pinned
     from smckpt.checkpoint.commits.remove import RemoveReport
     from smckpt.checkpoint.upkeep.verify import verify_checkpoint
     from smckpt.engine.api import (
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from smckpt.errors import (
         CheckpointError,
         CheckpointNotFoundError,
+        CheckpointPinnedError,
         CheckpointReplacedError,
         CorruptCheckpointError,
         FormatVersionError,
@@ -54,8 +56,8 @@ if TYPE_CHECKING:
     )
     from smckpt.full import FullStateDictConfig, extend_torch_config, sm_state_dict_type
     from smckpt.integrations.dcp import DistributedFileSystemReader, DistributedFileSystemWriter
-    from smckpt.manager.keeping.pins import pinned
     from smckpt.manager.manager import CheckpointManager
+    from smckpt.manager.memory import Memory
     from smckpt.state_dict import FULL, LOCAL, SHARDED, SMStateDictType, init_optim_state
     from smckpt.storage import StoreOptions, register_store
     from smckpt.storage.urls import build_s3_url, is_s3_url, parse_s3_url
@@ -82,6 +84,7 @@ __all__ = [
     "CheckpointError",
     "CheckpointManager",
     "CheckpointNotFoundError",
+    "CheckpointPinnedError",
     "CheckpointReplacedError",
     "CorruptCheckpointError",
     "DistributedFileSystemReader",
@@ -92,6 +95,7 @@ __all__ = [
     "JobStoreError",
     "KeysMismatchError",
     "LoadEvent",
+    "Memory",
     "MemoryBudgetError",
     "Parallel",
     "ParallelState",
@@ -167,7 +171,8 @@ _HOMES = {
     "smckpt.errors": tuple(name for name in __all__ if name.endswith("Error")),
     "smckpt.full": ("FullStateDictConfig", "extend_torch_config", "sm_state_dict_type"),
     "smckpt.manager.manager": ("CheckpointManager",),
-    "smckpt.manager.keeping.pins": ("pinned",),
+    "smckpt.manager.memory": ("Memory",),
+    "smckpt.checkpoint.commits.pins": ("pinned",),
     "smckpt.state_dict": ("FULL", "LOCAL", "SHARDED", "SMStateDictType", "init_optim_state"),
     "smckpt.storage": ("StoreOptions", "register_store"),
     "smckpt.storage.urls": ("build_s3_url", "is_s3_url", "parse_s3_url"),

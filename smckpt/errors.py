@@ -15,6 +15,7 @@ from typing import Any
 __all__ = [
     "CheckpointError",
     "CheckpointNotFoundError",
+    "CheckpointPinnedError",
     "CheckpointReplacedError",
     "CorruptCheckpointError",
     "FormatVersionError",
@@ -138,6 +139,10 @@ class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
 
     def __str__(self) -> str:
         return CheckpointError.__str__(self)
+
+
+class CheckpointPinnedError(CheckpointError):
+    """A reader holds the checkpoint, so it was not deleted."""
 
 
 class CheckpointReplacedError(CheckpointError):

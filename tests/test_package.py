@@ -255,7 +255,7 @@ def test_every_dependency_and_extra_is_pinned():
 def test_the_demo_needs_few_packages_of_the_same_versions():
     few = pins("train")
     assert few.items() <= pins().items() and len(few) < 70
-    needed = {"torch", "numpy", "boto3", "awscrt", "click", "rich"}  # of setup.cfg
+    needed = {"torch", "numpy", "boto3", "awscrt", "click", "rich", "msgspec"}  # of setup.cfg
     for path in (ROOT / "examples").glob("*.py"):
         if path.name != "ray_train.py":
             for node in ast.walk(ast.parse(path.read_text())):

@@ -219,17 +219,18 @@ def cp(source: str, target: str, threads: int, as_json: bool) -> None:
 def rm(checkpoint: str, yes: bool, as_json: bool) -> None:
     """Remove the newest checkpoint in CHECKPOINT: the files that its manifests name, no others."""
     from smckpt.checkpoint.commits.contents import contents_of
-    from smckpt.checkpoint.commits.remove import remove_checkpoint
+    from smckpt.checkpoint.commits.pins import remove_newest
     from smckpt.storage import open_storage
 
-    contents = contents_of(open_storage(checkpoint))
+    top = open_storage(checkpoint)
+    contents = contents_of(top)
     step = "" if contents.step is None else f" of step {contents.step}"
     size = f"{count_text(contents.files, 'file')}, {bytes_text(contents.nbytes)}"
     if not yes:
         click.confirm(
             f"Remove the checkpoint{step} at {contents.url} ({size})?", abort=True, err=True
         )
-    report = remove_checkpoint(contents)
+    report = remove_newest(top)
     if as_json:
         print_json(report.to_json())
         return

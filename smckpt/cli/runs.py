@@ -197,13 +197,15 @@ def _checked(top: Storage, condition: Condition, read: bool) -> Condition:
 def status(root: str, as_json: bool) -> None:
     """Show unfinished saves and deletions below ROOT, and the age of the newest step. For a run
     with a manager, also show its failures and the interval that "auto" has chosen."""
+    from smckpt.checkpoint.commits.discover import in_order
     from smckpt.manager.doctor import examine
     from smckpt.storage import open_storage
 
     top = open_storage(root)
     conditions = examine(top)
     whole = [one for one in conditions if one.state == "whole"]
-    newest = max(whole, key=lambda one: one.committed_at, default=None)
+    steps = {one.checkpoint: one for one in whole if one.checkpoint is not None}
+    newest = steps[in_order([*steps])[-1]] if steps else None
     under_way = [one for one in conditions if one.state in ("unfinished", "removing")]
     age = None if newest is None else max(time.time() - newest.committed_at / 1e9, 0)
     run = _run_at(top, newest)
@@ -279,14 +281,14 @@ def prune(
     It deletes nothing if the newest step is not whole, and keeps steps that a reader has pinned. It
     finishes deletions that were cut short.
     """
-    from smckpt.manager.book import Book
-    from smckpt.manager.keeping.retention import Keep, Keeper
-    from smckpt.manager.template import Template
+    from smckpt.checkpoint.commits.run_directory import RunDirectory
+    from smckpt.checkpoint.commits.template import Template
+    from smckpt.manager.keeping.retention import Keep, Retention
     from smckpt.storage import open_storage
 
-    book = Book(open_storage(root), Template(layout))
-    keeper = Keeper(book, Keep(keep_last, keep_every, keep_best), None)
-    doomed = keeper.doomed()
+    run = RunDirectory(open_storage(root), Template(layout))
+    retention = Retention(run, Keep(keep_last, keep_every, keep_best), None)
+    doomed = retention.doomed()
     size = bytes_text(sum(one.nbytes for one in doomed))
     if dry_run or not doomed:
         gone: list[Any] = []
@@ -297,9 +299,9 @@ def prune(
                 abort=True,
                 err=True,
             )
-        gone = [one for one in doomed if keeper.remove(one)]
+        gone = [one for one in doomed if retention.remove(one)]
     if not dry_run:
-        keeper.finish()
+        run.finish()
     if as_json:
         print_json(
             {"doomed": [one.to_json() for one in doomed], "deleted": [one.path for one in gone]}

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from smckpt.calls import alone
 from smckpt.checkpoint.commits.choose import refuse_committed
-from smckpt.checkpoint.commits.contents import contents_of
 from smckpt.checkpoint.commits.discover import FoundCheckpoint, latest
 from smckpt.engine.backend import dcp
 from smckpt.engine.events import LoadEvent, SaveEvent, Sink
@@ -403,7 +402,7 @@ def remove(
     Only one process calls it.
 
     It deletes the record and manifests first, so a removal that is cut short leaves no half
-    checkpoint. Call it again then.
+    checkpoint. Call it again then: it finishes that one, and removes no older checkpoint.
 
     Args:
         checkpoint_id: the directory that the group saved to. For a step of several groups, the
@@ -415,6 +414,8 @@ def remove(
 
     Raises:
         CheckpointNotFoundError: nothing committed is there.
+        CheckpointPinnedError: a reader holds it (`smckpt.pinned`).
+        CheckpointReplacedError: a newer save has just replaced it.
         UsageError: it is one group of a step, or a save of this process to it is in flight.
         StorageError: the store refused. CorruptCheckpointError, FormatVersionError: the commit
             cannot be read, so its files are not known.
@@ -427,9 +428,9 @@ def remove(
             path=directory,
         )
     access = access_to(directory, storage=storage)
-    from smckpt.checkpoint.commits.remove import remove_checkpoint  # no save or load needs it
+    from smckpt.checkpoint.commits.pins import remove_newest  # no save or load needs it
 
-    return remove_checkpoint(contents_of(access.open(directory)))
+    return remove_newest(access.open(directory))
 
 
 def _access(directory: str, storage: StoreOptions | Mapping[str, Any] | None, other: Any) -> Access:

@@ -17,7 +17,7 @@ import zipfile
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from accelerate import Accelerator, DistributedType, PartialState
 from accelerate.logging import get_logger
@@ -25,10 +25,12 @@ from accelerate.utils import SAFE_WEIGHTS_NAME, WEIGHTS_NAME, broadcast_object_l
 from accelerate.utils import merge_fsdp_weights as stock_merge
 
 import smckpt
+from smckpt.checkpoint.commits.run_directory import RunDirectory
 from smckpt.checkpoint.records.format import parse_name
 from smckpt.errors import CheckpointNotFoundError, KeysMismatchError, UsageError
-from smckpt.integrations.replaced import remove_stale, remove_tried, stock_files
+from smckpt.integrations.replaced import keep_last, remove_stale, run_directory, stock_files
 from smckpt.integrations.versions import refuse_untested
+from smckpt.meeting.round import over_group
 from smckpt.storage.urls import is_local
 
 refuse_untested("accelerate", version("accelerate"))
@@ -37,7 +39,8 @@ __all__ = ["SmckptAccelerator", "load_state", "merge_fsdp_weights", "save_state"
 
 log = get_logger("smckpt.accelerate")
 
-_NAME = re.compile(r"checkpoint_(\d+)")
+Result = TypeVar("Result")
+
 _FSDP = re.compile(r"pytorch_model_fsdp_(\d+)")
 _OURS = (
     DistributedType.NO,
@@ -101,7 +104,7 @@ def save_state(
     place = os.fspath(output_dir) if output_dir is not None else ""
     if named:
         place = f"{_folder(accelerator)}/checkpoint_{iteration}"
-        if _is_committed(place, arguments):
+        if _on_main(lambda: _is_committed(place, arguments)):
             raise ValueError(
                 f"Checkpoint directory {place} ({iteration}) already exists. Set "
                 "`project_configuration.iteration` to the iteration to begin with."
@@ -189,10 +192,9 @@ def load_state(
     _refuse(accelerator, accelerator._load_model_state_pre_hook, "load", {})
     arguments = _arguments(accelerator)
     smckpt.maybe_finalize_async_calls()  # the newest may be in flight
-    place = _newest(accelerator) if input_dir is None else os.fspath(input_dir)
-    if not place or not _is_committed(place, arguments):
-        _refuse_unfinished(accelerator, input_dir)
-        stock(input_dir, load_kwargs, **kwargs)
+    place, ours = _on_main(lambda: _to_load(accelerator, input_dir))
+    if not ours:
+        stock(place or input_dir, load_kwargs, **kwargs)
         return
     if kwargs:
         raise UsageError(
@@ -267,55 +269,52 @@ def _folder(accelerator: Any) -> str:
     return f"{os.fspath(root).rstrip('/')}/checkpoints"
 
 
+def _on_main(look: Callable[[], Result]) -> Result:
+    """What the main process finds, on all ranks; they all raise its error."""
+    return over_group().round("look", lambda: None, lambda _: look())
+
+
 def _is_committed(place: str, arguments: dict[str, Any]) -> bool:
-    return any(True for _ in smckpt.find_checkpoints(place, **arguments))
+    return bool(smckpt.find_checkpoints(place, sure=True, **arguments))
 
 
-def _iterations(accelerator: Any) -> list[int]:
-    """The iterations of the committed checkpoints with automatic names, oldest first."""
-    found = smckpt.find_checkpoints(_folder(accelerator), **_arguments(accelerator))
-    numbers = (_iteration_of(os.path.basename(str(one).rstrip("/"))) for one in found)
-    return sorted(number for number in numbers if number is not None)
+def _run(accelerator: Any) -> RunDirectory:
+    """The checkpoints with automatic names."""
+    return run_directory(_folder(accelerator), "checkpoint_{step}", _arguments(accelerator))
 
 
-def _iteration_of(name: str) -> int | None:
-    found = _NAME.fullmatch(name)
-    return int(found[1]) if found else None
-
-
-def _newest(accelerator: Any) -> str:
-    if not accelerator.project_configuration.automatic_checkpoint_naming:
-        return ""
-    iterations = _iterations(accelerator)
-    return f"{_folder(accelerator)}/checkpoint_{iterations[-1]}" if iterations else ""
-
-
-def _refuse_unfinished(accelerator: Any, input_dir: Any) -> None:
-    """Refuse a directory that accelerate would take, and that only a save of smckpt has begun; and
-    a URL, of which accelerate can load nothing.
+def _to_load(accelerator: Any, input_dir: Any) -> tuple[str, bool]:
+    """The directory to load, and whether smckpt saved it; "": accelerate finds it, or refuses.
 
     Raises:
-        CheckpointNotFoundError: the message names the newest whole checkpoint beside it.
+        CheckpointNotFoundError: only a save of smckpt has begun there, or accelerate can load
+            nothing from a URL. The message names the newest whole checkpoint beside it.
     """
-    at = None if input_dir is None else os.fspath(input_dir)
-    if at is None and accelerator.project_configuration.automatic_checkpoint_naming:
-        folder = _folder(accelerator)
-        named = (_NAME.fullmatch(path.name) for path in Path(folder).glob("*"))
-        numbers = [int(name[1]) for name in named if name]
-        at = f"{folder}/checkpoint_{max(numbers)}" if numbers else None
-        if at is None and not is_local(folder):
-            at = f"{folder}/checkpoint_0"
-    if at is None or (is_local(at) and not _begun(at)):
-        return
-    above = os.path.dirname(at.rstrip("/") if not is_local(at) else os.path.abspath(at))
-    newest = smckpt.latest_checkpoint(above, **_arguments(accelerator)) if above else None
-    raise CheckpointNotFoundError(
-        "no checkpoint is committed here: the job ended before the save was",
-        remedy="begin anew, without load_state"
-        if newest is None
-        else f"load {newest}, the newest whole one beside it",
-        path=at,
-    )
+    at = "" if input_dir is None else os.fspath(input_dir)
+    if not at and accelerator.project_configuration.automatic_checkpoint_naming:
+        run = _run(accelerator)
+        newest = [one.step for one in run.all(sure=True)[-1:] if one.step is not None]
+        places = run.places()
+        stock = (one for one, subpath in places if stock_files(f"{_folder(accelerator)}/{subpath}"))
+        number = max([*newest, *stock], default=None)
+        if number is None:
+            number = places[0][0] if places else None
+        if number is None and is_local(_folder(accelerator)):
+            return "", False
+        at = f"{_folder(accelerator)}/checkpoint_{number or 0}"
+    if at and _is_committed(at, _arguments(accelerator)):
+        return at, True
+    if at and (not is_local(at) or _begun(at)):
+        above = os.path.dirname(at.rstrip("/") if not is_local(at) else os.path.abspath(at))
+        beside = smckpt.find_checkpoints(above, sure=True, **_arguments(accelerator))[-1:]
+        raise CheckpointNotFoundError(
+            "no checkpoint is committed here: the job ended before the save was",
+            remedy=f"load {beside[0]}, the newest whole one beside it"
+            if beside
+            else "begin anew, without load_state",
+            path=at,
+        )
+    return at, False
 
 
 def _begun(directory: str) -> bool:
@@ -334,35 +333,15 @@ def _after_commit(
     Args:
         iteration: with automatic naming; None: nothing older is removed.
     """
-    rotate = None if iteration is None else _rotation(accelerator, iteration)
+    limit = accelerator.project_configuration.total_limit
     before = stock_files(place) if is_local(place) and accelerator.is_main_process else {}
 
-    def act(handle: smckpt.SaveHandle) -> None:
+    def act(_: smckpt.SaveHandle) -> None:
         remove_stale(place, before)
-        if rotate is not None:
-            rotate(handle)
+        if iteration is not None and limit is not None:
+            keep_last(_run(accelerator), max(limit, 1), iteration)
 
     return act
-
-
-def _rotation(accelerator: Any, iteration: int) -> Callable[[smckpt.SaveHandle], None] | None:
-    """The function that removes older checkpoints after a commit."""
-    limit = accelerator.project_configuration.total_limit
-    if limit is None:
-        return None
-
-    def rotate(_: smckpt.SaveHandle) -> None:
-        here = [one for one in _iterations(accelerator) if one <= iteration]
-        for old in here[: max(len(here) - max(limit, 1), 0)]:
-            place = f"{_folder(accelerator)}/checkpoint_{old}"
-            smckpt.remove(place, **_arguments(accelerator))
-            log.info(f"removed {place}", main_process_only=False)
-            with contextlib.suppress(OSError):  # not empty, or not of a file system
-                os.rmdir(place)
-        folder, arguments = _folder(accelerator), _arguments(accelerator)
-        remove_tried(folder, _iteration_of, iteration, arguments)
-
-    return rotate
 
 
 def _refuse(accelerator: Any, hooks: Any, what: str, kwargs: dict[str, Any]) -> None:

@@ -1,20 +1,34 @@
-"""Files of another system in a directory that smckpt saves to: they go when the save is committed.
+"""What a commit replaces: older steps of the run, and files of another system in the directory.
 
-Until then they may be the only checkpoint. Afterwards a reader of those files would get old values.
+Those may be the only checkpoint until the commit. Afterwards a reader of them would get old values.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
+import smckpt
 from smckpt.checkpoint.commits.remove import remove_probes
+from smckpt.checkpoint.commits.run_directory import RunDirectory
+from smckpt.checkpoint.commits.template import Template
+from smckpt.errors import CheckpointNotFoundError, CheckpointPinnedError
 from smckpt.storage import access_to
 from smckpt.translate.conversion.stock.format import is_stock
 
-__all__ = ["remove_stale", "remove_tried", "stamps", "stock_files"]
+__all__ = [
+    "keep_last",
+    "remove_or_keep",
+    "remove_stale",
+    "run_directory",
+    "stamps",
+    "stock_files",
+]
+
+log = logging.getLogger("smckpt")
 
 
 def stamps(directory: str) -> dict[str, tuple[int, int]]:
@@ -56,16 +70,36 @@ def _is_adapter(path: str) -> bool:
     return os.path.isfile(os.path.join(path, "adapter_config.json"))
 
 
-def remove_tried(
-    folder: str, step_of: Callable[[str], int | None], newest: int, arguments: Mapping[str, Any]
-) -> None:
-    """Remove the directories of older steps in which a save was killed before it wrote anything.
+def run_directory(root: str, template: str, arguments: Mapping[str, Any]) -> RunDirectory:
+    """
+    Args:
+        template: of the names of steps, such as "step-{step}".
+        arguments: options of the root's store.
+    """
+    return RunDirectory(access_to(root, **arguments).open(root), Template(template))
+
+
+def keep_last(run: RunDirectory, count: int, newest: int) -> None:
+    """Remove the steps before the last `count`, and what killed saves have left.
 
     Args:
-        step_of: the step of a directory, by its name; None: of none.
-        newest: a step that is committed.
-        arguments: options of the folder's store.
+        newest: the step that was just committed. Later ones, of a run that went back, stay.
     """
-    root = access_to(folder, **arguments).open(folder)
-    steps = ((step_of(name), name) for name in root.list_dirs())
-    remove_probes(root, [name for step, name in steps if step is not None and step < newest])
+    here = [one for one in run.all() if one.step is not None and one.step <= newest]
+    for one in here[:-count]:
+        run.remove(one)
+    run.finish()
+    remove_probes(run.root, [subpath for step, subpath in run.places() if step < newest])
+
+
+def remove_or_keep(path: str, arguments: Mapping[str, Any]) -> bool:
+    """Remove the checkpoint in a directory, if there is one; False, with a line in the log, if a
+    reader has pinned it."""
+    try:
+        smckpt.remove(path, **arguments)
+    except CheckpointNotFoundError:  # never committed, or not smckpt's
+        return True
+    except CheckpointPinnedError as error:
+        log.info("%s stays: %s", path, error)
+        return False
+    return True

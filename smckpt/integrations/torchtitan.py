@@ -20,8 +20,9 @@ from torchtitan.components.checkpointer.base import MODEL
 from torchtitan.tools import filesystem
 
 import smckpt
+from smckpt.checkpoint.commits.run_directory import RunDirectory
 from smckpt.errors import CheckpointNotFoundError, UsageError
-from smckpt.integrations.replaced import remove_tried
+from smckpt.integrations.replaced import keep_last, run_directory
 from smckpt.meeting.round import over_group
 from smckpt.storage.urls import normal_url
 
@@ -139,12 +140,8 @@ class SmckptCheckpointManager(CheckpointManager):  # type: ignore[misc]
 
     def _remove_older(self, saved: smckpt.SaveHandle) -> None:
         """Called by the coordinator after the commit."""
-        own = sorted(self._own(self.folder).items())
-        for _, one in own[: -self.keep_latest_k]:
-            smckpt.remove(one, **self._arguments)
-            log.info("removed %s", one)
-        if own:
-            remove_tried(self.folder, _step_of, own[-1][0], self._arguments)
+        assert saved.step is not None
+        keep_last(self._run(self.folder), self.keep_latest_k, saved.step)
 
     # -- loading -----------------------------------------------------------------------------
 
@@ -193,14 +190,8 @@ class SmckptCheckpointManager(CheckpointManager):  # type: ignore[misc]
         smckpt.load(target, checkpoint_id=directory, **self._arguments)
         self.states[MODEL].load_state_dict(target)  # a module may give its state as copies
 
-    def _own(self, folder: str) -> dict[int, smckpt.FoundCheckpoint]:
-        """smckpt's committed checkpoints in the folder, by step."""
-        found = {}
-        for one in smckpt.find_checkpoints(folder, 1, sure=True, **self._arguments):
-            step = _step_of(one.path)
-            if step is not None:
-                found[step] = one
-        return found
+    def _run(self, folder: str) -> RunDirectory:
+        return run_directory(folder, "step-{step}", self._arguments)
 
     def _find_load_step(self, folder: str = "") -> int:
         """The newest step that is whole, smckpt's or torchtitan's own; -1: there is none. Rank 0
@@ -213,7 +204,8 @@ class SmckptCheckpointManager(CheckpointManager):  # type: ignore[misc]
                 if smckpt.is_s3_url(directory)
                 else super(SmckptCheckpointManager, self)._find_load_step(directory)
             )
-            return max([theirs, *self._own(directory)])
+            own = self._run(directory).all(sure=True)[-1:]
+            return max([theirs, *(one.step for one in own if one.step is not None)])
 
         return over_group().round("newest step", lambda: None, lambda _: look())
 

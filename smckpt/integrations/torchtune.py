@@ -10,11 +10,9 @@ three methods of it.
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import logging
 import os
-import re
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
@@ -25,7 +23,9 @@ from torchtune.training.checkpointing._checkpoint_client import CheckpointClient
 
 import smckpt
 import smckpt.state_dict  # its hook: an optimizer's state dict knows the optimizer from a step on
+from smckpt.checkpoint.commits.run_directory import RunDirectory
 from smckpt.errors import UsageError
+from smckpt.integrations.replaced import keep_last, run_directory
 from smckpt.meeting.group import group_at
 from smckpt.storage.urls import normal_url
 
@@ -34,7 +34,6 @@ __all__ = ["DistributedCheckpointer", "take_over"]
 log = logging.getLogger("smckpt")
 
 _ADAPTER = "adapter_model"  # torchtune's folder for the adapters of a checkpoint that has more
-_NAME = re.compile(rf"dist_(epoch|step)_(\d+)(/{_ADAPTER})?")
 _FINAL = "torchtune.training.FullModelHFCheckpointer"
 
 
@@ -197,14 +196,10 @@ class DistributedCheckpointer:
         keep = max(self._keep, 1)
 
         def rotate(_: smckpt.SaveHandle) -> None:
-            older = [one for its, one in self._committed(prefix, nested) if its <= number]
-            for one in older[:-keep]:
-                smckpt.remove(one, **self._arguments)
-                log.info("removed %s", one)
-                with contextlib.suppress(OSError):  # not empty, or not of a file system
-                    os.rmdir(one)
-                    if nested:
-                        os.rmdir(os.path.dirname(one))
+            run = self._run(prefix, nested)
+            keep_last(run, keep, number)
+            for each in run.places() if nested else ():
+                run.root.join(os.path.dirname(each[1])).remove_directory()  # if it is empty
 
         return rotate
 
@@ -279,18 +274,13 @@ class DistributedCheckpointer:
         assert saved is not None
         return {**state, **saved}
 
-    def _committed(self, prefix: str, nested: bool) -> list[tuple[int, smckpt.FoundCheckpoint]]:
-        """The committed checkpoints with their numbers, oldest first."""
-        found = []
-        for one in smckpt.find_checkpoints(self._root, 2, sure=True, **self._arguments):
-            name = _NAME.fullmatch(one.path.removeprefix(self._root).strip("/"))
-            if name and name[1] == prefix and bool(name[3]) == nested:
-                found.append((int(name[2]), one))
-        return sorted(found, key=lambda each: each[0])
+    def _run(self, prefix: str, nested: bool) -> RunDirectory:
+        template = f"dist_{prefix}_{{step}}" + (f"/{_ADAPTER}" if nested else "")
+        return run_directory(self._root, template, self._arguments)
 
     def _newest(self, adapter_only: bool) -> smckpt.FoundCheckpoint | None:
-        lasts = [self._committed(prefix, adapter_only)[-1:] for prefix in ("epoch", "step")]
-        newest = [one for last in lasts for _, one in last]
+        runs = [self._run(prefix, adapter_only) for prefix in ("epoch", "step")]
+        newest = [one for run in runs for one in run.all(sure=True)[-1:]]
         return max(newest, key=lambda one: one.committed_at, default=None)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from smckpt.checkpoint.commits.choose import choose_commit, commits_at
@@ -35,7 +35,7 @@ class Condition:
         why: what is wrong, in a sentence; "" for a whole one.
         remedy: what to do.
         nbytes: size of the data files that are there.
-        committed_at: nanoseconds since 1970; 0 without a commit.
+        checkpoint: None: nothing is committed.
     """
 
     place: str
@@ -44,10 +44,17 @@ class Condition:
     why: str = ""
     remedy: str = ""
     nbytes: int = 0
-    committed_at: int = 0
+    checkpoint: FoundCheckpoint | None = None
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        facts = asdict(replace(self, checkpoint=None))
+        del facts["checkpoint"]
+        return {**facts, "committed_at": self.committed_at}
+
+    @property
+    def committed_at(self) -> int:
+        """Nanoseconds since 1970; 0 without a commit."""
+        return 0 if self.checkpoint is None else self.checkpoint.committed_at
 
 
 def examine(root: Storage, depth: int = DEPTH) -> list[Condition]:
@@ -138,7 +145,7 @@ def _committed(place: str, storage: Storage, found: FoundCheckpoint) -> Conditio
         missing,
         mend_remedy(storage) if missing else "",
         found.nbytes,
-        found.committed_at,
+        found,
     )
 
 

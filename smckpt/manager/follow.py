@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from smckpt.checkpoint.commits.discover import FoundCheckpoint, find_checkpoints
+from smckpt.checkpoint.commits.pins import pinned
 from smckpt.checkpoint.records.sealed import FORMAT_VERSION, open_json, seal_json, sound
 from smckpt.errors import (
     CheckpointError,
@@ -24,7 +25,6 @@ from smckpt.errors import (
     StorageError,
     UsageError,
 )
-from smckpt.manager.keeping.pins import pinned
 from smckpt.storage import Access, Storage, StoreOptions, access_to
 from smckpt.storage.urls import Below, file_url, is_local, join_url, normal_url, relative_url
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from smckpt.checkpoint.commits.template import Template
 from smckpt.engine.groups import ReplicationGroup, named, replicas_of
 from smckpt.errors import UsageError
 from smckpt.manager.state import models_in
-from smckpt.manager.template import Template
 from smckpt.meeting.group import get_global_ranks, group_at, group_of
 from smckpt.meeting.round import Meeting
 from smckpt.topology import ParallelState

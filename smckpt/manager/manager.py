@@ -16,6 +16,8 @@ from typing import Any
 
 from smckpt.calls import alone
 from smckpt.checkpoint.commits.discover import FoundCheckpoint
+from smckpt.checkpoint.commits.run_directory import RunDirectory
+from smckpt.checkpoint.commits.template import Template
 from smckpt.engine.api import (
     async_save,
     leave_queue,
@@ -26,11 +28,11 @@ from smckpt.engine.api import (
 from smckpt.engine.groups import ReplicationGroup
 from smckpt.engine.saving.job import SaveHandle, SaveOptions, Timings, options_of
 from smckpt.errors import UsageError
-from smckpt.manager.book import Book
 from smckpt.manager.groups import agreed_group
-from smckpt.manager.keeping.retention import Best, Keep, Keeper
+from smckpt.manager.keeping.retention import Best, Keep, Retention
 from smckpt.manager.keeping.rivals import Rivals
-from smckpt.manager.keeping.room import Outlook, bytes_of, check_room, degrees_text
+from smckpt.manager.keeping.room import meet_about_room
+from smckpt.manager.memory import Memory, MemoryTier, Tiers
 from smckpt.manager.notice import Watch, called
 from smckpt.manager.record import mark_of, recorded, save_seconds_of
 from smckpt.manager.resume import resume
@@ -45,13 +47,12 @@ from smckpt.manager.state import (
     run_state,
     taken,
 )
-from smckpt.manager.template import Template
 from smckpt.meeting.group import group_of
 from smckpt.meeting.membership import Membership
 from smckpt.meeting.round import Round
 from smckpt.state_dict import LOCAL, SHARDED
 from smckpt.storage import StoreOptions, access_to
-from smckpt.storage.urls import Below, normal_url
+from smckpt.storage.urls import Below, is_below, normal_url
 from smckpt.topology import ParallelState
 
 __all__ = ["CheckpointManager"]
@@ -91,6 +92,9 @@ class CheckpointManager:
             `datetime.timedelta`: at the first step after so much time since the last save, by rank
             0's clock. "auto": likewise, after a time that follows from how long a save holds
             training up and how often this run has failed (docs/manager.md). None: never.
+        memory: keep the last steps in the memory of the hosts too, with copies on others
+            (docs/recovery.md). `should_save` is true for those as well, and `save` copies such a
+            step into memory alone. `restore` takes the newest step of both.
         layout: names of the steps' directories: "{step}", "step_{step:08d}", "{epoch}/{step}"; also
             of the groups' below them, by their coordinates: "{step}/tp{tp}_ep{ep}_fsdp{fsdp}".
         signals: signals that ask the job to end. One signal on one rank is enough: the ranks agree,
@@ -122,6 +126,7 @@ class CheckpointManager:
         keep_every: int | None = None,
         keep_best: tuple[str, str, int] | None = None,
         interval: Interval | None = None,
+        memory: Memory | None = None,
         layout: str = "{step}",
         signals: Sequence[str] = ("SIGTERM", "SIGUSR1"),
         grace: float | None = None,
@@ -138,9 +143,8 @@ class CheckpointManager:
         self._template = Template(layout)
         self._best = None if keep_best is None else Best(*keep_best)
         self._keep = Keep(keep_last_n, keep_every, self._best)
-        self._random = random
         self._options = options_of(options, max_consecutive_failures, timeout)
-        self._timeout = timeout
+        self._random, self._timeout = random, timeout
         self._access = access_to(self.root, storage=self._store_options)
         group = group_of(None)
         assert group is not None
@@ -148,11 +152,13 @@ class CheckpointManager:
         self._membership = Membership(group, f"manager/{digest}")
         self._rank, self._world = group.rank, group.world_size
         self._degrees = parallel_state
-        self._book = Book(self._access.open(self.root), self._template)
-        self._rivals = Rivals(self._book)
-        self._keeper = Keeper(self._book, self._keep, secrets.token_hex(6), self._rivals)
+        self._steps = RunDirectory(self._access.open(self.root), self._template)
+        self._rivals = Rivals(self._steps)
+        self._retention = Retention(self._steps, self._keep, secrets.token_hex(6), self._rivals)
         self._schedule = Schedule(self._membership, interval, timeout)
         self._watch = Watch(self._membership, signals, grace, exit_status, timeout)
+        self._memory = MemoryTier(memory, self.root, self._template, self._options)
+        self._only_memory: int | None = None  # the last step that is due there and not on disk
         self._groups: ReplicationGroup | None = None
         self._rounds = count(1)  # the ranks call it alike
         self._prepared = False  # it is known that there is room
@@ -169,7 +175,10 @@ class CheckpointManager:
         Call it after each step. It takes microseconds. Once any rank has received a signal, it
         waits until the ranks have agreed on a last step.
         """
-        return self._watch.is_last(step) or self._schedule.is_due(step)
+        due = self._watch.is_last(step) or self._schedule.is_due(step)
+        in_memory = self._memory.is_due(step)
+        self._only_memory = step if in_memory and not due else None
+        return due or in_memory
 
     @alone("CheckpointManager.save", outer=True)
     def save(
@@ -207,30 +216,41 @@ class CheckpointManager:
         """
         self._refuse_closed()
         last = self._watch.is_last(step)
-        self._schedule.saved(step)
         group = self._group(state)
+        memory = self._memory if self._only_memory == step and not last else None
+        if memory is None:
+            self._schedule.saved(step)
         place, told = "", {}
         live: Mapping[str, Any]
         try:
             place = self._template.place(step, epoch)
-            if self._rank == 0:
-                self._rivals.refuse(place, self._keeper.run or "")
+            if self._rank == 0 and memory is None:
+                self._rivals.refuse(place, self._retention.run or "")
             told = recorded(self._recorded(), metrics, metadata)
             live = run_state(state, step, self._random)
         except Exception as error:
             live = Failed(error)  # async_save tells the peers, who count this save too, and raises
         if not self._prepared:
-            self._prepare(live, group)
-        handle = async_save(
+            meeting, point = self._membership.meeting(self._timeout), f"room/{next(self._rounds)}"
+            line = self._degrees, self._watch.save_seconds
+            run = self.root, self._keep, self._retention.nbytes
+            meet_about_room(meeting, point, live, group, *run, *line, self._timeout)
+            self._prepared = True
+        save = partial(
+            async_save,
             live,  # type: ignore[arg-type]
-            checkpoint_id=Below(group.directory(self._directory(place)), self.root),
             process_group=group.process_group,
-            queue=QUEUE,
             step=step if type(step) is int else None,
             metadata=told,
+            parallel_state=self._degrees,
+        )
+        if memory is not None and (kept := memory.save(save, place, group)) is not None:
+            return kept
+        handle = save(
+            checkpoint_id=Below(group.directory(self._directory(place)), self.root),
+            queue=QUEUE,
             on_commit=self._committed(place),
             options=self._options,
-            parallel_state=self._degrees,
             storage=self._store_options,
         )
         assert handle is not None
@@ -239,34 +259,13 @@ class CheckpointManager:
             self._watch.leave_saved(step)
         return handle
 
-    def _prepare(self, live: Mapping[str, Any], group: ReplicationGroup) -> None:
-        """Once, before anything is written: is there room?"""
-
-        def mine() -> list[Any]:
-            try:
-                return [bytes_of(live, self._rank, group.ranks), group.name]
-            except Exception:  # async_save finds it too, and tells the peers
-                return [0, group.name]
-
-        def decide(brought: Callable[[], dict[int, list[Any]]]) -> None:
-            told = brought()
-            degrees = degrees_text(self._degrees, [name for _, name in told.values()])
-            sizes = {rank: size for rank, (size, _) in told.items()}
-            line = Outlook(degrees, self._watch.save_seconds)
-            saved = partial(self._book.bytes_of, self._keeper.run)
-            check_room(self.root, sizes, len(group.ranks), self._keep, saved, line)
-
-        meeting = self._membership.meeting(self._timeout)
-        meeting.round(f"room/{next(self._rounds)}", mine, decide, timeout=self._timeout)
-        self._prepared = True
-
     def _committed(self, place: str) -> Callable[[SaveHandle], None]:
         def committed(handle: SaveHandle) -> None:
             if handle.timings is not None:
                 self._watch.save_seconds = handle.timings.committed
             if self._rank == 0 and handle.timings is not None:
                 self._measured(handle.timings)
-                self._keeper.committed(place)
+                self._retention.committed(place)
 
         return committed
 
@@ -282,7 +281,7 @@ class CheckpointManager:
         """The run's record for the manifest, besides the engine's."""
         history, notice = self._schedule.history(), self._watch.notice
         return {
-            "run": self._keeper.run,
+            "run": self._retention.run,
             "claim": self._rivals.claim(),
             "ranks": self._world,
             "replicas": len(self._groups.ranks) if self._groups else self._world,
@@ -335,11 +334,12 @@ class CheckpointManager:
             filled[:] = [self._filled(found, into, group, names)]
 
         meeting = self._membership.meeting(self._timeout)
-        self._book.forget()
+        self._steps.forget()
         point = f"restore/{next(self._rounds)}"
-        resumed = resume(meeting, point, self._book, fill, self._timeout)
+        tiers = Tiers(self._steps, self._memory.steps)
+        resumed = resume(meeting, point, tiers, fill, self._timeout)
         found = resumed.found
-        self._schedule.goes_on(self._book, found)
+        self._schedule.goes_on(self._steps.root, found)
         if found is None:
             if self._rank == 0:
                 log.info("no checkpoint below %s: the run starts from step 0", self.root)
@@ -350,7 +350,7 @@ class CheckpointManager:
         give_back(into, loaded)
         if self._random and own.get("random"):
             go_on_at_random(found.metadata["manager"], own["random"], step, self._rank, self._world)
-        self._keeper.run = mark_of(found) or self._keeper.run
+        self._retention.run = mark_of(found) or self._retention.run
         self._schedule.restored(step)
         self._watch.save_seconds = save_seconds_of(found, self._world)
         if self._rank == 0:
@@ -383,7 +383,7 @@ class CheckpointManager:
             parallel_state=self._degrees,
             timeout=self._timeout,
             **names,
-            storage=self._store_options,
+            storage=self._store_options if is_below(found.path, self.root) else None,
         )
         return target
 
@@ -419,8 +419,8 @@ class CheckpointManager:
 
         def look(brought: Callable[[], dict[int, None]]) -> list[dict[str, Any]]:
             brought()
-            self._book.forget()
-            return [one.to_json() for one in self._book.all(sure=True)]
+            self._steps.forget()
+            return [one.to_json() for one in self._steps.all(sure=True)]
 
         meeting = self._membership.meeting(self._timeout)
         told = meeting.round(f"all/{next(self._rounds)}", lambda: None, look, timeout=self._timeout)
@@ -438,6 +438,7 @@ class CheckpointManager:
         if self._closed:
             return
         try:
+            self._memory.close(self._timeout)
             maybe_finalize_async_calls(queue=QUEUE)
         finally:
             leave_queue(QUEUE, self._timeout)
@@ -449,7 +450,7 @@ class CheckpointManager:
             return
         self._watch.close()
         self._schedule.close()
-        self._keeper.close(timeout)
+        self._retention.close(timeout)
         self._announce_end()
         self._membership.leave(min(timeout, LEAVE_SECONDS))
 
@@ -483,6 +484,7 @@ class CheckpointManager:
             how = self._degrees, self._template, self._timeout
             self._groups = agreed_group(meeting, point, state, *how)
             prepare_queue(QUEUE, self._groups.process_group)  # the first save need not wait
+            self._memory.begin(meeting, point, self._groups.process_group, self._timeout)
         return self._groups
 
     def _directory(self, place: str) -> str:

@@ -1,8 +1,8 @@
 """Resume a run from the newest step that loads on all ranks.
 
-Member 0 reads the book. All ranks load the step that it names, and bring the outcome to a round. If
-a rank found the step damaged or could not read it, all ranks load the next older one, over what the
-first load left. A read that failed in a way that may pass is tried again first.
+Member 0 lists the steps. All ranks load the one that it names, and bring the outcome to a round. If
+a rank found it damaged or could not read it, all ranks load the next older one, over what the first
+load left. A read that failed in a way that may pass is tried again first.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from smckpt.checkpoint.commits.discover import FoundCheckpoint
+from smckpt.checkpoint.commits.run_directory import Damaged
 from smckpt.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -24,7 +25,7 @@ from smckpt.errors import (
     as_checkpoint_error,
     error_from_json,
 )
-from smckpt.manager.book import Book, Damaged
+from smckpt.manager.memory import Tiers
 from smckpt.meeting.round import Meeting
 from smckpt.storage.faults import PAUSE, may_pass
 
@@ -65,7 +66,7 @@ class Resumed:
 def resume(
     meeting: Meeting,
     point: str,
-    book: Book,
+    steps: Tiers,
     load: Callable[[FoundCheckpoint], None],
     timeout: float,
 ) -> Resumed:
@@ -73,7 +74,7 @@ def resume(
 
     Args:
         point: a name for this call, the same on all ranks.
-        book: member 0 reads the steps in it, newest first.
+        steps: member 0 reads them, newest first.
         load: fills this rank's state.
 
     Raises:
@@ -90,7 +91,7 @@ def resume(
 
     def give_up(step: str, error: CheckpointError) -> None:
         if isinstance(error, StorageError):
-            book.root.list_dirs()  # raises if the whole store fails, which may hold a newer step
+            steps.root.list_dirs()  # raises if the whole store fails, which may hold a newer step
         lost.append(f"{step} ({error})")
         kinds.add(StorageError if isinstance(error, StorageError) else CorruptCheckpointError)
 
@@ -100,7 +101,7 @@ def resume(
         if failed and not any(each.bad for each in failed.values()):
             raise _error_of(failed[min(failed)])
         if not remaining:
-            remaining.append(book.newest_first())
+            remaining.append(steps.newest_first())
         elif not failed:
             return Turn(None, tuple(lost))
         else:

@@ -21,11 +21,11 @@ from smckpt.checkpoint.commits.discover import FoundCheckpoint
 from smckpt.engine.saving.job import Timings
 from smckpt.errors import PeerError, UsageError
 from smckpt.manager.attempts import RunAttempt
-from smckpt.manager.book import Book
 from smckpt.manager.record import History, history_of
 from smckpt.meeting.keys import Keys
 from smckpt.meeting.membership import Membership
 from smckpt.meeting.store import OverStore
+from smckpt.storage import Storage
 
 __all__ = ["ChosenInterval", "Interval", "Schedule", "choose"]
 
@@ -172,15 +172,15 @@ class Schedule:
             self._logged = chosen.seconds
         log.info('interval="auto" is now %.3g s: %s', chosen.seconds, chosen.why)
 
-    def goes_on(self, book: Book, found: FoundCheckpoint | None) -> None:
+    def goes_on(self, root: Storage, found: FoundCheckpoint | None) -> None:
         """Take the history of the run from the checkpoint that it goes on from, if this attempt has
         not trained yet. found: None: the run begins. Rank 0's history is recorded."""
         if self._plan.generation or self._asked >= 0 or self._since is not None:
             return
         self._history = History() if found is None else history_of(found)
         if self._decides:
-            step = book.root if found is None else book.root.join(book.subpath_of(found))
-            failed = self._attempt.began(book.root, step, "" if found is None else found.identity)
+            step = root if found is None else root.at(found.path)
+            failed = self._attempt.began(root, step, "" if found is None else found.identity)
             self._history = replace(self._history, failures=self._history.failures + failed)
 
     def restored(self, step: int) -> None:

@@ -2,8 +2,8 @@
 
 A client belongs to one thread: a wait on a shared one blocks its other users.
 
-Messages under them are frozen dataclasses, written as JSON text. A field is a JSON value, a
-message, or a tuple, a dict or an optional of these.
+Messages under them are frozen dataclasses, written as JSON text. msgspec reads them by the types
+of their fields.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import dataclasses
 import json
 import logging
 import socket
-import types
-import typing
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
+
+import msgspec
 
 from smckpt.errors import JobStoreError, PeerError
 
@@ -178,23 +178,13 @@ def to_text(message: Any) -> str:
 
 
 def from_json(kind: Any, data: Any) -> Any:
-    """The message of type `kind` that `data`, read from JSON, describes.
+    """The message of type `kind` that `data`, read from JSON, describes. Fields that it does not
+    know are ignored.
 
     Raises:
-        TypeError, ValueError, KeyError, AttributeError: the data does not describe one.
+        ValueError: the data does not describe one; it names the field and both types.
     """
-    if dataclasses.is_dataclass(kind):
-        hints = typing.get_type_hints(kind)
-        made: Any = kind
-        return made(**{name: from_json(hints[name], value) for name, value in data.items()})
-    origin, inner = typing.get_origin(kind), typing.get_args(kind)
-    if origin is tuple:
-        return tuple(from_json(inner[0], value) for value in data)
-    if origin is dict:
-        return {inner[0](key): from_json(inner[1], value) for key, value in data.items()}
-    if origin in (types.UnionType, typing.Union):
-        return None if data is None else from_json(inner[0], data)
-    return data
+    return msgspec.convert(data, kind, str_keys=True)
 
 
 def _fields(message: Any) -> dict[str, Any]:

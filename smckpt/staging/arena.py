@@ -33,7 +33,7 @@ from smckpt.layout.image import ALIGNMENT
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Arena", "check_memory"]
+__all__ = ["Arena", "check_memory", "free_memory"]
 
 log = logging.getLogger("smckpt")
 
@@ -251,6 +251,17 @@ class _Room:
     what: str
 
 
+def _tightest(root: Path) -> _Room | None:
+    rooms = [*_host(root), *_cgroup2(root), *_cgroup1(root)]
+    return min(rooms, key=lambda room: room.free, default=None)
+
+
+def free_memory(*, root: Path = Path("/")) -> int:
+    """Bytes that this host and the cgroups of this process still allow."""
+    tightest = _tightest(root)
+    return sys.maxsize if tightest is None else max(tightest.free, 0)
+
+
 def check_memory(
     arena_bytes: int, ranks_on_host: int, copies: int = 1, *, root: Path = Path("/")
 ) -> None:
@@ -266,10 +277,9 @@ def check_memory(
         MemoryBudgetError: they need more than the host has available or a cgroup still allows.
     """
     need = (arena_bytes * copies + _RESERVE) * ranks_on_host
-    rooms = [*_host(root), *_cgroup2(root), *_cgroup1(root)]
-    if not rooms:
+    tightest = _tightest(root)
+    if tightest is None:
         return  # no such files (macOS): the kernel will have to answer
-    tightest = min(rooms, key=lambda room: room.free)
     if need > tightest.free:
         times = f" × {copies} copies" if copies > 1 else ""
         raise MemoryBudgetError(

@@ -447,6 +447,7 @@ _STORES: Registry[Any] = Registry(
         "file": "smckpt.storage.disk.posix:PosixStorage",
         "s3": "smckpt.storage.s3.storage:open_s3",
         "msc": "smckpt.storage.fsspec_store:open_msc",
+        "keeper": "smckpt.storage.memory.store:KeeperStorage",
     },
 )
 

@@ -14,7 +14,7 @@ import smckpt
 from smckpt.checkpoint.commits.choose import choose_commit
 from smckpt.checkpoint.commits.contents import contents_of, what_is_missing
 from smckpt.checkpoint.commits.discover import find_checkpoints
-from smckpt.checkpoint.commits.remove import remove_checkpoint
+from smckpt.checkpoint.commits.pins import remove_newest
 from smckpt.checkpoint.reading.committed import open_catalogue
 from smckpt.checkpoint.records.prefixes import PrefixSharding
 from smckpt.checkpoint.upkeep.repair import RepairReport, repair_checkpoint
@@ -45,14 +45,14 @@ def test_a_removal_follows_no_link_to_somebody_else_s_checkpoint(step: Path, lin
     (step / link).symlink_to(theirs)
     before = contents(step.parent)
     with pytest.raises(CorruptCheckpointError, match="symbolic link"):
-        remove_checkpoint(contents_of(Access().open(str(step))))
+        remove_newest(Access().open(str(step)))
     assert contents(step.parent) == before
 
 
 def test_the_directory_that_is_named_may_be_a_link(step: Path) -> None:
     link = step.parent / "latest"
     link.symlink_to(step)
-    remove_checkpoint(contents_of(Access().open(str(link))))
+    remove_newest(Access().open(str(link)))
     assert not list(step.rglob("*-*"))
 
 
@@ -63,7 +63,7 @@ def test_a_removal_follows_no_link_under_the_name_of_a_prefix(tmp_path: Path) ->
     (tmp_path / "here" / "00-smckpt").symlink_to(tmp_path / "theirs")
     before = contents(tmp_path)
     with pytest.raises(UsageError, match="symbolic link"):
-        remove_checkpoint(contents_of(Access().open(str(tmp_path / "here" / "run"))))
+        remove_newest(Access().open(str(tmp_path / "here" / "run")))
     assert contents(tmp_path) == before
 
 

@@ -13,7 +13,7 @@ from smckpt import export_hf
 from smckpt.checkpoint.commits.choose import choose_commit
 from smckpt.checkpoint.commits.contents import contents_of
 from smckpt.checkpoint.commits.discover import find_checkpoints
-from smckpt.checkpoint.commits.remove import remove_checkpoint
+from smckpt.checkpoint.commits.pins import remove_newest
 from smckpt.checkpoint.commits.sweep import sweep
 from smckpt.checkpoint.reading.committed import open_catalogue
 from smckpt.checkpoint.records.format import Manifest, data_name
@@ -178,9 +178,9 @@ def test_a_copy_to_a_disk_has_all_in_one_directory_and_the_way_back_shards_it(
     assert again.files_present == report.files
     places = {way.split("/")[0] for way in ways(f"{s3_root}/other")}
     assert places == {"step-7", *(f"{n}-smckpt" for n in ("00", "80", "40", "c0"))}
-    remove_checkpoint(contents_of(open_storage(back.target)))
+    remove_newest(open_storage(back.target))
     assert ways(f"{s3_root}/other") == set()
-    remove_checkpoint(contents_of(open_storage(str(here))))
+    remove_newest(open_storage(str(here)))
     assert ways(str(here)) == set()
 
 
@@ -222,7 +222,7 @@ def test_a_file_system_that_shows_the_bucket_as_it_is_is_read_too(
         copy_checkpoint(str(shown), str(tmp_path / "flat")).files
         == contents_of(open_storage(step)).files
     )
-    remove_checkpoint(contents_of(open_storage(str(shown))))
+    remove_newest(open_storage(str(shown)))
     assert ways(str(tmp_path / "run")) == set()
 
 
@@ -233,7 +233,7 @@ def test_a_removal_takes_what_is_named_and_nothing_else_under_the_shared_prefixe
     stranger = open_storage(PrefixSharding(1, 4).directory_of(step, 0))
     stranger.put("notes.txt", b"not ours")
     stranger.put(data_name(f"{B}-00000007", 0, 0), b"an attempt under way")
-    remove_checkpoint(contents_of(open_storage(step)))
+    remove_newest(open_storage(step))
     left = {way for way in ways(s3_root) if "step-100" in way}
     assert {way.rpartition("/")[2] for way in left} == {
         "notes.txt", data_name(f"{B}-00000007", 0, 0)

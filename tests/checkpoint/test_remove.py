@@ -8,15 +8,21 @@ from pathlib import Path
 
 import pytest
 
+import smckpt
 from smckpt.checkpoint.commits.contents import contents_of
 from smckpt.checkpoint.commits.leases import take_lease
-from smckpt.checkpoint.commits.remove import remove_checkpoint
+from smckpt.checkpoint.commits.pins import pinned, remove_newest
 from smckpt.checkpoint.commits.sweep import sweep
 from smckpt.checkpoint.reading.committed import open_catalogue
 from smckpt.checkpoint.records.format import data_name, parse_name
 from smckpt.checkpoint.upkeep.transfer import copy_checkpoint
 from smckpt.checkpoint.upkeep.verify import verify_checkpoint
-from smckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, UsageError
+from smckpt.errors import (
+    CheckpointNotFoundError,
+    CheckpointPinnedError,
+    CorruptCheckpointError,
+    UsageError,
+)
 from smckpt.storage import Access, open_storage
 from smckpt.storage.disk.directory import Directory
 from tests.support import synthetic
@@ -40,13 +46,13 @@ def two(tmp_path: Path) -> Path:
 def test_the_newest_goes_the_older_and_what_is_not_ours_stays(two: Path) -> None:
     (two / "part0" / "notes.txt").write_text("not ours")
     everything, newest = contents(two), contents_of(open_storage(str(two)))
-    report = remove_checkpoint(newest)
+    report = remove_newest(newest.storage)
     left = contents(two)
     assert len(left) == len(everything) - report.files
     assert left.items() <= everything.items()
     assert report.left == open_catalogue(open_storage(str(two))).identity != newest.identity
     assert verify_checkpoint(str(two)).ok
-    assert remove_checkpoint(contents_of(open_storage(str(two)))).left is None
+    assert remove_newest(open_storage(str(two))).left is None
     assert list(contents(two)) == ["part0/notes.txt"]
     with pytest.raises(CheckpointNotFoundError):
         contents_of(open_storage(str(two)))
@@ -54,26 +60,26 @@ def test_the_newest_goes_the_older_and_what_is_not_ours_stays(two: Path) -> None
 
 def test_nothing_of_its_own_is_left_and_a_lease_stays_while_it_tells_anything(two: Path) -> None:
     assert len(list(two.rglob("epoch-000002.json"))) == 3
-    remove_checkpoint(contents_of(open_storage(str(two))))
+    remove_newest(open_storage(str(two)))
     assert {path.name for path in two.rglob("epoch-*")} == {"epoch-000001.json"}
     aside = shutil.copytree(two, two.parent / "aside")
     take_lease(
         Access(), str(two / "part1"), "c" * 12, "host"
     )  # a later run, which has not saved yet
-    remove_checkpoint(contents_of(open_storage(str(two))))
+    remove_newest(open_storage(str(two)))
     assert [path.parent.name for path in two.rglob("*.json")] == ["part1"]
     assert not (two / "part0").exists()
     name = data_name("d" * 12 + "-00000000", 0, 0)
     (aside / "part1" / name).write_bytes(b"a save under way")
     take_lease(Access(), str(aside / "part0"), "e" * 12, "host")
-    remove_checkpoint(contents_of(open_storage(str(aside))))
+    remove_newest(open_storage(str(aside)))
     assert [path.name for path in aside.rglob("epoch-*")] == ["epoch-000002.json"]
     assert list(contents(aside)) == [f"part1/{name}"]
 
 
 def test_an_empty_directory_goes_with_it_and_no_other(two: Path, tmp_path: Path) -> None:
     for _ in range(2):
-        remove_checkpoint(contents_of(open_storage(str(two))))
+        remove_newest(open_storage(str(two)))
     assert not two.exists()
     assert tmp_path.exists()
 
@@ -81,12 +87,12 @@ def test_an_empty_directory_goes_with_it_and_no_other(two: Path, tmp_path: Path)
 def test_in_s3_too(two: Path, s3_root: str) -> None:
     copied = copy_checkpoint(str(two), s3_root)
     open_storage(s3_root).put("notes.txt", b"not ours")
-    report = remove_checkpoint(contents_of(open_storage(s3_root)))
+    report = remove_newest(open_storage(s3_root))
     assert (report.files, report.left) == (copied.files, None)
     assert list(contents(s3_root)) == ["notes.txt"]
     url = f"{s3_root}/saved"
     Group(url, (0,), state=state_of(hybrid((0,), 1))).save()  # type: ignore[arg-type]
-    remove_checkpoint(contents_of(open_storage(url)))
+    remove_newest(open_storage(url))
     assert open_storage(url).list() == []
 
 
@@ -96,12 +102,25 @@ def test_a_removal_killed_at_any_deletion_leaves_a_whole_checkpoint_or_none(
     newest = open_catalogue(open_storage(str(two))).identity
     for moment in itertools.count():
         place = str(shutil.copytree(two, tmp_path / f"killed-{moment}"))
-        if not killed_at(moment, lambda at=place: remove_checkpoint(contents_of(open_storage(at)))):
+        if not killed_at(moment, lambda at=place: remove_newest(open_storage(at))):
             break
         report = verify_checkpoint(place)
         assert report.ok
-        assert (report.identity == newest) == (moment == 0)
+        assert (report.identity == newest) == (moment <= 1)  # the mark comes first
+        again = remove_newest(open_storage(place))
+        assert (again.identity, again.left) == (newest, verify_checkpoint(place).identity)
+        assert again.left != newest
     assert moment > 8
+
+
+def test_what_a_reader_has_pinned_is_not_removed(two: Path) -> None:
+    newest = contents_of(open_storage(str(two)))
+    with pinned(two):
+        before = contents(two)
+        with pytest.raises(CheckpointPinnedError, match="pin-"):
+            smckpt.remove(two)
+        assert contents(two) == before
+    assert smckpt.remove(two).identity == newest.identity
 
 
 def test_what_is_no_checkpoint_is_refused_and_left(two: Path, tmp_path: Path) -> None:
@@ -161,7 +180,7 @@ def test_a_manifest_is_durably_gone_before_its_data(
 ) -> None:
     newest = contents_of(open_storage(str(two)))
     done = _trace(monkeypatch)
-    remove_checkpoint(newest)
+    remove_newest(newest.storage)
     assert done.count("manifest") == 2
     _assert_durable_in_order(done, 2)
 

@@ -18,9 +18,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from smckpt import errors, export_hf
 from smckpt.checkpoint.commits.discover import FoundCheckpoint
+from smckpt.checkpoint.commits.run_directory import RunDirectory
+from smckpt.checkpoint.commits.template import Template
 from smckpt.checkpoint.upkeep.transfer import copy_checkpoint
 from smckpt.manager.follow import RECORD, follow
-from smckpt.manager.keeping.pins import remove_unless_pinned
 from smckpt.storage import open_storage
 from tests.support import shards
 from tests.support.limits import seconds
@@ -156,12 +157,14 @@ def test_a_run_does_not_delete_the_step_that_is_read(tmp_path: Path) -> None:
     removed: list[bool] = []
 
     def export(found: FoundCheckpoint, directory: str) -> None:
-        removed.append(remove_unless_pinned(open_storage(root), "1", found))
+        removed.append(RunDirectory(open_storage(root), Template("{step}")).remove(found))
         exporting(found, directory)
 
     (done,) = follow(root, out, export, once=True)
     assert removed == [False] and done.error is None
-    assert remove_unless_pinned(open_storage(root), "1", done.checkpoint)  # the pin has ended
+    assert RunDirectory(open_storage(root), Template("{step}")).remove(
+        done.checkpoint
+    )  # the pin has ended
 
 
 def test_a_step_that_goes_first_is_left_out_and_a_bad_one_fails_alone(tmp_path: Path) -> None:

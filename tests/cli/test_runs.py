@@ -14,7 +14,9 @@ import pytest
 from smckpt import find_checkpoints
 from smckpt.checkpoint.commits.choose import choose_commit
 from smckpt.checkpoint.commits.commit import take_lease
-from smckpt.manager.keeping.pins import pinned, remove_unless_pinned
+from smckpt.checkpoint.commits.pins import pinned
+from smckpt.checkpoint.commits.run_directory import RunDirectory
+from smckpt.checkpoint.commits.template import Template
 from smckpt.storage import open_storage
 from tests.support.copies import killed_at
 from tests.support.limits import seconds
@@ -120,6 +122,15 @@ def test_each_newer_step_is_told_with_its_cause(root: Path) -> None:
     assert left["newest"]["step"] == 10
 
 
+def test_status_and_ls_name_one_newest_step_where_an_older_one_was_saved_later(
+    tmp_path: Path,
+) -> None:
+    for step in (20, 10):
+        Group(tmp_path / str(step), (0,), session="a" * 12).save(step=step)
+    assert told(command("status", tmp_path, "--json"))["newest"]["step"] == 20
+    assert told(command("ls", tmp_path, "--json"))[0]["step"] == 20
+
+
 def test_the_rank_the_host_and_the_command_are_named(root: Path) -> None:
     data = next((root / "20").glob("data-*-r00001-*.safetensors"))
     data.unlink()
@@ -160,9 +171,9 @@ def test_prune_deletes_what_the_rules_do_not_keep(root: Path) -> None:
 
 
 def test_prune_spares_what_is_pinned_and_finishes_what_was_cut_short(root: Path) -> None:
-    top = open_storage(str(root))
+    run = RunDirectory(open_storage(str(root)), Template("{step}"))
     (ten, *_) = find_checkpoints(root)
-    assert killed_at(3, lambda: remove_unless_pinned(top, "10", ten))
+    assert killed_at(3, lambda: run.remove(ten))
     states = {
         one["place"]: one["state"] for one in told(command("doctor", root, "--json"))["steps"]
     }

@@ -17,6 +17,7 @@ from smckpt.checkpoint.commits.choose import read_manifest, read_record
 from smckpt.checkpoint.commits.contents import contents_of
 from smckpt.checkpoint.commits.discover import FoundCheckpoint
 from smckpt.checkpoint.commits.leases import leases_at
+from smckpt.checkpoint.commits.pins import finish_removals
 from smckpt.checkpoint.commits.remove import removal_of
 from smckpt.checkpoint.reading.committed import open_catalogue
 from smckpt.checkpoint.records.crc import crc64, hex64
@@ -29,7 +30,6 @@ from smckpt.engine.loading.load_rounds import Choice, Common
 from smckpt.engine.saving.commit import Committed, GroupManifest, HostView, Ticket, Written
 from smckpt.engine.saving.commit_groups import GroupSave
 from smckpt.errors import CheckpointError, error_from_json
-from smckpt.manager.keeping.pins import finish_removals
 from smckpt.manager.resume import Outcome, Turn
 from smckpt.meeting.keys import Keys
 from smckpt.meeting.round import Message, Round
@@ -125,7 +125,7 @@ def finish(tree: Tree, root: str) -> Tree:
     left[root]["notes"] = b""
     before = {at: dict(files) for at, files in left.items()}
     try:
-        finish_removals(Memory(root, left), "")
+        finish_removals(Memory(root, left))
     except CheckpointError:
         assert left == before  # it is refused before anything goes
         raise

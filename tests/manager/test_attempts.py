@@ -18,7 +18,7 @@ import smckpt
 from smckpt.checkpoint.records.format import ATTEMPTS, probe_name
 from smckpt.checkpoint.upkeep.transfer import copy_checkpoint
 from smckpt.cli.app import app
-from smckpt.integrations.replaced import remove_tried
+from smckpt.integrations.replaced import keep_last, run_directory
 from smckpt.manager.manager import CheckpointManager
 from smckpt.manager.record import mark_of
 from smckpt.storage import open_storage
@@ -127,7 +127,7 @@ def test_a_file_that_cannot_be_used_costs_the_count_alone(tmp_path: Path, what: 
         place.write_bytes(data[:-9] if what == "damaged" else data)
     if what == "of another commit":
         with CheckpointManager(tmp_path, signals=()) as manager:
-            manager._keeper.run = mark_of(smckpt.find_checkpoints(tmp_path)[0]) or ""
+            manager._retention.run = mark_of(smckpt.find_checkpoints(tmp_path)[0]) or ""
             manager.save(1, {"model": torch.nn.Linear(2, 2)}).wait()
         place.write_bytes(data)
     manager, step, state = begun(str(tmp_path))
@@ -148,10 +148,6 @@ def tried(root: str, *ways: str) -> None:
 def test_doors_of_frameworks_remove_what_a_killed_save_tried(tmp_path: Path) -> None:
     tried(str(tmp_path), "step-2", "step-4", "step-9", "elsewhere", "step-3")
     (tmp_path / "step-3" / "data").touch()
-
-    def step_of(name: str) -> int | None:
-        return int(name[5:]) if name.startswith("step-") else None
-
-    remove_tried(str(tmp_path), step_of, 6, {})
+    keep_last(run_directory(str(tmp_path), "step-{step}", {}), 1, 6)
     left = sorted(path.name for path in tmp_path.iterdir())
     assert left == ["elsewhere", "step-3", "step-9"]

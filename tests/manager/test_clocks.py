@@ -144,16 +144,18 @@ def reads_while_it_is_deleted(root: str, off: float) -> tuple[str, str]:
 
 def _save_alone(root: str, step: int, keep: int | None) -> None:
     """By rank 0 alone, with the manager's own rules for what is deleted."""
-    from smckpt.manager.book import Book
-    from smckpt.manager.keeping.retention import Keep, Keeper
-    from smckpt.manager.template import Template
+    from smckpt.checkpoint.commits.run_directory import RunDirectory
+    from smckpt.checkpoint.commits.template import Template
+    from smckpt.manager.keeping.retention import Keep, Retention
     from smckpt.storage import open_storage
 
     smckpt.save(
         {"a": torch.full((4,), float(step))}, checkpoint_id=f"{root}/{step}", step=step,
         process_group=dist.new_group([0], use_local_synchronization=True), groups=[[0]],
     )  # fmt: skip
-    Keeper(Book(open_storage(root), Template("{step}")), Keep(keep), None).tidy(str(step))
+    Retention(RunDirectory(open_storage(root), Template("{step}")), Keep(keep), None).tidy(
+        str(step)
+    )
 
 
 @pytest.mark.long

@@ -68,7 +68,7 @@ def a_disk_fails(root: str) -> list[Any]:
 
 def _tidied(manager: CheckpointManager) -> None:
     """Wait until the keeper has done what the last commit gave it to do."""
-    keeper = manager._keeper
+    keeper = manager._retention
     if keeper._thread is None:
         return
     deadline = time.monotonic() + seconds(60)

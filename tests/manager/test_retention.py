@@ -18,17 +18,17 @@ import pytest
 
 from smckpt import find_checkpoints, verify_checkpoint
 from smckpt.checkpoint.commits.discover import FoundCheckpoint, found_at
+from smckpt.checkpoint.commits.pins import finish_removals, pinned
+from smckpt.checkpoint.commits.run_directory import RunDirectory
+from smckpt.checkpoint.commits.template import Template
 from smckpt.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
     StorageError,
     UsageError,
 )
-from smckpt.manager.book import Book
-from smckpt.manager.keeping.pins import finish_removals, pinned, remove_unless_pinned
-from smckpt.manager.keeping.retention import Best, Keep, Keeper
+from smckpt.manager.keeping.retention import Best, Keep, Retention
 from smckpt.manager.keeping.rivals import Rivals
-from smckpt.manager.template import Template
 from smckpt.storage import open_storage
 from smckpt.storage.disk.posix import PosixStorage
 from tests.support import synthetic
@@ -51,8 +51,12 @@ def saved(root: Path, *steps: int, run: str | None = RUN, **metrics: float) -> N
         group.save(step=step, metadata=recorded(run, **metrics))
 
 
-def keeper(root: Path | str, last: int | None = 1, **rules: Any) -> Keeper:
-    return Keeper(Book(open_storage(str(root)), Template("{step}")), Keep(last, **rules), RUN)
+def keeper(root: Path | str, last: int | None = 1, **rules: Any) -> Retention:
+    return Retention(steps_of(root), Keep(last, **rules), RUN)
+
+
+def steps_of(root: Path) -> RunDirectory:
+    return RunDirectory(open_storage(str(root)), Template("{step}"))
 
 
 def steps(root: Path | str) -> list[int | None]:
@@ -163,7 +167,7 @@ def test_a_step_that_was_saved_anew_meanwhile_is_not_deleted(tmp_path: Path) -> 
     (ten, _) = find_checkpoints(tmp_path)
     Group(tmp_path / "10", (0, 1), session="c" * 12).save(step=10, metadata=recorded())
     before = contents(tmp_path)
-    assert not remove_unless_pinned(open_storage(str(tmp_path)), "10", ten)
+    assert not steps_of(tmp_path).remove(ten)
     assert contents(tmp_path) == before
 
 
@@ -222,13 +226,12 @@ def test_a_link_that_somebody_puts_there_during_a_deletion_is_not_followed(tmp_p
     made = synthetic.state([on_mesh("w", (10, 6), mesh, "R S0")], synthetic.whole({"w": (10, 6)}))
     Step(tmp_path / "10", {"part0": (0, 2), "part1": (1, 3)}, made).save(step=10)
     (ten,) = find_checkpoints(tmp_path)
-    top = open_storage(str(tmp_path))
-    assert killed_at(1, lambda: remove_unless_pinned(top, "10", ten))  # marked, nothing deleted
+    assert killed_at(1, lambda: steps_of(tmp_path).remove(ten))  # marked, nothing deleted
     shutil.move(tmp_path / "10" / "part1", tmp_path / "elsewhere")
     (tmp_path / "10" / "part1").symlink_to(tmp_path / "elsewhere")
     before = contents(tmp_path / "10"), contents(tmp_path / "elsewhere")
     with pytest.raises(UsageError, match="symbolic link"):
-        finish_removals(open_storage(str(tmp_path)), "10")
+        finish_removals(open_storage(str(tmp_path / "10")))
     assert (contents(tmp_path / "10"), contents(tmp_path / "elsewhere")) == before
 
 
@@ -384,7 +387,7 @@ def test_who_pins_beside_another_reader_waits_for_the_mark_to_go(
 
     with pinned(tmp_path / "10"), monkeypatch.context() as patch:
         patch.setattr(PosixStorage, "delete", held_back)
-        patch.setattr("smckpt.manager.keeping.pins.time.sleep", looked)
+        patch.setattr("smckpt.checkpoint.commits.pins.time.sleep", looked)
         tidying = threading.Thread(target=keeper(tmp_path).tidy, args=("20",), daemon=True)
         tidying.start()
         assert marked.wait(seconds(60))
@@ -412,7 +415,7 @@ def test_a_directory_is_listed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             step=step, metadata=recorded()
         )
     deleting = keeper(tmp_path)
-    deleting.doomed("30")  # reads the book
+    deleting.doomed("30")  # reads the steps
     listed: Counter[str] = Counter()
     scan = PosixStorage._scan
 
@@ -431,12 +434,11 @@ def test_who_pins_what_is_being_deleted_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saved(tmp_path, 10, 20)
-    top = open_storage(str(tmp_path))
     (ten, _) = find_checkpoints(tmp_path)
-    assert killed_at(1, lambda: remove_unless_pinned(top, "10", ten))  # marked, nothing deleted
+    assert killed_at(1, lambda: steps_of(tmp_path).remove(ten))  # marked, nothing deleted
     with pytest.raises(CheckpointNotFoundError, match="being deleted"), pinned(tmp_path / "10"):
         raise AssertionError
-    assert finish_removals(top, "10")
+    assert finish_removals(open_storage(str(tmp_path / "10")))
     with pytest.raises(CheckpointNotFoundError), pinned(tmp_path / "10"):
         raise AssertionError
 
@@ -452,7 +454,7 @@ def test_a_pin_or_a_mark_that_is_too_long_is_not_read(tmp_path: Path) -> None:
     mark.touch()
     os.truncate(mark, 1 << 42)
     with pytest.raises(CorruptCheckpointError, match="bytes"):
-        finish_removals(open_storage(str(tmp_path)), "10")
+        finish_removals(open_storage(str(tmp_path / "10")))
     assert verify_checkpoint(tmp_path / "10").ok
 
 
@@ -463,8 +465,7 @@ def test_a_mark_that_leads_elsewhere_deletes_nothing(tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     shutil.copytree(tmp_path / "20", victim)
     (ten, twenty) = find_checkpoints(tmp_path)[:2]
-    top = open_storage(str(tmp_path))
-    assert killed_at(1, lambda: remove_unless_pinned(top, "10", ten))
+    assert killed_at(1, lambda: steps_of(tmp_path).remove(ten))
     (mark,) = (tmp_path / "10").glob("removing-*")
     honest = open_json(mark.read_bytes(), str(mark))
     before = contents(victim), contents(tmp_path / "20")
@@ -478,22 +479,22 @@ def test_a_mark_that_leads_elsewhere_deletes_nothing(tmp_path: Path) -> None:
     ):
         mark.write_bytes(seal_json({**honest, "groups": [{**honest["groups"][0], **change}]}))
         with pytest.raises(Exception, match="cannot be decoded|leads out|no relative"):
-            finish_removals(top, "10")
+            finish_removals(open_storage(str(tmp_path / "10")))
         assert (contents(victim), contents(tmp_path / "20")) == before
 
 
 ENDS = """
 import atexit, logging, sys, threading
 import torch, smckpt
-from smckpt.manager.keeping.retention import Keeper
+from smckpt.manager.keeping.retention import Retention
 logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
-began, remove = threading.Event(), Keeper.remove
+began, remove = threading.Event(), Retention.remove
 def late(self, one):
     began.set()
     atexit.register(threading.current_thread().join, 10)  # it goes on until it ends
     threading.main_thread().join()  # the process is at its exit
     return remove(self, one)
-Keeper.remove = late
+Retention.remove = late
 def run(manager):
     for step in (1, 2):
         manager.save(step, {"a": torch.ones(4)}).wait()
@@ -517,13 +518,13 @@ def test_a_deletion_that_the_end_of_the_process_cuts_short_is_no_error(
     )  # fmt: skip
     assert done.returncode == 143, done.stderr
     assert "ERROR" not in done.stderr and "Traceback" not in done.stderr
-    Keeper(Book(open_storage(str(tmp_path / "run")), Template("{step}")), Keep(1), None).tidy("2")
+    Retention(steps_of(tmp_path / "run"), Keep(1), None).tidy("2")
     assert steps(tmp_path / "run") == [2]
 
 
 def test_what_is_known_of_rivals_is_bounded_by_what_is_there(tmp_path: Path) -> None:
     kept = keeper(tmp_path)
-    rivals = Rivals(kept._book)
+    rivals = Rivals(kept._steps)
     rivals.refuse("1", RUN)
     for step in range(1, 30):
         saved(tmp_path, step)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from smckpt.checkpoint.commits.template import Template
 from smckpt.errors import UsageError
-from smckpt.manager.template import Template
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ import errno
 import json
 import logging
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from smckpt import (
 from smckpt.cli.app import app
 from smckpt.manager.doctor import examine
 from smckpt.storage import open_storage
+from tests.support.failing import failing
 from tests.support.launch import run_ranks
 from tests.support.limits import seconds
 
@@ -47,31 +47,6 @@ def saved(root: Path | str, *steps: int, **options: Any) -> None:
     with manager(root, **options) as ours:
         for step in steps:
             ours.save(step, state(step)).wait()
-
-
-@contextlib.contextmanager
-def failing(call: str, code: int, below: Path | str, times: int = -1) -> Iterator[list[str]]:
-    """Calls that name a path, or read a file, at or below `below` fail; yields those paths."""
-    real, met = getattr(os, call), list[str]()
-
-    def faulty(path: Any, *rest: Any, **named: Any) -> Any:
-        at = _name(path) if isinstance(path, int) else os.fspath(path)
-        if named.get("dir_fd") is not None:
-            at = os.path.join(_name(named["dir_fd"]), at)
-        if (at == str(below) or at.startswith(f"{below}/")) and len(met) != times:
-            met.append(at)
-            raise OSError(code, os.strerror(code), at)
-        return real(path, *rest, **named)
-
-    setattr(os, call, faulty)
-    try:
-        yield met
-    finally:
-        setattr(os, call, real)
-
-
-def _name(descriptor: int) -> str:
-    return os.readlink(f"/proc/self/fd/{descriptor}")
 
 
 def restored(root: Path | str, **options: Any) -> tuple[int, float, int]:
@@ -236,7 +211,7 @@ def test_the_only_step_that_can_be_read_is_never_deleted(tmp_path: Path) -> None
 
 def _tidied(ours: CheckpointManager) -> None:
     """Wait until the keeper has done what the last commit gave it to do."""
-    keeper = ours._keeper
+    keeper = ours._retention
     if keeper._thread is not None:
         keeper._inbox.put(None)
         keeper._thread.join(seconds(60))

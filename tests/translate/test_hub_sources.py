@@ -11,8 +11,9 @@ import pytest
 import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
-from smckpt import errors, export_hf, import_hf
+from smckpt import errors, export_hf, import_hf, verify_hf
 from smckpt.cli.app import app
 from tests.support import references
 from tests.support.references import on_disk
@@ -92,6 +93,66 @@ def test_a_missing_file_of_the_index_is_told(tmp_path, llama):
         export_hf(source, tmp_path / "hf")
     with pytest.raises(errors.UsageError, match="out_dir is the directory of"):
         export_hf(source, source, overwrite=True)
+
+
+def named_by_config(folder: Path, llama: tuple[Any, State], name: str) -> tuple[Path, State]:
+    """A directory with two models, of which transformers loads the one that the config names."""
+    model, state = llama
+    model.save_pretrained(folder)
+    wanted = {key: tensor + 1 for key, tensor in state.items()}
+    if name.endswith("index.json"):
+        halves = (sorted(wanted)[::2], sorted(wanted)[1::2])
+        for number, keys in enumerate(halves):
+            part = {key: wanted[key] for key in keys}
+            save_file(part, folder / f"b{number}.safetensors", {"format": "pt"})
+        where = {
+            key: f"b{number}.safetensors" for number, keys in enumerate(halves) for key in keys
+        }
+        (folder / name).write_text(json.dumps({"metadata": {}, "weight_map": where}))
+    elif name.endswith(".safetensors"):
+        save_file(wanted, folder / name, {"format": "pt"})
+    else:
+        torch.save(wanted, folder / name)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(
+        json.dumps({**config, "transformers_weights": name, "unused": float("inf")})
+    )
+    return folder, wanted
+
+
+@pytest.mark.parametrize("name", ["b.safetensors", "b.safetensors.index.json", "adapter_model.bin"])
+def test_the_weights_that_the_config_names_are_read(tmp_path, llama, name):
+    source, wanted = named_by_config(tmp_path / "own", llama, name)
+    theirs = AutoModelForCausalLM.from_pretrained(source).state_dict()
+    assert [key for key in wanted if not torch.equal(theirs[key], wanted[key])] == []
+    export_hf(source, tmp_path / "hf")
+    assert_same(tmp_path / "hf", wanted)
+    import_hf(source, tmp_path / "in", "mcore_te", tp=2)
+    export_hf(tmp_path / "in", tmp_path / "again")
+    assert_same(tmp_path / "again", wanted)
+    assert verify_hf(source, against=tmp_path / "in").ok
+    (source / "b0.safetensors" if name.endswith("json") else source / name).unlink()
+    with pytest.raises(errors.CorruptCheckpointError, match="is missing, which"):
+        export_hf(source, tmp_path / "none")
+
+
+@pytest.mark.parametrize("name", ["b.bin", "../b.safetensors", "sub/b.safetensors", "", 3])
+def test_weights_that_the_config_cannot_name_are_refused(tmp_path, llama, name):
+    source, _ = named_by_config(tmp_path / "own", llama, "b.safetensors")
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "transformers_weights": name}))
+    with pytest.raises(errors.CorruptCheckpointError, match="transformers_weights"):
+        export_hf(source, tmp_path / "hf")
+
+
+def test_an_adapter_beside_the_weights_is_noted(tmp_path, llama):
+    """transformers adds it to the model that it loads."""
+    model, state = llama
+    model.save_pretrained(tmp_path / "own")
+    peft_llama().save_pretrained(tmp_path / "own")
+    report = export_hf(tmp_path / "own", tmp_path / "hf")
+    assert any("adapter_model.safetensors beside the weights" in note for note in report.notes)
+    assert_same(tmp_path / "hf", state)
 
 
 @pytest.mark.parametrize("kind", ["npz", "npy", "gguf", "h5"])

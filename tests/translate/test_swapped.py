@@ -16,8 +16,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from smckpt import apply_published, export_hf, publish
-from smckpt.checkpoint.commits.contents import contents_of
-from smckpt.checkpoint.commits.remove import remove_checkpoint
+from smckpt.checkpoint.commits.pins import remove_newest
 from smckpt.checkpoint.commits.sweep import sweep
 from smckpt.checkpoint.upkeep.transfer import copy_checkpoint
 from smckpt.errors import CheckpointError, UsageError
@@ -143,7 +142,7 @@ class Steps:
 
 class Remove(Steps):
     def act(self) -> None:
-        remove_checkpoint(contents_of(access_to(self.run).open(self.run)))
+        remove_newest(access_to(self.run).open(self.run))
 
 
 class Copy(Steps):

@@ -21,7 +21,7 @@ from smckpt.storage import Storage, StoreOptions, access_to
 from smckpt.storage.faults import twice
 from smckpt.storage.urls import is_local, local_path, normal_url, relative_url
 
-__all__ = ["FoundCheckpoint", "find_checkpoints", "latest"]
+__all__ = ["FoundCheckpoint", "find_checkpoints", "in_order", "latest"]
 
 log = logging.getLogger("smckpt")
 
@@ -140,7 +140,7 @@ def found_below(top: Storage, depth: int = DEPTH, *, sure: bool = False) -> list
     unread = [error for error in refused.values() if _may_be_ours(error)]
     if sure and unread and not found:
         raise unread[0]
-    return _in_order(_once(found))
+    return in_order(_once(found))
 
 
 def _once(found: list[FoundCheckpoint]) -> list[FoundCheckpoint]:
@@ -200,7 +200,7 @@ def _may_be_ours(error: CheckpointError) -> bool:
     return not foreign or parse_name((error.path or "").rpartition("/")[2]) is not None
 
 
-def _in_order(found: list[FoundCheckpoint]) -> list[FoundCheckpoint]:
+def in_order(found: list[FoundCheckpoint]) -> list[FoundCheckpoint]:
     """Sort, oldest first. A step never goes back, and neither does the number of a session's save,
     but a clock may."""
     if all(f.step is not None for f in found):

@@ -17,6 +17,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from smckpt.checkpoint.records.format import fence_name, lease_name, parse_name, probe_name
 from smckpt.checkpoint.records.prefixes import PrefixSharding, PrefixStores
 from smckpt.checkpoint.records.sealed import (
@@ -410,39 +412,24 @@ def _read_lease(storage: Storage, name: str) -> Lease:
     path = file_url(storage.url, name)
     body = _opened(storage, name)
     try:
-        fencing_token, stamped = body["epoch"], body.get("claimed_at", 0)
-        ways, before, ranks = (_listed(body, key) for key in ("groups", "before", "ranks"))
-        if (
-            type(fencing_token) is not int
-            or type(stamped) is not int
-            or lease_name(fencing_token) != name
-        ):
-            raise ValueError(f"fencing token {fencing_token!r}, taken at {stamped!r}")
-        if any(type(rank) is not int for rank in ranks):
-            raise ValueError("a rank is not a number")
-        return Lease(
-            name,
-            fencing_token,
-            str(body["session"]),
-            frozenset(join_url(storage.url, way) for way in ways) or frozenset({storage.url}),
-            frozenset(map(str, before)),
-            PrefixSharding.from_json(body.get("spread")),
-            frozenset(ranks),
-            stamped,
-        )
-    except (KeyError, TypeError, ValueError, AttributeError, UsageError) as error:
+        groups = msgspec.convert(body.get("groups", ()), tuple[str, ...])
+        known = {
+            "name": name,
+            "fencing_token": body["epoch"],
+            "scope": [join_url(storage.url, group) for group in groups] or [storage.url],
+            "prefix_sharding": body.get("spread"),
+            "taken_at": body.get("claimed_at", 0),
+        }
+        lease = msgspec.convert({**body, "before": body.get("before", ()), **known}, Lease)
+        if lease_name(lease.fencing_token) != name:
+            raise ValueError(f"it has the fencing token {lease.fencing_token}")
+        return lease
+    except (KeyError, ValueError, UsageError) as error:
         raise CorruptCheckpointError(
             f"the lease cannot be decoded: {error}",
             remedy="smckpt did not write this: find out what writes here, and remove the file",
             path=path,
         ) from error
-
-
-def _listed(body: Mapping[str, Any], key: str) -> list[Any]:
-    found = body.get(key, [])
-    if not isinstance(found, list):
-        raise ValueError(f"{key} is {found!r:.80}")
-    return found
 
 
 def _scope_of(storage: Storage, name: str) -> frozenset[str]:

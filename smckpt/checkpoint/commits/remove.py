@@ -7,7 +7,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from smckpt.checkpoint.commits.choose import choose_commit
 from smckpt.checkpoint.commits.contents import Contents
 from smckpt.checkpoint.commits.leases import leases_at
 from smckpt.checkpoint.records.format import ATTEMPTS, parse_name, parse_temporary
@@ -17,7 +16,7 @@ from smckpt.checkpoint.records.prefixes import (
     delete_at,
     found_prefix_sharding,
 )
-from smckpt.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
+from smckpt.errors import CheckpointError
 from smckpt.storage import Storage
 
 __all__ = [
@@ -26,7 +25,6 @@ __all__ = [
     "RemoveReport",
     "carry_out",
     "removal_of",
-    "remove_checkpoint",
     "remove_probes",
 ]
 
@@ -37,7 +35,8 @@ log = logging.getLogger("smckpt")
 
 @dataclass(frozen=True)
 class RemoveReport:
-    """What was removed. left: the older commit that is the newest there now, if there is one."""
+    """What was removed. nbytes: 0 where a removal that was cut short had begun it. left: the older
+    commit that is the newest there now, if there is one."""
 
     path: str
     identity: str
@@ -69,6 +68,15 @@ class Removal:
 
     record: str | None
     groups: tuple[RemovalGroup, ...]
+
+    @property
+    def identity(self) -> str:
+        return self.record or self.groups[0].manifest
+
+    @property
+    def files(self) -> int:
+        named = sum(1 + sum(len(names) for _, names in group.parts) for group in self.groups)
+        return named + (self.record is not None)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -123,6 +131,9 @@ def removal_of(contents: Contents) -> Removal:
             names = [part.name, *(f.name for f in part.files), *(f.crc_name for f in part.files)]
             parts.append((part.rank, tuple(names)))
         first = manifest.parts[0].name
+        sharding = found_prefix_sharding(store, manifest.prefix_sharding, first)
+        for sharded in PrefixStores(store, sharding).all():
+            sharded.refuse_links()
         groups.append(
             RemovalGroup(
                 group.directory,
@@ -130,30 +141,10 @@ def removal_of(contents: Contents) -> Removal:
                 manifest.fencing_token,
                 manifest.session,
                 tuple(parts),
-                found_prefix_sharding(store, manifest.prefix_sharding, first),
+                sharding,
             )
         )
     return Removal(contents.record, tuple(groups))
-
-
-def remove_checkpoint(contents: Contents) -> RemoveReport:
-    """Delete the files of a checkpoint. The record and manifests are deleted first, so a removal
-    that is cut short leaves no half checkpoint, only files that no reader takes for one.
-
-    Files that are already gone are fine. If no file of a save is left, the leases are deleted last,
-    and then empty directories, the checkpoint's own included.
-
-    Raises:
-        UsageError: a group's directory is a link, which would lead to somebody else's files.
-        StorageError: the store refused; what is left can be loaded only if nothing was deleted.
-    """
-    top = contents.storage
-    carry_out(top, removal_of(contents))
-    try:
-        left = choose_commit(top).identity
-    except (CheckpointNotFoundError, CorruptCheckpointError):  # or the rest of a swept commit
-        left = None
-    return RemoveReport(contents.url, contents.identity, contents.files, contents.nbytes, left)
 
 
 def remove_probes(root: Storage, steps: Iterable[str]) -> None:
@@ -194,7 +185,8 @@ def carry_out(top: Storage, removal: Removal, seen: Collection[str] | None = Non
             listed once.
 
     Raises:
-        As `remove_checkpoint`.
+        UsageError: a directory is a link, which would lead to somebody else's files.
+        StorageError: the store refused.
     """
     directories = [top.join(group.directory) for group in removal.groups]
     sharded = [

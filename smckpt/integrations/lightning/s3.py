@@ -13,9 +13,9 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import smckpt
 from smckpt.checkpoint.records.format import parse_name
-from smckpt.errors import CheckpointNotFoundError, UsageError
+from smckpt.errors import UsageError
+from smckpt.integrations.replaced import remove_or_keep
 from smckpt.storage import Storage, open_storage
 from smckpt.storage.urls import build_s3_url, is_s3_url, parse_s3_url
 
@@ -186,9 +186,7 @@ def _keys(storage: Storage) -> list[str]:
 
 
 def _remove_all(storage: Storage) -> None:
-    try:
-        smckpt.remove(storage.url)
-    except CheckpointNotFoundError:
+    if not storage.names() or not remove_or_keep(storage.url, {}):
         return
     storage.delete_many([one.name for one in storage.list() if parse_name(one.name)])
 

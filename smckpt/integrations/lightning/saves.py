@@ -23,6 +23,7 @@ import smckpt
 from smckpt.checkpoint.records.format import parse_name
 from smckpt.engine.saving.job import SaveHandle
 from smckpt.errors import CheckpointError, CheckpointNotFoundError, StorageError, UsageError
+from smckpt.integrations.replaced import remove_or_keep
 from smckpt.meeting.group import group_at
 from smckpt.storage import Storage, open_storage
 from smckpt.storage.urls import is_local, is_s3_url, local_path, parent_url
@@ -172,9 +173,8 @@ class Saves:
         else:
             if not is_local(path) and not self.find(path):
                 self._remove_object(path)
-            else:
-                with contextlib.suppress(CheckpointNotFoundError):
-                    smckpt.remove(path, **self._s3(path))
+            elif not remove_or_keep(path, self._s3(path)):
+                return
             self._remove_rest(path)
         log.info("removed %s", path)
 

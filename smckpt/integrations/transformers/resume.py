@@ -5,12 +5,12 @@ The main process looks, and all ranks take what it found.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import shutil
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from accelerate import PartialState
@@ -18,7 +18,6 @@ from accelerate.utils import broadcast_object_list
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import get_last_checkpoint as stock_last_checkpoint
 
-import smckpt
 from smckpt.checkpoint.reading.committed import open_catalogue
 from smckpt.checkpoint.records.format import parse_name
 from smckpt.errors import (
@@ -26,12 +25,14 @@ from smckpt.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
     FormatVersionError,
+    StorageError,
     as_checkpoint_error,
     error_from_json,
 )
-from smckpt.integrations.replaced import stock_files
+from smckpt.integrations.replaced import remove_or_keep, stock_files
 from smckpt.integrations.transformers.files import STEP, empty_store
 from smckpt.storage import Storage, access_to
+from smckpt.storage.faults import twice
 from smckpt.storage.urls import is_local
 
 __all__ = [
@@ -108,7 +109,7 @@ class Checkpoints:
         Raises:
             StorageError: the store does not answer.
         """
-        if not self.elsewhere(directory) and not _begun_by_us(directory):
+        if not self.elsewhere(directory) and not self._begun_by_us(directory):
             return None
         try:
             catalogue = open_catalogue(self.storage(directory))
@@ -122,6 +123,10 @@ class Checkpoints:
             return None
         return tuple(sorted(found))
 
+    def _begun_by_us(self, directory: str) -> bool:
+        names = self.storage(directory).names() if os.path.isdir(directory) else ()
+        return any(parse_name(name) is not None for name in names)
+
     def begun(self, directory: str) -> bool:
         """Whether a save has begun in a directory."""
         if self.elsewhere(directory) and self.storage(directory).names():
@@ -129,14 +134,29 @@ class Checkpoints:
         return os.path.isdir(directory)
 
     def newest(self, run: str, lost: Collection[str] = ()) -> StepToResume | None:
-        """The newest whole checkpoint that is none of `lost`."""
+        """The newest whole checkpoint that is none of `lost`. One that cannot be read is passed
+        over.
+
+        Raises:
+            StorageError: the store as a whole fails, or can read none of them.
+        """
+        unread: list[StorageError] = []
         for step in reversed(self.steps(run)):
             directory = f"{run.rstrip('/')}/checkpoint-{step}"
             if directory in lost:
                 continue
-            keys = self.keys(directory)
+            try:
+                keys = twice(partial(self.keys, directory))
+            except StorageError as error:
+                if error.of_store:
+                    raise
+                log.warning("%s is passed over: %s", directory, error)
+                unread.append(error)
+                continue
             if keys is not None or is_whole_stock(directory):
                 return StepToResume(directory, keys)
+        if unread:
+            raise unread[0]
         return None
 
     def choose(self, asked: str | bool, lost: Collection[str] = ()) -> StepToResume | None:
@@ -151,10 +171,16 @@ class Checkpoints:
             asked = asked.rstrip("/")
             run = os.path.dirname(asked if not is_local(asked) else os.path.abspath(asked))
             if asked not in lost:
-                keys = self.keys(asked)
-                begun = _begun_by_us(asked) or self.elsewhere(asked)
-                if keys is not None or is_whole_stock(asked) or not begun:
-                    return StepToResume(asked, keys)
+                try:
+                    keys = twice(partial(self.keys, asked))
+                except StorageError as error:
+                    newest = self.steps(run)[-1:]
+                    if error.of_store or newest != [_step_of(asked)]:
+                        raise  # a user who named an older one meant it
+                else:
+                    begun = self._begun_by_us(asked) or self.elsewhere(asked)
+                    if keys is not None or is_whole_stock(asked) or not begun:
+                        return StepToResume(asked, keys)
         else:
             run = self.output_dir
         found = self.newest(run, lost)
@@ -171,10 +197,10 @@ class Checkpoints:
         return found
 
     def remove(self, directory: str) -> None:
-        """Remove a checkpoint, of smckpt or not, with all that is beside it."""
-        place = self.place(directory)
-        with contextlib.suppress(CheckpointNotFoundError):  # never committed, or not smckpt's
-            smckpt.remove(place, **self.arguments)
+        """Remove a checkpoint, of smckpt or not, with all that is beside it, unless a reader has
+        pinned it."""
+        if not remove_or_keep(self.place(directory), self.arguments):
+            return
         if self.elsewhere(directory):
             storage = self.storage(directory)
             storage.delete_many([one for one in storage.names() if parse_name(one) is not None])
@@ -220,19 +246,16 @@ def get_last_checkpoint(folder: str | os.PathLike[str]) -> str | None:
     return None if newest is None else newest.directory
 
 
-def _begun_by_us(directory: str) -> bool:
-    try:
-        return any(parse_name(name) is not None for name in os.listdir(directory))
-    except OSError:
-        return False
+def _step_of(directory: str) -> int | None:
+    named = STEP.fullmatch(os.path.basename(directory.rstrip("/")))
+    return int(named[1]) if named else None
 
 
 def next_step(
     checkpoints: Checkpoints, asked: Any, lost: dict[str, CheckpointError]
 ) -> StepToResume | None:
-    if lost and asked is not True:  # a user who named an older one meant it
-        named = STEP.fullmatch(os.path.basename(asked.rstrip("/")))
-        steps = checkpoints.steps(os.path.dirname(asked.rstrip("/")))
-        if named is None or int(named[1]) != steps[-1]:
-            return None
+    if lost and asked is not True:
+        newest = checkpoints.steps(os.path.dirname(asked.rstrip("/")))[-1:]
+        if newest != [_step_of(asked)]:
+            return None  # a user who named an older one meant it
     return checkpoints.choose(asked, lost)

@@ -11,13 +11,12 @@ from queue import SimpleQueue
 
 from smckpt.checkpoint.commits.contents import what_is_missing
 from smckpt.checkpoint.commits.discover import FoundCheckpoint
+from smckpt.checkpoint.commits.run_directory import RunDirectory
 from smckpt.errors import CheckpointError, UsageError
-from smckpt.manager.book import Book
-from smckpt.manager.keeping.pins import finish_removals, remove_unless_pinned
 from smckpt.manager.keeping.rivals import Rivals
 from smckpt.manager.record import mark_of
 
-__all__ = ["Best", "Keep", "Keeper"]
+__all__ = ["Best", "Keep", "Retention"]
 
 log = logging.getLogger("smckpt")
 
@@ -108,7 +107,7 @@ def _refuse_count(name: str, value: object, least: int) -> None:
         raise UsageError(f"{name} is {value!r}", remedy=f"give a whole number from {least}")
 
 
-class Keeper:
+class Retention:
     """Deletes the checkpoints that the rule does not keep, in a thread of its own, on one rank.
 
     It runs after each commit of this run and at no other time, so this run has committed the newest
@@ -120,22 +119,28 @@ class Keeper:
     """
 
     def __init__(
-        self, book: Book, keep: Keep, run: str | None, rivals: Rivals | None = None
+        self, steps: RunDirectory, keep: Keep, run: str | None, rivals: Rivals | None = None
     ) -> None:
         self.run = run
         self._rivals = rivals
-        self._book = book
+        self._steps = steps
         self._keep = keep
         self._inbox: SimpleQueue[str | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._finished = False  # the deletions that were cut short
         self._ending = False  # nobody waits any more, and the process may end
 
+    def nbytes(self) -> int:
+        """The size of the steps that this run has saved."""
+        return sum(found.nbytes for found in self._steps.all() if mark_of(found) == self.run)
+
     def committed(self, subpath: str) -> None:
         """This run has committed a checkpoint there. Returns at once."""
         if self._thread is None:
             self._ending = False
-            self._thread = threading.Thread(target=self._serve, name="smckpt-keeper", daemon=True)
+            self._thread = threading.Thread(
+                target=self._serve, name="smckpt-retention", daemon=True
+            )
             self._thread.start()
         self._inbox.put(subpath)
 
@@ -160,7 +165,7 @@ class Keeper:
             subpaths = [subpath for subpath in waiting if subpath is not None]
             try:
                 for subpath in subpaths:
-                    self._book.changed(subpath)
+                    self._steps.changed(subpath)
                 looks = [self._rivals is None or self._rivals.look(subpath) for subpath in subpaths]
                 if looks and all(looks):  # an earlier one may be deleted already
                     self.tidy(subpaths[-1])
@@ -179,7 +184,7 @@ class Keeper:
         """
         gone = [one for one in self.doomed(newest) if self.remove(one)]
         if not self._finished and self._keep.last is not None:
-            self.finish()
+            self._finished = self._steps.finish()
         return gone
 
     def doomed(self, newest: str | None = None) -> list[FoundCheckpoint]:
@@ -191,8 +196,8 @@ class Keeper:
         """
         if self._keep.last is None:
             return []
-        found = [one for one in self._book.all() if self.run in (None, mark_of(one))]
-        subpaths = {self._book.subpath_of(one): one for one in found}
+        found = [one for one in self._steps.all() if self.run in (None, mark_of(one))]
+        subpaths = {self._steps.subpath_of(one): one for one in found}
         one = subpaths.get(newest) if newest is not None else (found[-1] if found else None)
         if one is None:
             log.warning("old checkpoints stay: the newest one is not found")
@@ -215,7 +220,7 @@ class Keeper:
         """Whether every file that the checkpoint names is there, in its full size."""
         try:
             missing = what_is_missing(
-                self._book.root.join(self._book.subpath_of(one)), one.identity
+                self._steps.root.join(self._steps.subpath_of(one)), one.identity
             )
         except CheckpointError as error:
             missing = str(error)
@@ -225,27 +230,9 @@ class Keeper:
 
     def remove(self, one: FoundCheckpoint) -> bool:
         """Delete it unless a reader has pinned it; returns whether it was deleted."""
-        subpath = self._book.subpath_of(one)
         try:
-            removed = remove_unless_pinned(self._book.root, subpath, one)
+            return self._steps.remove(one)
         except CheckpointError as error:
             log.warning("%s stays for now: %s", one, error)
             self._finished = False
             return False
-        finally:
-            self._book.changed(subpath)
-        if removed:
-            log.info("deleted the checkpoint of step %s, %s", one.step, one)
-        else:
-            log.info("the checkpoint of step %s stays: a reader has pinned it", one.step)
-        return removed
-
-    def finish(self) -> None:
-        """Finish deletions that were cut short, by an earlier run or by an error."""
-        self._finished = True
-        for _, subpath in self._book.places():
-            try:
-                finish_removals(self._book.root, subpath)
-            except CheckpointError as error:
-                self._finished = False
-                log.warning("a deletion that was cut short is not finished: %s", error)

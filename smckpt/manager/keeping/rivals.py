@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from smckpt.checkpoint.commits.discover import FoundCheckpoint, found_at
+from smckpt.checkpoint.commits.run_directory import RunDirectory
 from smckpt.errors import CheckpointError, StorageError, UsageError
-from smckpt.manager.book import Book
 from smckpt.manager.record import claim_of, mark_of
 
 __all__ = ["Rivals"]
@@ -34,10 +34,10 @@ class Claim:
 
 
 class Rivals:
-    """What rank 0 knows of them. The training thread calls `refuse`, the keeper's thread `look`."""
+    """What rank 0 knows of them. The training thread calls `refuse`, retention `look`."""
 
-    def __init__(self, book: Book) -> None:
-        self._book = book
+    def __init__(self, steps: RunDirectory) -> None:
+        self._steps = steps
         self._claim: Claim | None = None
         self._before: frozenset[str] = frozenset()  # directories of the steps when we began
         self._others: dict[str, str] = {}  # directory → the run that saved there since
@@ -69,7 +69,7 @@ class Rivals:
                 f"a step of another run ({owner}) is there, which this save would replace",
                 remedy="restore it first, then this run goes on from it; or give this run a root "
                 "of its own",
-                path=self._book.root.join(subpath).url,
+                path=self._steps.root.join(subpath).url,
             )
 
     def look(self, subpath: str) -> bool:
@@ -79,7 +79,7 @@ class Rivals:
             StorageError: the store fails to list the root.
         """
         again = [] if self._last is None else [self._last]  # who saves to the same is found there
-        present = [other for _, other in self._book.places()]
+        present = [other for _, other in self._steps.places()]
         self._last = subpath
         self._ours = self._ours.intersection(present) | {subpath}
         self._others = {
@@ -94,7 +94,7 @@ class Rivals:
         return self._over is None
 
     def _begin(self) -> None:
-        subpaths = [subpath for _, subpath in self._book.places()]
+        subpaths = [subpath for _, subpath in self._steps.places()]
         self._before = frozenset(subpaths)
         claims = [
             claim_of(found) for subpath in subpaths[:_LOOKS_BACK] if (found := self._found(subpath))
@@ -104,7 +104,7 @@ class Rivals:
 
     def _found(self, subpath: str) -> FoundCheckpoint | None:
         try:
-            return found_at(self._book.root.join(subpath))
+            return found_at(self._steps.root.join(subpath))
         except CheckpointError:  # damaged, or deleted meanwhile: it tells nothing
             return None
 
@@ -117,7 +117,7 @@ class Rivals:
             log.warning(
                 "another job saves below %s too: step %s is not of this one. Give each a root of "
                 "its own",
-                self._book.root.url,
+                self._steps.root.url,
                 found.step,
             )
         self._others[subpath] = mark_of(found) or ""

@@ -10,16 +10,26 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from smckpt.engine.groups import ReplicationGroup
 from smckpt.engine.saving.job import bytes_text
 from smckpt.errors import StorageError
 from smckpt.layout.image import compile_layout
 from smckpt.manager.keeping.retention import Keep
+from smckpt.meeting.round import Meeting
 from smckpt.state_dict.select import Selector
 from smckpt.storage.disk import lustre
 from smckpt.storage.urls import is_local
 from smckpt.topology import ParallelState
 
-__all__ = ["Outlook", "Room", "bytes_of", "check_room", "degrees_text", "room_at"]
+__all__ = [
+    "Outlook",
+    "Room",
+    "bytes_of",
+    "check_room",
+    "degrees_text",
+    "meet_about_room",
+    "room_at",
+]
 
 log = logging.getLogger("smckpt")
 
@@ -229,3 +239,36 @@ def _warn_of_full_targets(root: str, rank: int) -> None:
 
 def _count(number: int, what: str) -> str:
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def meet_about_room(
+    meeting: Meeting,
+    point: str,
+    live: Mapping[str, Any],
+    group: ReplicationGroup,
+    root: str,
+    keep: Keep,
+    saved: Callable[[], int],
+    degrees: ParallelState | None,
+    save_seconds: float | None,
+    timeout: float,
+) -> None:
+    """Before a manager's first save, on all ranks: is there room for the steps that stay?
+
+    Raises:
+        StorageError: not for one. All ranks raise it.
+    """
+
+    def mine() -> list[Any]:
+        try:
+            return [bytes_of(live, meeting.member, group.ranks), group.name]
+        except Exception:  # async_save finds it too, and tells the peers
+            return [0, group.name]
+
+    def decide(brought: Callable[[], dict[int, list[Any]]]) -> None:
+        found = brought()
+        text = degrees_text(degrees, [name for _, name in found.values()])
+        sizes = {rank: size for rank, (size, _) in found.items()}
+        check_room(root, sizes, len(group.ranks), keep, saved, Outlook(text, save_seconds))
+
+    meeting.round(point, mine, decide, timeout=timeout)

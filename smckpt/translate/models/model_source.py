@@ -252,11 +252,18 @@ class _Opener:
         cut = self._is_layout(reader.held, found.url)
         if not cut:
             given.refuse_degrees(found.url)
+        notes: tuple[str, ...] = ()
         if found.format == HUB_DIRECTORY:
             reader = dequantized(reader, self.settings)
+            if adapter := found.facts.get("adapter"):
+                notes = (
+                    f"{adapter} beside the weights was left out; transformers adds such an adapter "
+                    "to the model that it loads: pass adapter= to export the two together",
+                )
         return ModelSource(
-            reader, given.degrees, given, found.format, cut, found.model_facts if cut else ()
-        )
+            reader, given.degrees, given, found.format, cut, found.model_facts if cut else (),
+            notes=notes,
+        )  # fmt: skip
 
     def files(self, found: RankFilesFound) -> ModelSource:
         """The files of ranks, or one file with a whole model."""

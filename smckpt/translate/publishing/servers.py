@@ -92,7 +92,7 @@ def _checked(directory: str | os.PathLike[str]) -> str:
             remedy="bring the directory to a disk that the server sees (smckpt apply)",
         )  # fmt: skip
     model_path = os.path.realpath(local_path(os.fspath(directory)))
-    if not Path(model_path).is_dir() or not weight_files(Folder(SourceFiles(), model_path)):
+    if not Path(model_path).is_dir() or not weight_files(Folder(SourceFiles(), model_path))[0]:
         raise UsageError(
             "no weights of a model are in the directory", path=model_path,
             remedy="pass what smckpt export or smckpt apply wrote",

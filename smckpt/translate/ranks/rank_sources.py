@@ -185,12 +185,15 @@ def _hub_directory(folder: Folder) -> RankFilesFound | ForeignCheckpoint | None:
     Raises:
         UsageError, CorruptCheckpointError: a file of the index is missing or damaged.
     """
-    if files := weight_files(folder):
+    files, _ = weight_files(folder)
+    if files:
         saved = {key.name: tensor for key, tensor in hub_tensors(folder).items()}
-        sizes = {record.path.rpartition("/")[2]: record.nbytes for record in files}
+        sizes = {name: record.nbytes for name, record in files.items()}
+        beside = {ADAPTER_WEIGHTS, ADAPTER_WEIGHTS_BIN} & folder.files.keys() - files.keys()
         return ForeignCheckpoint(
-            folder.url, HUB_DIRECTORY, saved, folder.source, files=sizes, parts=tuple(files)
-        )
+            folder.url, HUB_DIRECTORY, saved, folder.source, files=sizes,
+            facts={"adapter": min(beside)} if beside else {}, parts=tuple(files.values()),
+        )  # fmt: skip
     for name in (ADAPTER_WEIGHTS, ADAPTER_WEIGHTS_BIN):
         if name in folder.files:
             return RankFilesFound({name: folder.files[name]}, folder.source, format=PEFT_DIRECTORY)

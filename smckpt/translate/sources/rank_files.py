@@ -5,6 +5,7 @@ A reader says what it holds, and copies blocks of it into memory.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,13 +20,20 @@ from smckpt.storage.urls import is_plain_name
 from smckpt.translate.archives.folders import Folder
 from smckpt.translate.archives.source_files import ArchiveRecord, SourceFiles
 from smckpt.translate.archives.torch_archive import StoredTensor
+from smckpt.translate.configs.config import CONFIG
 from smckpt.translate.sources.boxes import BoxTensors, SavedTensor, whole_tensor
 from smckpt.translate.sources.torch_files import StoredState, stored_state
 from smckpt.translate.tables.compile import Block
 from smckpt.translate.tables.degrees import Degrees
 from smckpt.translate.tables.names import unwrapped
 from smckpt.translate.tables.pieces import RankTensors, TensorKey
-from smckpt.translate.writing.targets import INDEX, INDEX_BIN, SINGLE, SINGLE_BIN
+from smckpt.translate.writing.targets import (
+    ADAPTER_WEIGHTS_BIN,
+    INDEX,
+    INDEX_BIN,
+    SINGLE,
+    SINGLE_BIN,
+)
 
 __all__ = [
     "TensorReader",
@@ -37,7 +45,7 @@ __all__ = [
     "weight_files",
 ]
 
-_INDEX_LIMIT = 256 << 20  # bytes
+_INDEX_LIMIT, _CONFIG_LIMIT = 256 << 20, 64 << 20  # bytes
 
 
 class TensorReader(Protocol):
@@ -139,16 +147,14 @@ def open_stages(
 
 
 def open_directory(directory: Path, *, exact: bool = False) -> BoxTensors:
-    """Open the weights of a Hugging Face directory: one file, or else those of its index;
-    safetensors, or else what `torch.save` wrote. transformers looks in this order too, and leaves
-    an old index beside the one file that it saves.
+    """Open the weights of a Hugging Face directory, those that transformers loads.
 
     Args:
         exact: the index must name every tensor with its file.
 
     Raises:
         UsageError: there are no weights.
-        CorruptCheckpointError: the index or a file of it is damaged, or a tensor is in two files.
+        CorruptCheckpointError: as `weight_files`, or a tensor is in two files.
     """
     folder = Folder(SourceFiles(), str(directory.absolute()))
     return BoxTensors(folder.url.rstrip("/"), hub_tensors(folder, exact=exact), folder.source)
@@ -157,16 +163,15 @@ def open_directory(directory: Path, *, exact: bool = False) -> BoxTensors:
 def hub_tensors(folder: Folder, *, exact: bool = False) -> dict[TensorKey, SavedTensor]:
     """The tensors that `open_directory` reads, in a store too."""
     directory = folder.url.rstrip("/")
-    single, index = _weights_of(folder)
-    where = {} if single in folder.files else _weight_map(folder, index)
+    files, where = weight_files(folder)
+    if not files:
+        raise UsageError(
+            f"the directory has none of {', '.join(_NAMES)}",
+            remedy="pass the directory that export_hf or save_pretrained wrote", path=directory,
+        )  # fmt: skip
     tensors: dict[TensorKey, SavedTensor] = {}
-    for name in sorted(set(where.values())) or [single]:
-        if name not in folder.files:
-            raise UsageError(
-                f"{name} is missing", remedy=f"pass a directory with all files of its {index}",
-                path=directory,
-            )  # fmt: skip
-        for tensor, stored in stored_state(folder.source, folder.files[name]).tensors.items():
+    for name, file in files.items():
+        for tensor, stored in stored_state(folder.source, file).tensors.items():
             key = TensorKey(tensor, 0, 0)
             if key in tensors:
                 raise CorruptCheckpointError(
@@ -176,58 +181,77 @@ def hub_tensors(folder: Folder, *, exact: bool = False) -> dict[TensorKey, Saved
             if exact and where and where.get(tensor) != name:
                 raise CorruptCheckpointError(
                     f"{tensor} is in {name}, but the index says {where.get(tensor)}",
-                    remedy="export it again", path=f"{directory}/{index}",
+                    remedy="export it again", path=directory,
                 )  # fmt: skip
             tensors[key] = whole_tensor((tensor,), stored)
     if exact and (lost := sorted(where.keys() - {key.name for key in tensors})):
         raise CorruptCheckpointError(
             f"the index names {lost[:8]}, but no file has them", remedy="export it again",
-            path=f"{directory}/{index}",
+            path=directory,
         )  # fmt: skip
     return tensors
 
 
+_NAMES = (SINGLE, INDEX, SINGLE_BIN, INDEX_BIN)  # transformers looks in this order
 _SHARD = re.compile(r"(model|pytorch_model)-\d+-of-\d+\.(safetensors|bin)")
 
 
-def weight_files(folder: Folder) -> list[ArchiveRecord]:
-    """The files of weights of a Hugging Face directory, safetensors before torch's; [] without any.
+def weight_files(folder: Folder) -> tuple[dict[str, ArchiveRecord], dict[str, str]]:
+    """The files of weights of a Hugging Face directory, and its index: tensor → file. Both are
+    empty where there are none.
+
+    As transformers, it takes what the config names, or else one file, or else those of an index;
+    safetensors before torch's. transformers leaves an old index beside the one file that it saves.
 
     Raises:
-        CorruptCheckpointError: an index is damaged or missing, or a file that it names is.
+        CorruptCheckpointError: an index is damaged or missing, or a file that it or the config
+            names is.
     """
-    for index, single in ((INDEX, SINGLE), (INDEX_BIN, SINGLE_BIN)):
-        if single in folder.files:
-            names = [single]
-        elif index in folder.files:
-            names = sorted(set(_weight_map(folder, index).values()))
-        else:
-            continue
-        for name in names:
-            if name not in folder.files:
-                raise CorruptCheckpointError(
-                    f"{name} is missing, which {index} names",
-                    remedy="download the directory again", path=folder.url,
-                )  # fmt: skip
-        return [folder.files[name] for name in names]
-    if alone := sorted(filter(_SHARD.fullmatch, folder.files)):
-        raise CorruptCheckpointError(
-            f"{alone[0]} is one of several files of a model, and no index names the others",
-            remedy="download the directory again", path=folder.url,
-        )  # fmt: skip
-    return []
+    named = _of_config(folder)
+    chosen = named or next((name for name in _NAMES if name in folder.files), None)
+    if chosen is None:
+        if alone := sorted(filter(_SHARD.fullmatch, folder.files)):
+            raise CorruptCheckpointError(
+                f"{alone[0]} is one of several files of a model, and no index names the others",
+                remedy="download the directory again", path=folder.url,
+            )  # fmt: skip
+        return {}, {}
+    where: dict[str, str] = {}
+    names, by = [chosen], CONFIG
+    if chosen.endswith(".index.json") and chosen in folder.files:
+        where = _weight_map(folder, chosen)
+        names, by = sorted({*where.values()}), chosen
+    for name in names:
+        if name not in folder.files:
+            raise CorruptCheckpointError(
+                f"{name} is missing, which {by} names",
+                remedy="download the directory again", path=folder.url,
+            )  # fmt: skip
+    return {name: folder.files[name] for name in names}, where
 
 
-def _weights_of(folder: Folder) -> tuple[str, str]:
-    """The names of a single file of weights, and of an index, of the first kind that the directory
-    has. transformers prefers safetensors too."""
-    kinds = ((SINGLE, INDEX), (SINGLE_BIN, INDEX_BIN))
-    for single, index in kinds:
-        if {single, index} & folder.files.keys():
-            return single, index
-    raise UsageError(
-        f"the directory has none of {', '.join(name for kind in kinds for name in kind)}",
-        remedy="pass the directory that export_hf or save_pretrained wrote",
+def _of_config(folder: Folder) -> str | None:
+    """The file of weights, or the index, that config.json names (`transformers_weights`).
+    transformers then loads no other.
+
+    Raises:
+        CorruptCheckpointError: transformers refuses the name, or it is not beside the config.
+    """
+    try:  # as transformers reads it: NaN and a key that occurs twice are accepted
+        values = json.loads(folder.read(CONFIG, _CONFIG_LIMIT).decode())
+    except (KeyError, ValueError, RecursionError):
+        return None  # there is no config
+    name = values.get("transformers_weights") if isinstance(values, dict) else None
+    endings = (".safetensors", ".safetensors.index.json")
+    if name is None or (
+        isinstance(name, str)
+        and is_plain_name(name)
+        and (name.endswith(endings) or name == ADAPTER_WEIGHTS_BIN)
+    ):
+        return name
+    raise CorruptCheckpointError(
+        f"transformers_weights={name!r} in {CONFIG} is no safetensors file or index beside it",
+        remedy="move the file there and name it so, or remove the key to load model.safetensors",
         path=folder.url,
     )
 

@@ -8,6 +8,7 @@ from tests.support.guard_list.guard import of
 BAD = "tests/translate/test_bad_input.py::"
 CONFIG = "tests/translate/test_config.py::"
 EXPORT = "tests/translate/test_export.py::"
+HUB = "tests/translate/test_hub_sources.py::"
 LAYOUTS = "tests/translate/test_layout_checkpoints.py::"
 LORA = "tests/translate/test_lora.py::"
 NAMES = "tests/translate/test_names.py::"
@@ -110,9 +111,13 @@ EXPORTED = [
         BAD + "test_a_store_is_refused_by_name_where_a_disk_is_read",
     ),
     of(
+        "import: the weights that the config names", "translate/sources/rank_files.py",
+        "named = _of_config(folder)", "named = None",
+        HUB + "test_the_weights_that_the_config_names_are_read",
+    ),
+    of(
         "import: one file comes before an old index", "translate/sources/rank_files.py",
-        "{} if single in folder.files else _weight_map(folder, index)",
-        "_weight_map(folder, index) if index in folder.files else {}",
+        "_NAMES = (SINGLE, INDEX, ", "_NAMES = (INDEX, SINGLE, ",
         RELEASED + "test_one_file_beside_the_index_of_an_older_model_is_what_transformers_reads",
     ),
     of(

@@ -8,6 +8,7 @@ from tests.support.guard_list.guard import Guard, of
 __all__ = ["DECIDING", "ENDING", "KEEPING", "RESUMING", "SPACE"]
 
 RETENTION = "tests/manager/test_retention.py::"
+DOORS = "tests/integrations/test_doors_steps.py::"
 MANAGER = "tests/manager/test_manager.py::"
 SCHEDULE = "tests/manager/test_schedule.py::"
 ROOM = "tests/manager/test_room.py::"
@@ -58,7 +59,7 @@ KEEPING = [
     ),
     of(
         "keep: a deletion that was cut short is finished", "manager/keeping/retention.py",
-        "        if not self._finished and self._keep.last is not None:\n            self.finish()\n",
+        "        if not self._finished and self._keep.last is not None:\n            self._finished = self._steps.finish()\n",
         "",
         RETENTION + "test_a_deletion_killed_at_any_call_loses_nothing_else_and_is_finished",
     ),
@@ -67,8 +68,8 @@ KEEPING = [
         (
             (
                 "smckpt/manager/keeping/retention.py",
-                "            except CheckpointError as error:\n                self._finished = False\n",
-                "            except CheckpointError as error:\n",
+                "            self._finished = self._steps.finish()\n",
+                "            self._finished = self._steps.finish() or True\n",
             ),
         ),
         (RETENTION + "test_a_store_that_fails_is_asked_again_after_the_next_commit",),
@@ -97,46 +98,71 @@ KEEPING = [
         RETENTION + "test_a_link_that_somebody_puts_there_during_a_deletion_is_not_followed",
     ),
     of(
-        "keep: pins are looked for after the mark", "manager/keeping/pins.py",
+        "keep: pins are looked for after the mark", "checkpoint/commits/pins.py",
         "    top.put_exclusive(mark, seal_json(body))\n    names = top.names()  # the one listing, after the mark\n",
         "    names = top.names()\n    top.put_exclusive(mark, seal_json(body))\n",
         RETENTION + "test_who_pins_just_before_the_mark_is_seen",
     ),
     of(
-        "keep: pins are respected at all", "manager/keeping/pins.py",
-        "        if type(until) is not int or until + _SKEW > time.time_ns():\n            held = True\n",
-        "        if False:\n            held = True\n",
+        "keep: pins are respected at all", "checkpoint/commits/pins.py",
+        "        if type(until) is not int or until + _SKEW > time.time_ns():\n            held = name\n",
+        "        if False:\n            held = name\n",
         RETENTION + "test_a_pinned_checkpoint_stays_until_its_reader_has_ended",
     ),
     of(
-        "keep: a commit that took the step's place is not deleted", "manager/keeping/pins.py",
-        " or _replaced(top, names, found.identity):", ":",
+        "keep: a commit that took the step's place is not deleted", "checkpoint/commits/pins.py",
+        "        if _replaced(top, names, contents.identity):", "        if False:",
         RETENTION + "test_a_step_that_was_saved_anew_meanwhile_is_not_deleted",
     ),
     of(
-        "keep: a pin is refused during a deletion", "manager/keeping/pins.py",
+        "keep: a pin is refused during a deletion", "checkpoint/commits/pins.py",
         "    while _marks(storage):\n", "    while False:\n",
         RETENTION + "test_who_pins_what_is_being_deleted_is_told",
     ),
     of(
-        "keep: a reader waits for a mark that goes", "manager/keeping/pins.py",
+        "keep: a reader waits for a mark that goes", "checkpoint/commits/pins.py",
         "        if time.monotonic() > until or all(", "        if True or all(",
         RETENTION + "test_who_pins_beside_another_reader_waits_for_the_mark_to_go",
     ),
     of(
-        "keep: a pin on what was deleted meanwhile is refused", "manager/keeping/pins.py",
+        "keep: a pin on what was deleted meanwhile is refused", "checkpoint/commits/pins.py",
         "    try:\n        still = contents_of(storage, wanted).identity\n", "    try:\n        still = wanted\n",
         RETENTION + "test_who_pins_what_was_deleted_meanwhile_is_told",
     ),
     of(
-        "keep: a pin ends by itself", "manager/keeping/pins.py",
+        "keep: a pin ends by itself", "checkpoint/commits/pins.py",
         "until + _SKEW > time.time_ns()", "True",
         RETENTION + "test_the_pin_of_a_reader_that_was_killed_ends",
     ),
     of(
-        "keep: a pin that cannot be read holds", "manager/keeping/pins.py",
-        "            held = True\n            continue\n", "            continue\n",
+        "keep: a pin that cannot be read holds", "checkpoint/commits/pins.py",
+        "            held = name\n            continue\n", "            continue\n",
         RETENTION + "test_a_pin_or_a_mark_that_is_too_long_is_not_read",
+    ),
+    of(
+        "keep: a removal by hand, too, respects pins", "integrations/replaced.py",
+        "        log.info(\"%s stays: %s\", path, error)\n        return False\n", "        return True\n",
+        DOORS + "test_the_trainers_rotation_leaves_a_pinned_step_with_all_that_is_beside_it",
+    ),
+    of(
+        "keep: a removal that is called again removes no older commit", "checkpoint/commits/pins.py",
+        "(last is None or _order(contents.identity) > _order(last.identity))", "True",
+        "tests/checkpoint/test_remove.py::test_a_removal_killed_at_any_deletion_leaves_a_whole_checkpoint_or_none",
+    ),
+    of(
+        "keep: a door's rotation passes over steps of later numbers", "integrations/replaced.py",
+        " and one.step <= newest]", "]",
+        DOORS + "test_the_last_steps_stay_and_what_killed_saves_left_goes",
+    ),
+    of(
+        "resume: the Trainer passes over a step that cannot be read", "integrations/transformers/resume.py",
+        "                if error.of_store:\n                    raise\n                log.warning(", "                raise\n                log.warning(",
+        DOORS + "test_the_trainer_takes_an_older_step_than_one_that_cannot_be_read",
+    ),
+    of(
+        "resume: the Trainer does not begin anew where it can read no step", "integrations/transformers/resume.py",
+        "        if unread:\n            raise unread[0]\n", "",
+        DOORS + "test_the_trainer_does_not_begin_anew_where_a_folder_cannot_be_listed",
     ),
     of(
         "keep: names in a mark", "checkpoint/commits/remove.py",

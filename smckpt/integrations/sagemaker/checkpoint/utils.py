@@ -12,6 +12,7 @@ from typing import Any
 
 import smckpt
 from smckpt.checkpoint.records.format import parse_name
+from smckpt.integrations.replaced import remove_or_keep
 
 __all__ = ["SORT_BY_LAST_INT", "limit_num_subdirs"]
 
@@ -55,11 +56,14 @@ def limit_num_subdirs(
         if path.is_dir() and not path.is_symlink() and re.match(regex or "", path.name)
     ]
     whole = [name for name in sorted(names, key=sort_fn or str) if not _unfinished(root / name)]
-    gone = whole[:-num_max]
-    for name in gone:
-        logger.info("removing %s", root / name)
-        for found in smckpt.find_checkpoints(root / name):
-            smckpt.remove(found)  # deletes the commit first: a crash leaves nothing that loads
+    gone = []
+    for name in whole[:-num_max]:
+        # the commit goes first: a crash leaves nothing that loads
+        removed = [remove_or_keep(one, {}) for one in smckpt.find_checkpoints(root / name)]
+        if not all(removed):
+            continue
+        gone.append(name)
+        logger.info("removed %s", root / name)
         shutil.rmtree(root / name, ignore_errors=not (root / name).exists())
     return gone
 

@@ -19,10 +19,9 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from smckpt.checkpoint.commits.choose import commits_at, commits_in
-from smckpt.checkpoint.commits.contents import contents_of
-from smckpt.checkpoint.commits.discover import FoundCheckpoint
-from smckpt.checkpoint.commits.remove import Removal, carry_out, removal_of
+from smckpt.checkpoint.commits.choose import choose_commit, commits_at, commits_in
+from smckpt.checkpoint.commits.contents import Contents, contents_of
+from smckpt.checkpoint.commits.remove import Removal, RemoveReport, carry_out, removal_of
 from smckpt.checkpoint.records.format import SENSELESS, parse_name
 from smckpt.checkpoint.records.sealed import (
     FORMAT_VERSION,
@@ -34,6 +33,8 @@ from smckpt.checkpoint.records.sealed import (
 from smckpt.errors import (
     CheckpointError,
     CheckpointNotFoundError,
+    CheckpointPinnedError,
+    CheckpointReplacedError,
     CorruptCheckpointError,
     FormatVersionError,
     UsageError,
@@ -41,7 +42,7 @@ from smckpt.errors import (
 from smckpt.storage import Storage, StoreOptions, open_storage
 from smckpt.storage.urls import file_url
 
-__all__ = ["finish_removals", "pinned", "remove_unless_pinned"]
+__all__ = ["finish_removals", "pinned", "remove_checkpoint", "remove_newest"]
 
 log = logging.getLogger("smckpt")
 
@@ -60,7 +61,8 @@ def pinned(
     seconds: float = 3600.0,
     storage: StoreOptions | Mapping[str, Any] | None = None,
 ) -> Iterator[None]:
-    """While the block runs, no `CheckpointManager` deletes this checkpoint.
+    """While the block runs, smckpt does not delete this checkpoint: no retention of a manager or of
+    a framework does, and `smckpt.remove` refuses. Only a newer save into the same directory does.
 
     An evaluation or an export uses it while the run goes on. The pin is a small file in the
     checkpoint's directory, so the reader needs permission to write there.
@@ -122,34 +124,80 @@ def _going(storage: Storage) -> CheckpointNotFoundError:
     )
 
 
-def remove_unless_pinned(root: Storage, subpath: str, found: FoundCheckpoint) -> bool:
-    """Delete a checkpoint below `root`. False if a reader has pinned it, or if a newer commit has
-    taken its place.
+def remove_checkpoint(contents: Contents) -> None:
+    """Delete the files of a checkpoint, and no others. The record and manifests are deleted first,
+    so a removal that is cut short leaves no half checkpoint, only files that no reader takes for
+    one, and the mark, by which `finish_removals` deletes the rest.
 
-    Args:
-        subpath: the path from the root.
+    Files that are already gone are fine. If no file of a save is left, the leases are deleted last,
+    and then empty directories, the checkpoint's own included.
 
     Raises:
-        CheckpointError: the store refused, or a link leads to the files. `finish_removals` deletes
-            the rest.
+        CheckpointPinnedError: a reader has pinned it; nothing was deleted.
+        CheckpointReplacedError: a newer commit has taken its place; nothing was deleted.
+        UsageError: a group's directory is a link, which would lead to somebody else's files.
+        StorageError: the store refused; what is left can be loaded only if nothing was deleted.
     """
-    top = root.join(subpath)
-    contents = contents_of(top, found.identity)
-    if contents.identity != found.identity:
-        return False
-    parsed = parse_name(found.identity)
+    top = contents.storage
+    parsed = parse_name(contents.identity)
     assert parsed is not None
     mark = f"removing-{parsed.number:08d}-{parsed.session}.json"
     removal = removal_of(contents)
     body = {"format": list(FORMAT_VERSION), **removal.to_json()}
     top.put_exclusive(mark, seal_json(body))
     names = top.names()  # the one listing, after the mark
-    if _held(top, names) or _replaced(top, names, found.identity):
+    try:
+        if pin := _held(top, names):
+            raise CheckpointPinnedError(
+                "a reader has pinned the checkpoint",
+                remedy=f"wait until the reader has ended; {pin} says which process it is",
+                path=top.url,
+            )
+        if _replaced(top, names, contents.identity):
+            raise CheckpointReplacedError(
+                "a newer save has replaced the checkpoint",
+                remedy="look at the directory again",
+                path=top.url,
+            )
+    except CheckpointError:
         top.delete(mark)
-        return False
+        raise
     carry_out(top, removal, names)
     _end(top, mark, names)
-    return True
+
+
+def remove_newest(top: Storage) -> RemoveReport:
+    """Remove the newest checkpoint in a directory. Where an earlier removal of the newest was cut
+    short, only finish that one.
+
+    Raises:
+        CheckpointNotFoundError: nothing committed is there. Else as `remove_checkpoint`.
+    """
+    finished = finish_removals(top)
+    try:
+        contents = contents_of(top)
+    except CheckpointNotFoundError:
+        if not finished:
+            raise
+        contents = None
+    last = max(finished, key=lambda one: _order(one.identity), default=None)
+    if contents is not None and (last is None or _order(contents.identity) > _order(last.identity)):
+        remove_checkpoint(contents)
+        identity, files, nbytes = contents.identity, contents.files, contents.nbytes
+    else:
+        assert last is not None
+        identity, files, nbytes = last.identity, last.files, 0
+    try:
+        left = choose_commit(top).identity
+    except (CheckpointNotFoundError, CorruptCheckpointError):  # or the rest of a swept commit
+        left = None
+    return RemoveReport(top.url, identity, files, nbytes, left)
+
+
+def _order(identity: str) -> tuple[int, int]:
+    parsed = parse_name(identity)
+    assert parsed is not None
+    return parsed.fencing_token, parsed.number
 
 
 def _replaced(top: Storage, names: Iterable[str], identity: str) -> bool:
@@ -159,13 +207,13 @@ def _replaced(top: Storage, names: Iterable[str], identity: str) -> bool:
     return [name for *_, name in newest] != [identity] and contents_of(top).identity != identity
 
 
-def finish_removals(root: Storage, subpath: str) -> bool:
-    """Finish a deletion that was cut short in this directory; returns whether there was one.
+def finish_removals(top: Storage) -> list[Removal]:
+    """Finish the removals that were cut short in this directory; returns them.
 
     Raises:
         CheckpointError: the store refused, or another program wrote the mark.
     """
-    top = root.join(subpath)
+    finished = []
     marks = _marks(top)
     names = top.names() if marks else ()
     for mark in marks:
@@ -185,7 +233,8 @@ def finish_removals(root: Storage, subpath: str) -> bool:
                 path=file_url(top.url, mark),
             ) from error
         _end(top, mark, names)
-    return bool(marks)
+        finished.append(removal)
+    return finished
 
 
 def _stands(top: Storage, body: dict[str, Any]) -> bool:
@@ -205,9 +254,9 @@ def _opened(storage: Storage, name: str, most: int) -> dict[str, Any]:
     return sound(storage, lambda: open_json(storage.read(name, most=most), path))
 
 
-def _held(storage: Storage, names: Iterable[str]) -> bool:
-    """Whether one of the files is a reader's pin. This deletes pins whose time is over."""
-    held = False
+def _held(storage: Storage, names: Iterable[str]) -> str:
+    """A reader's pin among the files; "" if there is none. This deletes pins whose time is over."""
+    held = ""
     for name in names:
         if _PIN.fullmatch(name) is None:
             continue
@@ -217,10 +266,10 @@ def _held(storage: Storage, names: Iterable[str]) -> bool:
             continue  # its time is over
         except (CorruptCheckpointError, FormatVersionError, KeyError):
             # half written, so its reader is about to look for marks; or written by a newer version
-            held = True
+            held = name
             continue
         if type(until) is not int or until + _SKEW > time.time_ns():
-            held = True
+            held = name
         else:
             storage.delete(name)
     return held

@@ -1,4 +1,7 @@
-"""The checkpoints that a run has saved below its root, read from their manifests alone."""
+"""The directory of a run: the steps that it has saved below a root.
+
+The manager and the doors of frameworks list, choose and remove steps by it.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +11,23 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from smckpt.checkpoint.commits.contents import contents_of
 from smckpt.checkpoint.commits.discover import FoundCheckpoint, found_at
+from smckpt.checkpoint.commits.pins import finish_removals, remove_checkpoint
+from smckpt.checkpoint.commits.template import Template
 from smckpt.checkpoint.records.prefixes import is_prefix
-from smckpt.errors import CheckpointError, CorruptCheckpointError, StorageError
-from smckpt.manager.record import mark_of
-from smckpt.manager.template import Template
+from smckpt.errors import (
+    CheckpointError,
+    CheckpointPinnedError,
+    CheckpointReplacedError,
+    CorruptCheckpointError,
+    StorageError,
+)
 from smckpt.storage import Storage
 from smckpt.storage.faults import twice
 from smckpt.storage.urls import file_url, relative_url
 
-__all__ = ["Book", "Damaged"]
+__all__ = ["Damaged", "RunDirectory"]
 
 log = logging.getLogger("smckpt")
 
@@ -40,10 +50,10 @@ class Damaged:
         return f"what is below {self.subpath}" if self.step is None else f"step {self.step}"
 
 
-class Book:
-    """The steps below a root. One rank uses it.
+class RunDirectory:
+    """The steps below a root, in directories whose names fit a template. One rank uses it.
 
-    A commit never changes, so the book reads a directory once, until this run saves there.
+    A commit never changes, so a directory is read once, until this run saves there.
     """
 
     def __init__(self, root: Storage, template: Template) -> None:
@@ -99,10 +109,6 @@ class Book:
                     path=file_url(here.url, name),
                 )
                 yield Damaged(step, path, error)
-
-    def bytes_of(self, run: str | None) -> int:
-        """The size of the steps that a run has saved."""
-        return sum(found.nbytes for found in self.all() if mark_of(found) == run)
 
     def newest_first(self) -> Iterator[FoundCheckpoint | Damaged]:
         """The committed steps, newest first. Each is read when the caller takes it. One that the
@@ -161,6 +167,40 @@ class Book:
         if sure and unread and not found:
             raise unread[0]
         return found[::-1]
+
+    def remove(self, found: FoundCheckpoint) -> bool:
+        """Delete a checkpoint; False, with a line in the log, if a reader has pinned it or a newer
+        commit has taken its place.
+
+        Raises:
+            CheckpointError: the store refused, or a link leads to the files. `finish` deletes the
+                rest.
+        """
+        subpath = self.subpath_of(found)
+        try:
+            contents = contents_of(self.root.join(subpath), found.identity)
+            if contents.identity != found.identity:
+                return False
+            remove_checkpoint(contents)
+        except (CheckpointPinnedError, CheckpointReplacedError) as error:
+            log.info("the checkpoint of step %s stays: %s", found.step, error)
+            return False
+        finally:
+            self._known.pop(subpath, None)
+        log.info("deleted the checkpoint of step %s, %s", found.step, found)
+        return True
+
+    def finish(self) -> bool:
+        """Finish removals that were cut short, by an earlier run or by an error; whether all are
+        finished."""
+        done = True
+        for _, subpath in self.places():
+            try:
+                finish_removals(self.root.join(subpath))
+            except CheckpointError as error:
+                done = False
+                log.warning("a deletion that was cut short is not finished: %s", error)
+        return done
 
     def subpath_of(self, found: FoundCheckpoint) -> str:
         """The path from the root to a checkpoint below it."""

@@ -1,0 +1,247 @@
+"""A run's last steps in the memory of its hosts, beside those on disk or in S3.
+
+Each host has a keeper (`storage/memory/keeper.py`), which the first rank there starts and which
+ends with the job. So after a restart the steps are still there, on all hosts that are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import heapq
+import json
+import logging
+import math
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from smckpt.checkpoint.commits.discover import FoundCheckpoint
+from smckpt.checkpoint.commits.run_directory import Damaged, RunDirectory
+from smckpt.checkpoint.commits.template import Template
+from smckpt.engine.api import leave_queue, maybe_finalize_async_calls, prepare_queue
+from smckpt.engine.groups import ReplicationGroup
+from smckpt.engine.saving.job import SaveHandle, SaveOptions
+from smckpt.errors import CheckpointError, SaveFailedError, StorageError, UsageError
+from smckpt.manager.keeping.retention import Keep, Retention
+from smckpt.meeting.round import Meeting
+from smckpt.staging.arena import free_memory
+from smckpt.storage import open_storage
+from smckpt.storage.memory.keeper import listening
+from smckpt.storage.memory.store import asked_locally
+from smckpt.storage.urls import Below
+
+__all__ = ["MEMORY_QUEUE", "Memory", "MemoryTier", "Tiers"]
+
+log = logging.getLogger("smckpt")
+
+MEMORY_QUEUE = "manager-memory"
+_PROGRAM = (
+    "import sys; sys.path.insert(0, sys.argv[1]); "
+    "from smckpt.storage.memory.keeper import main; main(sys.argv[2])"
+)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Keep the last steps in the memory of hosts too; an argument of `CheckpointManager`.
+
+    Args:
+        interval: each multiple of this number of steps is saved there, unless it is due on disk.
+        keep: how many steps stay. They need the memory of one step more while one is written.
+        replicas: how many other hosts get a copy of what a host saves. Where there are fewer other
+            hosts, each gets one.
+        budget: bytes that the keeper of a host may hold, for all ranks there and the copies of
+            others; None: half of what is free when the first rank starts it.
+    """
+
+    interval: int
+    keep: int = 2
+    replicas: int = 1
+    budget: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, least in (("interval", 1), ("keep", 1), ("replicas", 0), ("budget", 1)):
+            value = getattr(self, name)
+            if name == "budget" and value is None:
+                continue
+            if type(value) is not int or value < least:
+                raise UsageError(
+                    f"{name} of Memory is {value!r}", remedy=f"give a whole number from {least}"
+                )
+
+
+class MemoryTier:
+    """The keepers of a job, as one rank sees them. `begin` finds them."""
+
+    def __init__(
+        self, memory: Memory | None, root: str, template: Template, options: SaveOptions
+    ) -> None:
+        self.memory = memory
+        # a save that fails here costs speed; the next one on disk counts
+        self.options = replace(options, max_consecutive_failures=1 << 30)
+        self.root = ""  # of the steps; "": the tier is off
+        self.steps: RunDirectory | None = None
+        self.retention: Retention | None = None
+        self._template = template
+        self._member = -1
+        self._run = hashlib.sha256(f"{root}\0{template.text}".encode()).hexdigest()[:12]
+
+    def begin(self, meeting: Meeting, point: str, process_group: Any, timeout: float) -> None:
+        """Find the keepers of all hosts, and start those that are not there; all ranks call it.
+        Where a rank finds none, the tier is off on all of them, and the log says why."""
+        memory, self._member = self.memory, meeting.member
+        if memory is None:
+            return
+
+        def named(_: Callable[[], Any]) -> str:
+            job = os.environ.get("TORCHELASTIC_RUN_ID") or os.environ.get("SLURM_JOB_ID")
+            job = job or f"{socket.gethostname()}-{os.getpid()}"
+            return f"{''.join(c if c.isalnum() else '-' for c in job)}-{self._run}".lower()
+
+        def mine() -> list[Any]:
+            try:
+                return [_keeper_here(job, memory.budget), ""]
+            except (CheckpointError, OSError) as error:
+                return [None, str(error)]
+
+        def all_of(brought: Callable[[], dict[int, list[Any]]]) -> list[Any]:
+            found = brought()
+            failed = next((error for _, error in found.values() if error), "")
+            peers = {peer[3]: peer for peer, _ in found.values() if peer is not None}
+            return [[*peers.values()], failed]
+
+        job = meeting.round(f"{point}/job", lambda: None, named, timeout=timeout)
+        peers, failed = meeting.round(f"{point}/keepers", mine, all_of, timeout=timeout)
+        if failed:
+            log.warning("no step is kept in memory: %s", failed)
+            self.memory = None
+            return
+        asked_locally(job, {"do": "join", "peers": peers, "replicas": memory.replicas})
+        self.root = f"keeper://{job}"
+        self.steps = RunDirectory(open_storage(self.root), self._template)
+        self.retention = Retention(self.steps, Keep(memory.keep), None)
+        prepare_queue(MEMORY_QUEUE, process_group)
+        if meeting.member == 0:
+            have = min(memory.replicas, len(peers) - 1)
+            log.info(
+                "every %d steps are kept below %s: %d hosts, %d copies on others",
+                memory.interval,
+                self.root,
+                len(peers),
+                have,
+            )
+            if have < memory.replicas:
+                log.warning("%d hosts hold %d copies, not %d", len(peers), have, memory.replicas)
+
+    def is_due(self, step: int) -> bool:
+        return self.memory is not None and step % self.memory.interval == 0
+
+    def save(
+        self, save: Callable[..., SaveHandle | None], subpath: str, group: ReplicationGroup
+    ) -> SaveHandle | None:
+        """Save a step into memory with `save`, an `async_save` that lacks where and how. None: the
+        tier is off or fails, and the step belongs on disk."""
+
+        def committed(_: SaveHandle) -> None:
+            if self._member == 0 and self.retention is not None:
+                self.retention.committed(subpath)
+
+        if not self.root:
+            return None
+        try:
+            return save(
+                checkpoint_id=Below(group.directory(f"{self.root}/{subpath}"), self.root),
+                queue=MEMORY_QUEUE,
+                on_commit=committed,
+                options=self.options,
+            )
+        except StorageError as error:
+            log.warning("the step in %s is saved on disk: memory fails: %s", subpath, error)
+            return None
+
+    def close(self, timeout: float) -> None:
+        """Wait for the saves and deletions under way. Failed ones are in the log."""
+        if self.retention is None:
+            return
+        with contextlib.suppress(SaveFailedError):
+            maybe_finalize_async_calls(queue=MEMORY_QUEUE)
+        leave_queue(MEMORY_QUEUE, timeout)
+        self.retention.close(timeout)
+
+
+@dataclass(frozen=True)
+class Tiers:
+    """The steps in memory and on disk, for `resume`: newest first, of one step that in memory."""
+
+    disk: RunDirectory
+    memory: RunDirectory | None
+
+    @property
+    def root(self) -> Any:
+        return self.disk.root
+
+    def newest_first(self) -> Iterator[FoundCheckpoint | Damaged]:
+        """As `RunDirectory.newest_first`. Keepers that do not answer cost their steps."""
+        return heapq.merge(self._in_memory(), self.disk.newest_first(), key=_order)
+
+    def _in_memory(self) -> Iterator[FoundCheckpoint | Damaged]:
+        if self.memory is None:
+            return
+        try:
+            yield from self.memory.newest_first()
+        except StorageError as error:
+            log.warning("the steps in memory are passed over: %s", error)
+
+
+def _order(one: FoundCheckpoint | Damaged) -> float:
+    return -math.inf if one.step is None else -one.step
+
+
+def _keeper_here(job: str, budget: int | None) -> list[Any]:
+    """This host's keeper, as `Peer` has it. It is started if there is none."""
+    with contextlib.ExitStack() as stack:
+        local = listening(job)
+        if local is not None:
+            stack.enter_context(local)
+            _start(local, budget if budget is not None else free_memory() // 2)
+    found: list[Any] = asked_locally(job, {"do": "hello"})["own"]
+    return found
+
+
+def _start(local: socket.socket, budget: int) -> None:
+    # Under torchrun the parent is the agent, which outlives the ranks; otherwise the job is this
+    # process.
+    of_job = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
+    ends = os.pidfd_open(of_job)
+    try:
+        asked = {
+            "budget": budget,
+            "address": _address(),
+            "local": local.fileno(),
+            "ends": [ends],
+        }
+        subprocess.Popen(
+            [sys.executable, "-c", _PROGRAM, str(Path(__file__).parents[2]), json.dumps(asked)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            pass_fds=[local.fileno(), ends],
+            cwd="/",
+            start_new_session=True,  # it outlives this rank
+        )
+    finally:
+        os.close(ends)
+
+
+def _address() -> str:
+    """The address of this host that others reach: the one from which it would talk to rank 0's."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as made:
+        made.connect((os.environ.get("MASTER_ADDR", ""), 9))  # sends nothing
+        return str(made.getsockname()[0])
+    return "127.0.0.1"

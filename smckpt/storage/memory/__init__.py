@@ -1,0 +1,1 @@
+"""Steps in the memory of hosts: one keeper process a host, and the store `keeper://JOB/…`."""

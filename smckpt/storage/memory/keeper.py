@@ -1,0 +1,331 @@
+"""The keeper: a process that holds files in its host's memory, for one job.
+
+It outlives the ranks that it serves, so that a restart finds their last steps, and ends with its
+job. A file is memory without a name (`memfd`); processes of the host get its descriptor, other
+keepers a copy of its bytes. A keeper knows names, sizes and bytes, and nothing of checkpoints.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import resource
+import secrets
+import select
+import socket
+import struct
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from smckpt.storage.memory.wire import (
+    IDLE,
+    Peer,
+    Refusal,
+    call,
+    challenged,
+    fill,
+    local_name,
+    receive,
+    reply_of,
+    send,
+)
+
+__all__ = ["Keeper", "listening", "main"]
+
+_CREDENTIALS = struct.Struct("3i")
+_PIECE = 8 << 20
+_PIECES = 64 << 20
+
+
+@dataclass(frozen=True)
+class _Image:
+    """A file. The kernel frees its memory with the last descriptor."""
+
+    fd: int
+    size: int
+
+
+class Keeper:
+    """
+    Args:
+        budget: bytes of files that it holds at most.
+        address: where it listens for others; "" for none: it holds what its own host saves.
+    """
+
+    def __init__(self, budget: int, address: str = "", port: int = 0) -> None:
+        self.budget = budget
+        self.secret = secrets.token_hex(32)
+        self._lock = threading.Lock()
+        self._files: dict[str, dict[str, _Image]] = {}
+        self._held = 0
+        self._peers: list[Peer] = []
+        self._replicas = 0
+        self._own = -1  # which of them it is itself
+        self._tcp = socket.create_server((address, port)) if address else None
+        self.address = self._tcp.getsockname()[:2] if self._tcp is not None else ("", 0)
+
+    def serve(self, local: socket.socket, ends: Sequence[int] = ()) -> None:
+        """Answer until one of the descriptors `ends` can be read, such as a pidfd.
+
+        Args:
+            local: the listening Unix socket.
+        """
+        sources = {one.fileno(): one for one in (local, self._tcp) if one is not None}
+        while True:
+            ready, _, _ = select.select([*sources, *ends], [], [])
+            if any(one in ends for one in ready):
+                return
+            for number in ready:
+                one = sources[number]
+                with contextlib.suppress(OSError):
+                    made, _ = one.accept()
+                    threading.Thread(
+                        target=self._converse, args=(made, one is local), daemon=True
+                    ).start()
+
+    def _converse(self, made: socket.socket, local: bool) -> None:
+        begun: list[tuple[int, int]] = []  # of files under way: descriptor, size
+        with made, contextlib.suppress(OSError):
+            made.settimeout(IDLE)
+            if local:
+                size = _CREDENTIALS.size
+                raw = made.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
+                if _CREDENTIALS.unpack(raw)[1] != os.getuid():
+                    return
+            elif not challenged(made, self.secret):
+                return
+            made.settimeout(None if local else IDLE)
+            while True:
+                asked = receive(made)
+                made.settimeout(IDLE)
+                try:
+                    self._answer(made, asked, local, begun)
+                except (KeyError, TypeError, ValueError) as error:
+                    send(made, {"error": [errno.EINVAL, f"no request of smckpt: {error!r}"]})
+                except Refusal as error:
+                    send(made, {"error": [error.errno, error.strerror]})
+                made.settimeout(None if local else IDLE)
+        for fd, size in begun:  # never finished
+            self._release(fd, size)
+
+    def _answer(
+        self, made: socket.socket, asked: dict[str, Any], local: bool, begun: list[tuple[int, int]]
+    ) -> None:
+        do = asked["do"]
+        if do == "list":
+            with self._lock:
+                here = self._files.get(str(asked["directory"]), {})
+                send(made, {"files": [[name, one.size] for name, one in sorted(here.items())]})
+        elif do == "directories":
+            above = f"{asked['directory']}/" if asked["directory"] else ""
+            with self._lock:
+                below = [one[len(above) :] for one in self._files if one and one.startswith(above)]
+            send(made, {"names": sorted({one.partition("/")[0] for one in below})})
+        elif do == "delete":
+            with self._lock:
+                here = self._files.get(str(asked["directory"]), {})
+                gone = [here.pop(str(name), None) for name in asked["names"]]
+                if not here:
+                    self._files.pop(str(asked["directory"]), None)
+            for one in gone:
+                if one is not None:
+                    self._release(one.fd, one.size)
+            send(made, {})
+        elif do == "read":
+            self._read(made, asked, local)
+        elif do == "take":
+            size, fd = int(asked["size"]), self._reserve(int(asked["size"]))
+            try:
+                send(made, {})  # there is room: the bytes may come
+                _received(made, fd, size)
+                kept = self._publish(asked, _Image(fd, size))
+            except BaseException:
+                self._release(fd, size)
+                raise
+            send(made, {"created": kept})
+        elif local:
+            self._answer_own_host(made, do, asked, begun)
+        else:
+            raise ValueError(do)
+
+    def _answer_own_host(
+        self, made: socket.socket, do: str, asked: dict[str, Any], begun: list[tuple[int, int]]
+    ) -> None:
+        if do == "hello":
+            address, port = self.address
+            itself = Peer(socket.gethostname(), address, port, self.secret)
+            send(made, {"own": itself.to_json(), "held": self._held, "budget": self.budget})
+        elif do == "join":
+            peers = [Peer(*map(_as, (str, str, int, str), each)) for each in asked["peers"]]
+            own = next(n for n, one in enumerate(peers) if one.secret == self.secret)
+            with self._lock:
+                self._peers, self._own, self._replicas = peers, own, int(asked["replicas"])
+            send(made, {})
+        elif do == "peers":
+            with self._lock:
+                found = [one.to_json() for one in self._peers]
+                send(made, {"peers": found, "own": self._own})
+        elif do == "create":
+            size = int(asked["size"])
+            fd = self._reserve(size)
+            begun.append((fd, size))
+            socket.send_fds(made, [b"f"], [fd])
+        elif do == "finish":
+            fd, size = begun.pop()
+            image = _Image(fd, size)
+            try:
+                hosts = self._copied(asked, image, lambda: send(made, {}))
+                kept = self._publish(asked, image)
+            except BaseException:
+                self._release(fd, size)
+                raise
+            send(made, {"created": kept, "hosts": hosts})
+        else:
+            raise ValueError(do)
+
+    def _read(self, made: socket.socket, asked: dict[str, Any], local: bool) -> None:
+        with self._lock:
+            found = self._files.get(str(asked["directory"]), {}).get(str(asked["name"]))
+            fd = -1 if found is None else os.dup(found.fd)  # it may be deleted meanwhile
+        if found is None:
+            raise Refusal(errno.ENOENT, "no such file")
+        with open(fd, "rb") as file:
+            if local and asked.get("descriptor"):
+                send(made, {"size": found.size})
+                socket.send_fds(made, [b"f"], [fd])
+                return
+            offset, length = int(asked["offset"]), int(asked["length"])
+            if offset < 0 or length < 0 or offset + length > found.size:
+                raise Refusal(errno.ERANGE, f"it has {found.size} bytes")
+            send(made, {"size": found.size})
+            if length:
+                made.sendfile(file, offset, length)
+
+    def _reserve(self, size: int) -> int:
+        """Memory for a file; raises Refusal where the budget is used up."""
+        with self._lock:
+            if size < 0 or self._held + size > self.budget:
+                raise Refusal(
+                    errno.ENOSPC,
+                    f"the keeper of {socket.gethostname()} holds {self._held} of {self.budget} "
+                    f"bytes, and {size} more do not fit",
+                )
+            self._held += size
+        try:
+            fd = os.memfd_create("smckpt-kept", os.MFD_CLOEXEC)
+            os.ftruncate(fd, size)
+        except OSError as error:
+            with self._lock:
+                self._held -= size
+            raise Refusal(error.errno or errno.ENOMEM, error.strerror) from error
+        return fd
+
+    def _release(self, fd: int, size: int) -> None:
+        os.close(fd)
+        with self._lock:
+            self._held -= size
+
+    def _publish(self, asked: dict[str, Any], image: _Image) -> bool:
+        """Give a file its name. False: the name is taken, and the file is released."""
+        directory, name = str(asked["directory"]), str(asked["name"])
+        with self._lock:
+            here = self._files.setdefault(directory, {})
+            old = here.get(name)
+            kept = old is None or bool(asked.get("replace"))
+            if kept:
+                here[name] = image
+        gone = old if kept else image
+        if gone is not None:
+            self._release(gone.fd, gone.size)
+        return kept
+
+    def _copied(
+        self, asked: dict[str, Any], image: _Image, goes_on: Callable[[], None]
+    ) -> list[str]:
+        """Send a file to other keepers, in their order from here; the hosts that took it.
+
+        Args:
+            goes_on: called after each piece.
+
+        Raises:
+            Refusal: too few take it.
+        """
+        with self._lock:
+            peers, own = self._peers, self._own
+            wanted = min(self._replicas, max(len(peers) - 1, 0))
+        hosts, failed = list[str](), list[str]()
+        for peer in [*peers[own + 1 :], *peers[: max(own, 0)]]:
+            if len(hosts) == wanted:
+                break
+            try:
+                with call(peer) as to, open(os.dup(image.fd), "rb") as file:
+                    send(to, {**asked, "do": "take", "size": image.size})
+                    reply_of(to)
+                    for at in range(0, image.size, _PIECES):
+                        to.sendfile(file, at, min(_PIECES, image.size - at))
+                        goes_on()
+                    if not reply_of(to)["created"]:
+                        raise Refusal(errno.EEXIST, "the name exists")
+                hosts.append(peer.host)
+            except OSError as error:
+                failed.append(f"{peer.host}: {error}")
+        if len(hosts) < wanted:
+            raise Refusal(
+                errno.EIO, f"{len(hosts)} of {wanted} other hosts took a copy ({'; '.join(failed)})"
+            )
+        return hosts
+
+
+def _as(kind: Callable[[Any], Any], value: Any) -> Any:
+    if type(value) is not kind:
+        raise TypeError(f"{value!r} is no {kind}")
+    return value
+
+
+def _received(source: socket.socket, fd: int, size: int) -> None:
+    buffer = memoryview(bytearray(min(size, _PIECE)))
+    at = 0
+    while at < size:
+        piece = buffer[: min(size - at, _PIECE)]
+        fill(source, piece)
+        while piece:
+            done = os.pwrite(fd, piece, at)
+            piece, at = piece[done:], at + done
+
+
+def listening(job: str) -> socket.socket | None:
+    """The socket of this host's keeper, for a new one; None: there is a keeper."""
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        made.bind(local_name(job))
+    except OSError as error:
+        made.close()
+        if error.errno == errno.EADDRINUSE:
+            return None
+        raise
+    made.listen(128)
+    return made
+
+
+def main(arguments: str) -> None:
+    """The program of a keeper that a rank has started.
+
+    Args:
+        arguments: JSON: budget, address, descriptor of the listening socket, and of the pidfds with
+            which it ends.
+    """
+    asked = json.loads(arguments)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 1 << 20)), hard))
+    os.nice(10)
+    local = socket.socket(fileno=asked["local"])
+    Keeper(asked["budget"], asked["address"]).serve(local, asked["ends"])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,364 @@
+"""The store `keeper://JOB/…`: the files that the keepers of a job's hosts hold in memory.
+
+A process reaches the keepers through the one of its own host, which knows the others. A file goes
+to that one and, before it has a name, to `replicas` others. Small files, which commit a step, go to
+several keepers: a name is created if more than half of them took it, and none of all has it. A read
+takes what any keeper has, this host's first. A keeper that does not answer is passed over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import socket
+import threading
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from smckpt.errors import CheckpointNotFoundError, StorageError
+from smckpt.storage.base import Access, FileInfo, FileWriter, Storage
+from smckpt.storage.faults import refuse_incomplete, refuse_outside, storage_error, too_short
+from smckpt.storage.memory.wire import (
+    Peer,
+    Refusal,
+    call,
+    fill,
+    local_name,
+    receive,
+    reply_of,
+    send,
+)
+from smckpt.storage.urls import file_url
+
+__all__ = ["KeeperStorage", "asked_locally", "job_of"]
+
+Result = TypeVar("Result")
+
+VOTERS = 5  # keepers that hold each small file
+_ASKED_AT_ONCE = 16
+
+
+def job_of(url: str) -> str:
+    return url.partition("://")[2].partition("/")[0]
+
+
+def asked_locally(job: str, request: dict[str, Any]) -> dict[str, Any]:
+    """The answer of this host's keeper.
+
+    Raises:
+        StorageError: there is none, or it refuses.
+    """
+    try:
+        with call(local_name(job)) as to:
+            send(to, request)
+            return reply_of(to)
+    except OSError as error:
+        raise no_keeper(job, error) from error
+
+
+def no_keeper(job: str, error: OSError) -> StorageError:
+    return StorageError(
+        f"the keeper of job {job} on {socket.gethostname()} does not answer: {error}",
+        remedy="the steps in this host's memory are lost with it; those on disk are not",
+        path=f"keeper://{job}/",
+        of_store=True,
+    )
+
+
+class KeeperStorage(Storage):
+    """The directory `keeper://JOB/…`. Sends nothing until it is used."""
+
+    request_bytes = 8 << 20
+
+    def __init__(self, url: str, access: Access | None = None) -> None:
+        super().__init__(url, access)
+        self._job = job_of(self.url)
+        self._directory = self.url.partition("://")[2].partition("/")[2].strip("/")
+        self._open: dict[str, tuple[int, int]] = {}  # of this host's files: descriptor, size
+        self._lock = threading.Lock()
+
+    # -- writing -----------------------------------------------------------------------------------
+
+    def create_file(self, name: str, size: int, *, replace: bool = False) -> FileWriter:
+        self.refuse_name(name)
+        return _Writer(self, name, size, replace)
+
+    def put_exclusive(self, name: str, data: bytes) -> bool:
+        self.refuse_name(name)
+        peers, own = self._peers()
+        if self._known(name):
+            return self.read(name) == data  # an earlier try made it, but its answer was lost
+        voters = [peers[own], *(one for at, one in enumerate(peers) if at != own)][:VOTERS]
+        request = {**self._at(name), "do": "take", "size": len(data)}
+
+        def take(peer: Peer) -> bool:
+            with self._calling(peer, own=peer is peers[own]) as to:
+                send(to, request)
+                reply_of(to)
+                to.sendall(data)
+                return bool(reply_of(to)["created"])
+
+        votes = self._each(voters, take)
+        yes = sum(vote is True for vote in votes)
+        if yes * 2 > len(voters):
+            return True
+        if any(vote is False for vote in votes):
+            return False
+        failed = next(vote for vote in votes if isinstance(vote, OSError))
+        raise self._failed(failed, name, f"write to more than {yes} of {len(voters)} keepers")
+
+    def delete(self, name: str) -> None:
+        self.delete_many([name])
+
+    def delete_many(self, names: Collection[str]) -> None:
+        self._forget(names)
+        self._all({"do": "delete", "directory": self._directory, "names": sorted(names)})
+
+    # -- reading -----------------------------------------------------------------------------------
+
+    def read_into(
+        self,
+        name: str,
+        offset: int,
+        buffers: Sequence[memoryview],
+        seen: Callable[[memoryview], None] | None = None,
+    ) -> None:
+        self.refuse_name(name)
+        wanted = [b if b.format == "B" and b.ndim == 1 else b.cast("B") for b in buffers]
+        here = self._descriptor(name)
+        if here is not None:
+            fd, size = here
+            self._refuse_end(name, size, offset, wanted)
+            for buffer in wanted:
+                at = 0
+                while at < len(buffer):
+                    at += os.preadv(fd, [buffer[at:]], offset + at)
+                offset += len(buffer)
+                if seen is not None:
+                    seen(buffer)
+            return
+        peers, own = self._peers()
+        lost: OSError | None = None
+        for peer in [*peers[own + 1 :], *peers[:own]]:
+            try:
+                if self._read_from(peer, name, offset, wanted, seen):
+                    return
+            except OSError as error:
+                lost = error
+        if lost is not None:
+            raise self._failed(lost, name, "read from the keeper that has it")
+        raise self._absent(name)
+
+    def _read_from(
+        self,
+        peer: Peer,
+        name: str,
+        offset: int,
+        wanted: Sequence[memoryview],
+        seen: Callable[[memoryview], None] | None,
+    ) -> bool:
+        """False: the keeper has no such file."""
+        length = sum(map(len, wanted))
+        with call(peer) as to:
+            send(to, {**self._at(name), "do": "read", "offset": offset, "length": length})
+            answer = receive(to)
+            if answer.get("error", [0])[0] == errno.ENOENT:
+                return False
+            if answer.get("error", [0])[0] == errno.ERANGE:
+                path = file_url(self.url, name)
+                raise too_short(name, self.size(name), offset + length, path)
+            if "error" in answer:
+                raise OSError(*answer["error"])
+            for buffer in wanted:
+                fill(to, buffer)
+                if seen is not None:
+                    seen(buffer)
+        return True
+
+    def _refuse_end(self, name: str, size: int, offset: int, wanted: Sequence[memoryview]) -> None:
+        end = offset + sum(map(len, wanted))
+        if end > size:
+            raise too_short(name, size, end, file_url(self.url, name))
+
+    def _descriptor(self, name: str) -> tuple[int, int] | None:
+        """A descriptor of a file that this host's keeper has, and its size."""
+        with self._lock:
+            if name in self._open:
+                return self._open[name]
+            try:
+                with call(local_name(self._job)) as to:
+                    send(to, {**self._at(name), "do": "read", "descriptor": True})
+                    try:
+                        size = int(reply_of(to)["size"])
+                    except OSError as error:
+                        if error.errno == errno.ENOENT:
+                            return None
+                        raise
+                    _, descriptors, _, _ = socket.recv_fds(to, 1, 1)
+            except OSError as error:
+                raise no_keeper(self._job, error) from error
+            self._open[name] = descriptors[0], size
+            return descriptors[0], size
+
+    def size(self, name: str) -> int:
+        self.refuse_name(name)
+        for info in self.list(name):
+            if info.name == name:
+                return info.size
+        raise self._absent(name)
+
+    def list(self, prefix: str = "") -> list[FileInfo]:
+        found: dict[str, int] = {}
+        for answer in self._all({"do": "list", "directory": self._directory}):
+            found |= {str(n): int(size) for n, size in answer["files"] if str(n).startswith(prefix)}
+        return [FileInfo(name, size) for name, size in sorted(found.items())]
+
+    def list_dirs(self) -> Sequence[str]:
+        answers = self._all({"do": "directories", "directory": self._directory})
+        return sorted({str(name) for answer in answers for name in answer["names"]})
+
+    def close(self) -> None:
+        self._forget([*self._open])
+
+    def __del__(self) -> None:
+        for fd, _ in self._open.values():
+            with contextlib.suppress(OSError):
+                os.close(fd)
+
+    # -- the keepers -------------------------------------------------------------------------------
+
+    def _peers(self) -> tuple[Sequence[Peer], int]:
+        """All keepers of the job, and which is this host's."""
+        answer = asked_locally(self._job, {"do": "peers"})
+        if answer["own"] < 0:  # nobody has told it of others
+            return [Peer(*asked_locally(self._job, {"do": "hello"})["own"])], 0
+        return [Peer(*each) for each in answer["peers"]], int(answer["own"])
+
+    @contextlib.contextmanager
+    def _calling(self, peer: Peer, *, own: bool) -> Iterator[socket.socket]:
+        with call(local_name(self._job) if own else peer) as to:
+            yield to
+
+    def _all(self, request: dict[str, Any]) -> Sequence[dict[str, Any]]:
+        """The answers of all keepers that answer; this host's must."""
+        peers, own = self._peers()
+
+        def ask(peer: Peer) -> dict[str, Any]:
+            with self._calling(peer, own=peer is peers[own]) as to:
+                send(to, request)
+                return reply_of(to)
+
+        answers = self._each(peers, ask)
+        if isinstance(failed := answers[own], OSError):
+            raise no_keeper(self._job, failed)
+        return [one for one in answers if isinstance(one, dict)]
+
+    def _each(
+        self, peers: Sequence[Peer], ask: Callable[[Peer], Result]
+    ) -> Sequence[Result | OSError]:
+        """The answer of each keeper, or its error."""
+
+        def one(peer: Peer) -> Result | OSError:
+            try:
+                return ask(peer)
+            except OSError as error:
+                return error
+
+        if len(peers) == 1:
+            return [one(peers[0])]
+        with ThreadPoolExecutor(min(len(peers), _ASKED_AT_ONCE), "smckpt-keepers") as pool:
+            return list(pool.map(one, peers))
+
+    def _at(self, name: str) -> dict[str, Any]:
+        return {"directory": self._directory, "name": name}
+
+    def _known(self, name: str) -> bool:
+        return any(info.name == name for info in self.list(name))
+
+    def _forget(self, names: Collection[str]) -> None:
+        with self._lock:
+            for name in names:
+                if name in self._open:
+                    os.close(self._open.pop(name)[0])
+
+    def _absent(self, name: str) -> CheckpointNotFoundError:
+        return CheckpointNotFoundError(
+            "no keeper that answers has this file",
+            remedy="its hosts may be gone: take an older step, or one on disk",
+            path=file_url(self.url, name),
+        )
+
+    def _failed(self, error: OSError, name: str, action: str) -> Exception:
+        if isinstance(error, Refusal) and error.errno != errno.ENOENT:
+            return StorageError(
+                f"cannot {action}: {error.strerror}",
+                remedy="give keepers a larger budget, or keep fewer steps in memory; steps that "
+                "are committed stay",
+                path=file_url(self.url, name),
+            )
+        return storage_error(error, file_url(self.url, name), action)
+
+
+class _Writer(FileWriter):
+    """Writes into memory of this host's keeper, which sends copies when the file is complete."""
+
+    def __init__(self, store: KeeperStorage, name: str, size: int, replace: bool) -> None:
+        self._store, self._name, self._size = store, name, size
+        self._replace = replace
+        self._lock = threading.Lock()
+        self._written = 0
+        self._finished = False
+        self._stack = contextlib.ExitStack()
+        try:
+            self._to = self._stack.enter_context(call(local_name(store._job)))
+            send(self._to, {"do": "create", "size": size})
+            text, descriptors, _, _ = socket.recv_fds(self._to, 1 << 10, 1)
+            if not descriptors:
+                raise Refusal(*json.loads(text[4:])["error"])
+            self._fd = descriptors[0]
+            self._stack.callback(os.close, self._fd)
+        except OSError as error:
+            self._stack.close()
+            raise store._failed(error, name, "make memory for the file") from error
+
+    def write_at(self, offset: int, data: memoryview, crc64: int | None = None) -> None:
+        path = file_url(self._store.url, self._name)
+        refuse_outside(offset, data.nbytes, self._size, path)
+        left, at = data.cast("B") if data.format != "B" else data, offset
+        while left.nbytes:
+            done = os.pwrite(self._fd, left, at)
+            left, at = left[done:], at + done
+        with self._lock:
+            self._written += data.nbytes
+
+    def finish(self) -> None:
+        path = file_url(self._store.url, self._name)
+        refuse_incomplete(self._written, self._size, path)
+        request = {
+            **self._store._at(self._name),
+            "do": "finish",
+            "replace": self._replace,
+        }
+        try:
+            send(self._to, request)
+            while "created" not in (answer := reply_of(self._to)):
+                pass  # it is sending copies, and says so after each piece
+        except OSError as error:
+            raise self._store._failed(error, self._name, "keep the file") from error
+        finally:
+            self._stack.close()
+        if not answer["created"]:
+            raise self._store._failed(
+                FileExistsError(errno.EEXIST, "exists"), self._name, "create the file"
+            )
+        self._store._forget([self._name])
+        self._finished = True
+
+    def abort(self) -> None:
+        self._stack.close()
+        if self._finished:
+            self._finished = False
+            self._store.delete(self._name)

@@ -1,0 +1,142 @@
+"""Steps in the memory of hosts: a host dies with its ranks and its keeper, and no step is lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import sys
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import smckpt
+from smckpt import CheckpointManager, Memory, UsageError
+from tests.support.hosts import Host, hosts
+from tests.support.limits import seconds
+
+SCRIPT = """
+import json, logging, os, sys
+import torch, torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+import smckpt
+from smckpt import CheckpointManager, Memory
+
+root, until, last, replicas = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+logging.basicConfig(level=logging.INFO)
+dist.init_process_group("gloo")
+world = dist.get_world_size()
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(12, 24), torch.nn.Linear(24, 6))
+fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+state = {"model": model, "optimizer": optimizer}
+with CheckpointManager(root, interval=100, memory=Memory(interval=5, replicas=replicas),
+                       timeout=120) as manager:
+    step = began = manager.restore(into=state)
+    while step < until:
+        optimizer.zero_grad()
+        model(torch.full((2, 12), float(step))).sum().backward()
+        optimizer.step()
+        step += 1
+        if manager.should_save(step):
+            manager.save(step, state).wait()
+        if step == last:
+            dist.barrier()
+            os._exit(9)  # the job dies
+full = {name: value.full_tensor().tolist() for name, value in model.state_dict().items()}
+print(json.dumps([began, full]))
+"""
+
+
+def run(
+    job: Sequence[Host], tmp_path: Path, port: int, until: int, last: int = -1, replicas: int = 1
+) -> list[Any]:
+    tmp_path.mkdir(exist_ok=True)
+    script = tmp_path / "train.py"
+    script.write_text(textwrap.dedent(SCRIPT))
+    for rank, host in enumerate(job):
+        env = {
+            "RANK": str(rank), "WORLD_SIZE": str(len(job)), "LOCAL_RANK": "0",
+            "MASTER_ADDR": job[0].address, "MASTER_PORT": str(port),
+            "TORCHELASTIC_RUN_ID": f"job{tmp_path.name}", "GLOO_SOCKET_IFNAME": "e0",
+        }  # fmt: skip
+        numbers = [str(until), str(last), str(replicas)]
+        host.begin([sys.executable, str(script), str(tmp_path / "root"), *numbers], env)
+    ended = [host.ended() for host in job]
+    wanted = 9 if last >= 0 else 0
+    assert [code for code, *_ in ended] == [wanted] * len(job), ended
+    return [json.loads(out) for _, out, _ in ended if out]
+
+
+def close(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return all(
+        torch.allclose(torch.tensor(one[name]), torch.tensor(other[name]), atol=1e-5)
+        for name in one
+    )
+
+
+@pytest.mark.parametrize("dead", [0, pytest.param(2, marks=pytest.mark.long)])
+def test_a_host_dies_and_the_others_go_on_from_memory(tmp_path: Path, dead: int) -> None:
+    with hosts(3) as job:
+        run(job, tmp_path, 29611, until=20, last=12)
+        job[dead].die()
+        left = [host for number, host in enumerate(job) if number != dead]
+        resumed = run(left, tmp_path, 29612, until=14)
+        straight = run(left, tmp_path / "straight", 29613, until=14)
+    assert [began for began, _ in resumed] == [10, 10]
+    assert [began for began, _ in straight] == [0, 0]
+    assert close(resumed[0][1], straight[0][1])
+    assert smckpt.find_checkpoints(tmp_path / "root") == []  # nothing was on disk
+
+
+def test_hosts_with_each_others_only_copies_die_and_the_job_begins_from_disk(
+    tmp_path: Path,
+) -> None:
+    with hosts(3) as job:
+        run(job, tmp_path, 29614, until=20, last=12, replicas=0)
+        job[1].die()
+        left = [job[0], job[2]]
+        resumed = run(left, tmp_path, 29615, until=7)
+    assert [began for began, _ in resumed] == [0, 0]
+
+
+def test_no_process_is_left_after_the_job(tmp_path: Path) -> None:
+    with hosts(1) as job:
+        run(job, tmp_path, 29616, until=6)
+        assert len(job[0].processes()) == 2  # the agent and the keeper
+        (keeper,) = {*job[0].processes()} - {str(job[0].agent.pid)}
+        ends = os.pidfd_open(int(keeper))
+        assert job[0].agent.stdin is not None
+        job[0].agent.stdin.close()
+        job[0].agent.wait(seconds(20))
+        assert select.select([ends], [], [], seconds(20))[0]
+        os.close(ends)
+        assert job[0].processes() == []
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"interval": 0}, {"keep": 0}, {"replicas": -1}, {"budget": 0}, {"interval": "auto"}]
+)
+def test_what_memory_cannot_do_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=next(iter(wrong))):
+        Memory(**{"interval": 5, **wrong})
+
+
+def test_without_room_in_memory_the_step_is_saved_on_disk_and_the_log_says_why(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = {"w": torch.ones(1 << 18)}
+    with CheckpointManager(
+        str(tmp_path), memory=Memory(interval=1, budget=1 << 10), signals=(), random=False
+    ) as manager:
+        for step in (1, 2):
+            assert manager.should_save(step)
+            manager.save(step, state).exception()
+        assert manager.restore(into=state) == 0
+    assert "more do not fit" in caplog.text

@@ -1,0 +1,199 @@
+"""Files in a keeper's memory: the store's contract, its budget, its secret and its copies."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import smckpt
+from smckpt.checkpoint.upkeep.verify import verify_checkpoint
+from smckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, StorageError, UsageError
+from smckpt.storage import Storage, open_storage
+from smckpt.storage.memory.keeper import Keeper, listening
+from smckpt.storage.memory.store import asked_locally
+from smckpt.storage.memory.wire import Peer, call, receive, send
+from smckpt.storage.urls import parent_url
+from tests.support.limits import seconds
+
+
+class Running:
+    """A keeper in a thread of this process."""
+
+    def __init__(self, job: str, budget: int = 1 << 26, address: str = "127.0.0.1") -> None:
+        self.job, self.keeper = job, Keeper(budget, address)
+        local = listening(job)
+        assert local is not None
+        self.local = local
+        end, self._end = os.pipe()
+        self._ends = end
+        self.thread = threading.Thread(target=self.keeper.serve, args=(local, [end]))
+        self.thread.start()
+
+    @property
+    def peer(self) -> Peer:
+        return Peer(self.job, *self.keeper.address, self.keeper.secret)
+
+    def stop(self) -> None:
+        os.write(self._end, b"e")
+        self.thread.join(seconds(20))
+        self.local.close()
+        os.close(self._end)
+        os.close(self._ends)
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> str:
+    return f"t{os.getpid()}{tmp_path.name}".replace("_", "").replace("[", "").replace("]", "")
+
+
+@pytest.fixture
+def running(job: str) -> Iterator[Running]:
+    made = Running(job)
+    yield made
+    made.stop()
+
+
+@pytest.fixture
+def store(running: Running) -> Storage:
+    return open_storage(f"keeper://{running.job}/run/1")
+
+
+def test_a_file_is_there_when_it_is_finished(store: Storage) -> None:
+    writer = store.create_file("data", 10)
+    writer.write_at(5, memoryview(b"world"))
+    assert store.list() == []
+    writer.write_at(0, memoryview(b"hello"))
+    writer.finish()
+    assert [(one.name, one.size) for one in store.list()] == [("data", 10)]
+    assert (store.read("data"), store.size("data")) == (b"helloworld", 10)
+    assert (store.read("data", 5, 3), store.names("d"), store.names("x")) == (b"wor", ["data"], [])
+    with pytest.raises(StorageError, match="exists"):
+        writer = store.create_file("data", 0)
+        writer.finish()
+    store.overwrite("data", b"other")
+    assert store.read("data") == b"other"
+    with pytest.raises(CorruptCheckpointError):
+        store.read("data", 3, 3)
+    store.delete("data")
+    with pytest.raises(CheckpointNotFoundError):
+        store.read("data")
+
+
+def test_what_is_given_up_leaves_nothing(running: Running, store: Storage) -> None:
+    writer = store.create_file("data", 1000)
+    writer.write_at(0, memoryview(bytes(10)))
+    with pytest.raises(UsageError):
+        writer.write_at(999, memoryview(bytes(10)))
+    with pytest.raises(Exception, match="10 of 1,?000"):
+        writer.finish()
+    writer.abort()
+    done = store.create_file("data", 0)
+    done.finish()
+    done.abort()
+    assert store.list() == []
+
+
+def test_directories_are_those_of_their_files(store: Storage) -> None:
+    store.join("part0").put("a", b"1")
+    above = store.at(parent_url(store.url))
+    above.join("2").put("b", b"")
+    assert (list(above.list_dirs()), list(store.list_dirs())) == (["1", "2"], ["part0"])
+    assert list(above.at(parent_url(above.url)).list_dirs()) == ["run"]
+    store.join("part0").delete("a")
+    assert list(above.list_dirs()) == ["2"]
+
+
+def test_of_all_that_create_a_name_one_succeeds(store: Storage) -> None:
+    made: list[bool] = []
+    start = threading.Barrier(8)
+
+    def create(number: int) -> None:
+        start.wait(seconds(20))
+        made.append(store.put_exclusive("lease", str(number).encode()))
+
+    threads = [threading.Thread(target=create, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert made.count(True) == 1
+
+
+def test_the_budget_is_held_and_given_back(running: Running, store: Storage) -> None:
+    big = store.create_file("big", (1 << 26) - 10)
+    with pytest.raises(StorageError, match="keeper of"):
+        store.create_file("more", 100)
+    big.abort()
+    with pytest.raises(StorageError, match="more do not fit"):
+        store.create_file("huge", 1 << 40)
+    for _ in range(100):
+        store.overwrite("name", bytes(1 << 20))
+    assert asked_locally(running.job, {"do": "hello"})["held"] == 1 << 20
+
+
+def test_a_step_is_saved_loaded_and_verified_there_as_anywhere(running: Running) -> None:
+    at = f"keeper://{running.job}/run/4"
+    smckpt.save({"w": torch.arange(1000.0), "n": 4}, checkpoint_id=at, step=4)
+    into: dict[str, Any] = {"w": torch.zeros(1000), "n": 0}
+    smckpt.load(into, checkpoint_id=at)
+    assert torch.equal(into["w"], torch.arange(1000.0)) and into["n"] == 4
+    assert verify_checkpoint(at).ok
+    newest = smckpt.latest_checkpoint(f"keeper://{running.job}/run")
+    assert newest is not None and newest.step == 4
+    smckpt.remove(at)
+    assert smckpt.find_checkpoints(f"keeper://{running.job}/run") == []
+    assert asked_locally(running.job, {"do": "hello"})["held"] == 0
+
+
+def test_without_a_keeper_the_error_names_the_job_and_the_host(job: str) -> None:
+    with pytest.raises(StorageError, match=f"keeper of job {job} on {socket.gethostname()}"):
+        open_storage(f"keeper://{job}/run").list()
+
+
+def test_who_does_not_know_the_secret_is_answered_nothing(running: Running, store: Storage) -> None:
+    store.put("a", b"1")
+    forged = Peer("x", *running.keeper.address, "f" * 64)
+    with pytest.raises(ConnectionError), call(forged):
+        raise AssertionError
+    with socket.create_connection(running.keeper.address, 5) as raw:
+        raw.settimeout(seconds(5))
+        assert set(receive(raw)) == {"challenge"}
+        send(raw, {"do": "list", "directory": "run/1"})
+        assert raw.recv(1) == b""
+
+
+def test_a_server_that_does_not_know_the_secret_is_not_believed(running: Running) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer() -> None:
+            made, _ = listener.accept()
+            with made:
+                send(made, {"challenge": "0" * 32})
+                receive(made)
+                send(made, {"proof": "0" * 64})
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        pretender = Peer("x", *listener.getsockname(), running.keeper.secret)
+        with pytest.raises(ConnectionError, match="no keeper of this job"), call(pretender):
+            raise AssertionError
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    "request_", [{"do": "hello"}, {"do": "create", "size": 1}, {"do": "peers"}, {"do": 7}, {}]
+)
+def test_other_hosts_may_not_ask_for_what_is_this_hosts(
+    running: Running, request_: dict[str, Any]
+) -> None:
+    with call(running.peer) as to:
+        send(to, request_)
+        assert receive(to)["error"][0] == errno.EINVAL

@@ -1,0 +1,103 @@
+"""Hosts on one machine: network namespaces on one bridge, each with an agent that runs programs.
+
+A host dies with all its processes. Making them takes the rights of root.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import pytest
+
+from tests.support.limits import seconds
+
+_AGENT = """
+import json, subprocess, sys
+for line in sys.stdin:
+    asked = json.loads(line)
+    done = subprocess.run(asked["command"], env=asked["env"], capture_output=True, text=True)
+    print(json.dumps([done.returncode, done.stdout, done.stderr[-4000:]]), flush=True)
+"""
+
+
+@dataclass
+class Host:
+    name: str
+    address: str
+    agent: subprocess.Popen[str]
+
+    def begin(self, command: list[str], env: Mapping[str, str]) -> None:
+        assert self.agent.stdin is not None
+        asked = {"command": command, "env": {**os.environ, **env}}
+        self.agent.stdin.write(json.dumps(asked) + "\n")
+        self.agent.stdin.flush()
+
+    def ended(self) -> tuple[int, str, str]:
+        assert self.agent.stdout is not None
+        code, out, error = json.loads(self.agent.stdout.readline())
+        return code, out, error
+
+    def die(self) -> None:
+        """Kill every process of the host."""
+        listed = subprocess.run(
+            ["ip", "netns", "pids", self.name], capture_output=True, text=True, check=True
+        )
+        for pid in map(int, listed.stdout.split()):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.agent.wait(seconds(20))
+
+    def processes(self) -> list[str]:
+        listed = subprocess.run(["ip", "netns", "pids", self.name], capture_output=True, text=True)
+        return listed.stdout.split()
+
+
+def _ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, timeout=seconds(20))
+
+
+@contextlib.contextmanager
+def hosts(count: int) -> Iterator[list[Host]]:
+    """Skips the test where namespaces cannot be made."""
+    own = f"sm{secrets.token_hex(3)}"  # the kernel removes those of a test before it later
+    names = [f"{own}h{number}" for number in range(count)]
+    bridge, net = f"{own}b", f"10.{int(own[2:4], 16)}.{int(own[4:6], 16)}"
+    made: list[Host] = []
+    try:
+        try:
+            _ip("link", "add", bridge, "type", "bridge")
+            _ip("link", "set", bridge, "up")
+        except (OSError, subprocess.SubprocessError):
+            pytest.skip("network namespaces take the rights of root")
+        for number, name in enumerate(names):
+            _ip("netns", "add", name)
+            _ip("link", "add", f"{name}o", "type", "veth", "peer", "name", "e0", "netns", name)
+            _ip("link", "set", f"{name}o", "master", bridge, "up")
+            _ip("-n", name, "address", "add", f"{net}.{number + 1}/24", "dev", "e0")
+            _ip("-n", name, "link", "set", "e0", "up")
+            _ip("-n", name, "link", "set", "lo", "up")
+            agent = subprocess.Popen(
+                ["ip", "netns", "exec", name, sys.executable, "-c", _AGENT],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            )  # fmt: skip
+            made.append(Host(name, f"{net}.{number + 1}", agent))
+        yield made
+    finally:
+        for host in made:
+            if host.agent.poll() is None:
+                host.die()
+            for stream in (host.agent.stdin, host.agent.stdout):
+                if stream is not None:
+                    with contextlib.suppress(OSError):
+                        stream.close()
+        for name in names:
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True)
+        subprocess.run(["ip", "link", "delete", bridge], capture_output=True)

@@ -69,10 +69,10 @@ class Smckpt:
     most = PART  # bytes of a request
 
     def __init__(self, endpoint: str, bucket: str) -> None:
-        from smckpt.storage.s3.config import S3Config
+        from smckpt.storage.s3.config import StoreOptions
         from smckpt.storage.s3.storage import S3Storage
 
-        config = S3Config(endpoint=endpoint, region="us-east-1")
+        config = StoreOptions(endpoint=endpoint, region="us-east-1")
         self.store = S3Storage(f"s3://{bucket}/", config)
         self.pool = ThreadPoolExecutor(THREADS)
 

@@ -63,13 +63,13 @@ class Ours:
     name = "smckpt"
 
     def __init__(self, loads_from: str) -> None:
-        self.config = smckpt.S3Config(endpoint=loads_from)
+        self.config = smckpt.StoreOptions(endpoint=loads_from)
 
     def save(self, state: dict[str, Any], place: str) -> None:
         smckpt.save(state, checkpoint_id=place)
 
     def load(self, state: dict[str, Any], place: str) -> None:
-        smckpt.load(state, checkpoint_id=place, s3client_config=self.config)
+        smckpt.load(state, checkpoint_id=place, storage=self.config)
 
 
 class Connector:

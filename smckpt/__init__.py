@@ -59,8 +59,7 @@ if TYPE_CHECKING:
     from smckpt.manager.manager import CheckpointManager
     from smckpt.manager.memory import Memory
     from smckpt.state_dict import FULL, LOCAL, SHARDED, SMStateDictType, init_optim_state
-    from smckpt.storage import register_store
-    from smckpt.storage.s3.config import S3Config
+    from smckpt.storage import StoreOptions, register_store
     from smckpt.storage.urls import build_s3_url, is_s3_url, parse_s3_url
     from smckpt.topology import ParallelState
     from smckpt.translate import (
@@ -103,7 +102,6 @@ __all__ = [
     "PeerError",
     "RemoveReport",
     "ReplicationGroup",
-    "S3Config",
     "SMStateDictType",
     "SaveEvent",
     "SaveFailedError",
@@ -111,6 +109,7 @@ __all__ = [
     "SaveOptions",
     "StateError",
     "StorageError",
+    "StoreOptions",
     "TensorMismatchError",
     "Timings",
     "TopologyError",
@@ -175,8 +174,7 @@ _HOMES = {
     "smckpt.manager.memory": ("Memory",),
     "smckpt.checkpoint.commits.pins": ("pinned",),
     "smckpt.state_dict": ("FULL", "LOCAL", "SHARDED", "SMStateDictType", "init_optim_state"),
-    "smckpt.storage": ("register_store",),
-    "smckpt.storage.s3.config": ("S3Config",),
+    "smckpt.storage": ("StoreOptions", "register_store"),
     "smckpt.storage.urls": ("build_s3_url", "is_s3_url", "parse_s3_url"),
     "smckpt.topology": ("ParallelState",),
     "smckpt.translate": (

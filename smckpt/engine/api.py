@@ -18,7 +18,7 @@ from smckpt.engine.saving.job import SaveHandle, SaveOptions, SaveRequest, Timin
 from smckpt.errors import UsageError
 from smckpt.meeting.group import get_global_ranks, group_of
 from smckpt.state_dict.modes import concrete
-from smckpt.storage import Access, access_to
+from smckpt.storage import Access, StoreOptions, access_to
 from smckpt.storage.budget import Share
 from smckpt.storage.preflight import refuse_save
 from smckpt.storage.urls import Below, normal_url
@@ -65,8 +65,7 @@ def async_save(
     on_commit: Callable[[SaveHandle], None] | None = None,
     allow_objects: Sequence[type] = (),
     options: SaveOptions | None = None,
-    s3_region: str | None = None,
-    s3client_config: Any = None,
+    storage: StoreOptions | Mapping[str, Any] | None = None,
     no_dist: bool = False,
 ) -> SaveHandle | None:
     """Copy the state into memory and return; write and commit it in the background.
@@ -97,10 +96,8 @@ def async_save(
             in it is logged.
         allow_objects: types that may be stored with `torch.save` although they are not plain data.
         options: see `SaveOptions`.
-        s3_region: for s3:// ids: the bucket's region. By default SMCKPT_S3_* and the AWS settings
-            give it.
-        s3client_config: for s3:// ids: an `S3Config`, or a mapping of some of its fields. By
-            default SMCKPT_S3_* and the AWS settings give them.
+        storage: for s3:// ids: a `StoreOptions`, or a mapping of some of its fields that goes
+            over the environment's. By default SMCKPT_S3_* and the AWS settings give them.
         no_dist: this process saves alone, as in DCP: other ranks neither write nor wait.
 
     Returns:
@@ -127,8 +124,7 @@ def async_save(
             allow_objects=allow_objects,
             options=options,
             coordinator_rank=other_than_lowest(group, coordinator_rank),
-            s3_region=s3_region,
-            s3client_config=s3client_config,
+            storage=storage,
         )
         begun: SaveHandle = dcp().save(
             _RUNTIME,
@@ -155,7 +151,7 @@ def async_save(
             on_commit=on_commit,
             allow_objects=tuple(allow_objects),
             options=SaveOptions() if options is None else options,
-            access=_access(directory, s3_region, s3client_config, storage_writer),
+            access=_access(directory, storage, storage_writer),
         )
         if directory:
             refuse_save(request.storage, group.world_size)
@@ -265,8 +261,7 @@ def load(
     timeout: float = LOAD_TIMEOUT,
     groups: Sequence[Sequence[int]] | None = None,
     parallel_state: Any = None,
-    s3_region: str | None = None,
-    s3client_config: Any = None,
+    storage: StoreOptions | Mapping[str, Any] | None = None,
     no_dist: bool = False,
 ) -> MutableMapping[str, Any] | None:
     """Fill `state_dict` from the newest commit at `checkpoint_id`. Without a `state_dict`, return
@@ -307,8 +302,7 @@ def load(
         parallel_state: as for `async_save`. If ranks saved plain tensors of their own (tensor or
             expert parallelism), it decides whose tensors this rank takes. A job of another size
             must pass it.
-        s3_region: as for `async_save`.
-        s3client_config: as for `async_save`.
+        storage: as for `async_save`.
         no_dist: this process loads alone, as in DCP.
 
     Returns:
@@ -337,8 +331,7 @@ def load(
             timeout=None if timeout == LOAD_TIMEOUT else timeout,
             groups=groups,
             parallel_state=parallel_state,
-            s3_region=s3_region,
-            s3client_config=s3client_config,
+            storage=storage,
         )
         if state_dict is None:
             raise UsageError(
@@ -353,7 +346,7 @@ def load(
         directory = _directory(checkpoint_id, storage_reader, "storage_reader")
         coordinator_of(group, coordinator_rank)
         _wait_for_own(directory)
-        access = _access(directory, s3_region, s3client_config, storage_reader)
+        access = _access(directory, storage, storage_reader)
         request = LoadRequest(
             directory=directory,
             access=access.holding(Share.of_rank(group.rank, group.world_size)),
@@ -380,8 +373,7 @@ def latest_checkpoint(
     *,
     process_group: Any = None,
     timeout: float = 1800.0,
-    s3_region: str | None = None,
-    s3client_config: Any = None,
+    storage: StoreOptions | Mapping[str, Any] | None = None,
 ) -> FoundCheckpoint | None:
     """Find the newest complete step under `root`; None if there is none.
 
@@ -395,7 +387,7 @@ def latest_checkpoint(
     group = group_of(process_group)
     if group is None:
         return None
-    access = access_to(root, s3_region=s3_region, s3client_config=s3client_config)
+    access = access_to(root, storage=storage)
     top = access.open(root)
     return _RUNTIME.loader(group).find(lambda: latest(top), timeout)
 
@@ -404,8 +396,7 @@ def latest_checkpoint(
 def remove(
     checkpoint_id: str | os.PathLike[str],
     *,
-    s3_region: str | None = None,
-    s3client_config: Any = None,
+    storage: StoreOptions | Mapping[str, Any] | None = None,
 ) -> RemoveReport:
     """Remove the newest committed checkpoint in a directory: the files that its manifests name.
     Only one process calls it.
@@ -416,8 +407,7 @@ def remove(
     Args:
         checkpoint_id: the directory that the group saved to. For a step of several groups, the
             directory above theirs.
-        s3_region: as for `async_save`.
-        s3client_config: as for `async_save`.
+        storage: as for `async_save`.
 
     Returns:
         What was removed, and the older commit that is the newest there now, if there is one.
@@ -437,17 +427,16 @@ def remove(
             remedy="wait for its handle first",
             path=directory,
         )
-    access = access_to(directory, s3_region=s3_region, s3client_config=s3client_config)
+    access = access_to(directory, storage=storage)
     from smckpt.checkpoint.commits.pins import remove_newest  # no save or load needs it
 
     return remove_newest(access.open(directory))
 
 
-def _access(directory: str, region: str | None, config: Any, storage: Any) -> Access:
-    """The access to the directory. `storage` is a reader or writer of ours, or None."""
-    own = getattr(storage, "access", None)
-    own = own if isinstance(own, Access) else None
-    return access_to(directory, s3_region=region, s3client_config=config, own=own)
+def _access(directory: str, storage: StoreOptions | Mapping[str, Any] | None, other: Any) -> Access:
+    """The access to the directory. `other` is a reader or writer of ours, or None."""
+    own = getattr(other, "access", None)
+    return access_to(directory, storage=storage, own=own if isinstance(own, Access) else None)
 
 
 def _step_in(state_dict: MutableMapping[str, Any] | None) -> int | None:

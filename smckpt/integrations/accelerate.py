@@ -58,7 +58,7 @@ class SmckptAccelerator(Accelerator):  # type: ignore[misc]
     newest committed checkpoint. It still loads checkpoints that accelerate itself wrote.
 
     smckpt_root: the directory of checkpoints, such as "s3://bucket/run"; None: `project_dir`.
-    smckpt_arguments: more arguments for `smckpt.async_save` and `smckpt.load` (`s3client_config`).
+    smckpt_arguments: more arguments for `smckpt.async_save` and `smckpt.load` (`storage`).
     """
 
     smckpt_root: str | None = None

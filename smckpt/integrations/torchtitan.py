@@ -48,7 +48,7 @@ class SmckptCheckpointManager(CheckpointManager):  # type: ignore[misc]
             in memory. "disabled" waits for the commit.
         folder: may be the URL of a store that smckpt knows ("s3://bucket/run").
         smckpt_arguments: more arguments for `smckpt.async_save` and `smckpt.load`
-            (`s3client_config`).
+            (`storage`).
         """
 
         async_mode: str = "async"

@@ -54,7 +54,7 @@ class DistributedCheckpointer:
         smckpt_root: the directory of the intermediate checkpoints, such as "s3://bucket/run"; None:
             `output_dir`.
         smckpt_arguments: more arguments for `smckpt.async_save` and `smckpt.load`
-            (`s3client_config`).
+            (`storage`).
         should_load_recipe_state: as for torchtune's: `load_checkpoint` without a target also gives
             the newest intermediate state. A recipe sets it.
 

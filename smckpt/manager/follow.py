@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,7 @@ from smckpt.errors import (
     StorageError,
     UsageError,
 )
-from smckpt.storage import Access, Storage, access_to
+from smckpt.storage import Access, Storage, StoreOptions, access_to
 from smckpt.storage.urls import Below, file_url, is_local, join_url, normal_url, relative_url
 
 __all__ = ["RECORD", "FollowedStep", "follow"]
@@ -56,8 +56,7 @@ def follow(
     until: int | None = None,
     once: bool = False,
     interval: float = 10.0,
-    s3_region: str | None = None,
-    s3client_config: Any = None,
+    storage: StoreOptions | Mapping[str, Any] | None = None,
 ) -> Iterator[FollowedStep]:
     """Export each committed step below `root`, oldest first, and go on as the run commits more.
 
@@ -73,7 +72,7 @@ def follow(
         until: end once this step or a later one is committed, and nothing is left to export.
         once: end when nothing is left to export.
         interval: seconds between two looks for new steps.
-        s3_region, s3client_config: as in `smckpt.load`.
+        storage: as in `smckpt.load`.
 
     Yields:
         each step that was exported, or whose export failed. A step that the run deletes before it
@@ -93,8 +92,7 @@ def follow(
         )
     if every < 1 or interval <= 0:
         raise UsageError(f"every={every!r}, interval={interval!r}", remedy="give positive numbers")
-    options = {"s3_region": s3_region, "s3client_config": s3client_config}
-    access = access_to(out, root, **options)
+    access = access_to(out, root, storage=storage)
     if is_local(base) and not os.path.isdir(base):
         if once:  # an end without an export would look as if all were exported
             raise CheckpointNotFoundError(
@@ -106,14 +104,14 @@ def follow(
     tried: set[tuple[str, str]] = set()
     while True:
         newest = -1
-        for found in _look(root, once, options):
+        for found in _look(root, once, storage):
             step = found.step or 0
             newest = max(newest, step)
             if step % every or (found.path, found.identity) in tried:
                 continue
             tried.add((found.path, found.identity))  # a copy has the identity too
             directory = Below(join_url(there, relative_url(found.path, base)), there)
-            done = _follow_one(found, directory, export, access, options)
+            done = _follow_one(found, directory, export, access, storage)
             if done is not None:
                 yield done
         if once or (until is not None and newest >= until):
@@ -122,10 +120,10 @@ def follow(
 
 
 def _look(
-    root: str | os.PathLike[str], once: bool, options: dict[str, Any]
+    root: str | os.PathLike[str], once: bool, storage: StoreOptions | Mapping[str, Any] | None
 ) -> list[FoundCheckpoint]:
     try:
-        return find_checkpoints(root, **options)
+        return find_checkpoints(root, storage=storage)
     except StorageError as error:
         if once:
             raise
@@ -138,14 +136,14 @@ def _follow_one(
     directory: str,
     export: Callable[[FoundCheckpoint, str], object],
     access: Access,
-    options: dict[str, Any],
+    storage: StoreOptions | Mapping[str, Any] | None,
 ) -> FollowedStep | None:
     began = time.monotonic()
     target = access.open(directory)
     try:
         if _recorded(target) == found.identity:
             return None
-        with pinned(found, seconds=_PIN, **options):
+        with pinned(found, seconds=_PIN, storage=storage):
             target.delete(RECORD)  # of an older commit; from here on nothing whole is here
             export(found, directory)
         body = {

@@ -51,7 +51,7 @@ from smckpt.meeting.group import group_of
 from smckpt.meeting.membership import Membership
 from smckpt.meeting.round import Round
 from smckpt.state_dict import LOCAL, SHARDED
-from smckpt.storage import access_to
+from smckpt.storage import StoreOptions, access_to
 from smckpt.storage.urls import Below, is_below, normal_url
 from smckpt.topology import ParallelState
 
@@ -111,8 +111,7 @@ class CheckpointManager:
             same coordinates save together. None: the model's meshes tell.
         options: options of each save; see `SaveOptions`.
         timeout: seconds for each round of the ranks; without `options` for each stage of a save.
-        s3_region: as in `async_save`.
-        s3client_config: as in `async_save`.
+        storage: as in `async_save`.
 
     Raises:
         UsageError: an argument is out of range, or contradicts another one.
@@ -136,18 +135,16 @@ class CheckpointManager:
         parallel_state: ParallelState | None = None,
         options: SaveOptions | None = None,
         timeout: float = 1800.0,
-        s3_region: str | None = None,
-        s3client_config: Any = None,
+        storage: StoreOptions | Mapping[str, Any] | None = None,
     ) -> None:
         self.root = normal_url(os.fspath(root))
-        self._store_options = {"s3_region": s3_region, "s3client_config": s3client_config}
+        self._store_options = storage
         self._template = Template(layout)
         self._best = None if keep_best is None else Best(*keep_best)
         self._keep = Keep(keep_last_n, keep_every, self._best)
-        self._random = random
         self._options = options_of(options, max_consecutive_failures, timeout)
-        self._timeout = timeout
-        self._access = access_to(self.root, **self._store_options)
+        self._random, self._timeout = random, timeout
+        self._access = access_to(self.root, storage=self._store_options)
         group = group_of(None)
         assert group is not None
         digest = hashlib.sha256(f"{self.root}\0{layout}".encode()).hexdigest()[:12]
@@ -251,7 +248,7 @@ class CheckpointManager:
             queue=QUEUE,
             on_commit=self._committed(place),
             options=self._options,
-            **self._store_options,
+            storage=self._store_options,
         )
         assert handle is not None
         if last:
@@ -383,7 +380,7 @@ class CheckpointManager:
             parallel_state=self._degrees,
             timeout=self._timeout,
             **names,
-            **(self._store_options if is_below(found.path, self.root) else {}),
+            storage=self._store_options if is_below(found.path, self.root) else None,
         )
         return target
 

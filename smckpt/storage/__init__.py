@@ -2,6 +2,7 @@
 
 from smckpt.storage.arguments import access_to, open_storage, own_access
 from smckpt.storage.base import Access, FileInfo, FileWriter, Storage, register_store
+from smckpt.storage.s3.config import StoreOptions
 from smckpt.storage.spool import SpooledWriter
 
 __all__ = [
@@ -10,6 +11,7 @@ __all__ = [
     "FileWriter",
     "SpooledWriter",
     "Storage",
+    "StoreOptions",
     "access_to",
     "open_storage",
     "own_access",

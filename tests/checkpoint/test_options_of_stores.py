@@ -11,7 +11,7 @@ from smckpt.checkpoint.commits.commit import publish_record
 from smckpt.checkpoint.upkeep.transfer import copy_checkpoint
 from smckpt.checkpoint.upkeep.verify import verify_checkpoint
 from smckpt.storage import open_storage
-from smckpt.storage.s3.config import S3Config
+from smckpt.storage.s3.config import StoreOptions
 from tests.support import synthetic
 from tests.support.saves import hybrid
 from tests.support.synthetic import Step, kept, on_mesh
@@ -26,14 +26,14 @@ def test_a_step_of_several_groups_is_read_under_the_options_of_the_call(
         synthetic.whole({"w": (10, 6), "step": ()}),
     )
     Step(tmp_path / "step", {"part0": (0, 2), "part1": (1, 3)}, made).save()
-    config = S3Config.from_environment()
+    config = StoreOptions.from_environment()
     monkeypatch.setenv("SMCKPT_S3_ENDPOINT", "http://127.0.0.1:9")  # nobody is there
     monkeypatch.setenv("SMCKPT_S3_RETRIES", "0")
-    copy_checkpoint(str(tmp_path / "step"), s3_root, s3client_config=config)
-    assert verify_checkpoint(s3_root, s3client_config=config).ok
+    copy_checkpoint(str(tmp_path / "step"), s3_root, storage=config)
+    assert verify_checkpoint(s3_root, storage=config).ok
     given = {"endpoint": config.endpoint, "region": config.region}
-    assert verify_checkpoint(s3_root, s3client_config=given).ok
-    store = open_storage(s3_root, s3client_config=config)
+    assert verify_checkpoint(s3_root, storage=given).ok
+    store = open_storage(s3_root, storage=config)
     [record] = store.list("record-")
     groups = read_record(store, record.name).groups
     store.delete(record.name)

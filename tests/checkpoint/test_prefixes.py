@@ -24,7 +24,7 @@ from smckpt.checkpoint.upkeep.verify import verify_checkpoint
 from smckpt.cli.app import app
 from smckpt.errors import FormatVersionError, UsageError
 from smckpt.storage import Access, access_to, open_storage
-from smckpt.storage.s3.config import S3Config
+from smckpt.storage.s3.config import StoreOptions
 from tests.support.copies import contents
 from tests.support.saves import Group, hybrid, state_of
 
@@ -32,8 +32,8 @@ A, B = "aaaaaaaaaaaa", "bbbbbbbbbbbb"
 FOUR = PrefixSharding(1, 4)
 
 
-def sharded_over(prefixes: int = 8, **options: str) -> S3Config:
-    return S3Config.from_mapping({"prefixes": prefixes, **options})
+def sharded_over(prefixes: int = 8, **options: str) -> StoreOptions:
+    return StoreOptions.from_mapping({"prefixes": prefixes, **options})
 
 
 def group_at(
@@ -77,7 +77,7 @@ def test_keys_stay_what_they_are_byte_for_byte(key):
 def test_the_root_is_above_the_step_or_where_the_options_say():
     def root(url: str, groups: int = 1, **options: str) -> str:
         prefix_sharding = prefix_sharding_for(
-            open_storage(url, s3client_config=sharded_over(**options)), groups
+            open_storage(url, storage=sharded_over(**options)), groups
         )
         assert prefix_sharding is not None
         return prefix_sharding.directories(url)[0]
@@ -96,14 +96,12 @@ def test_the_root_is_above_the_step_or_where_the_options_say():
 
 
 def test_a_disk_and_a_single_prefix_are_not_sharded():
-    access = access_to("s3://b", s3client_config=sharded_over())
+    access = access_to("s3://b", storage=sharded_over())
     assert prefix_sharding_for(access.open("/run/step-1")) is None
-    assert (
-        prefix_sharding_for(open_storage("s3://b/run/step-1", s3client_config=S3Config())) is None
-    )
+    assert prefix_sharding_for(open_storage("s3://b/run/step-1", storage=StoreOptions())) is None
     for options in ({"prefixes": 0}, {"prefixes": 257}, {"prefix_root": "run"}):
         with pytest.raises(UsageError, match="prefix"):
-            S3Config.from_mapping(options)
+            StoreOptions.from_mapping(options)
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,7 @@ def test_large_files_are_copied_in_parts_and_progress_is_told(
     told: list[tuple[int, int]] = []
     parts = {"chunk_size_MB": 5}
     up = copy_checkpoint(
-        str(large), s3_root, progress=lambda *done: told.append(done), s3client_config=parts
+        str(large), s3_root, progress=lambda *done: told.append(done), storage=parts
     )
     store = open_storage(s3_root)
     name = next(info.name for info in store.list("data-") if info.size > 7 << 20)
@@ -143,7 +143,7 @@ def test_uploads_that_a_killed_copy_left_are_given_up_and_no_others(
 ) -> None:
     store = open_storage(s3_root)
     ours = shards.files(large)[0].name
-    parted = open_storage(s3_root, s3client_config={"chunk_size_MB": 5})
+    parted = open_storage(s3_root, storage={"chunk_size_MB": 5})
     for name in (ours, "other"):
         parted.create_file(name, 20 << 20).write_at(0, memoryview(bytes(5 << 20)))
     assert store.list_unfinished() == [ours, "other"]

@@ -20,7 +20,7 @@ from smckpt.errors import CheckpointNotFoundError, CheckpointReplacedError
 from smckpt.layout.image import compile_layout
 from smckpt.layout.mesh import Mesh
 from smckpt.layout.strided import Box
-from smckpt.storage.s3.config import S3Config
+from smckpt.storage.s3.config import StoreOptions
 from smckpt.storage.s3.storage import S3Storage
 from tests.support import saves, synthetic
 from tests.support.limits import seconds
@@ -98,7 +98,7 @@ def test_a_quick_look_asks_s3_for_the_checksums_that_it_keeps(
     with faulty_proxy(s3_server.endpoint) as proxy:
         config = {"endpoint": proxy.endpoint}
         proxy.seen.clear()
-        assert verify_checkpoint(s3_root, quick=True, s3client_config=config).ok
+        assert verify_checkpoint(s3_root, quick=True, storage=config).ok
         assert any(line.startswith("HEAD") and "data-" in line for line in proxy.seen)
     monkeypatch.setattr(S3Storage, "stored_crc64", lambda *_: 1)  # it keeps that of other bytes
     (problem,) = verify_checkpoint(s3_root, quick=True).problems
@@ -129,12 +129,14 @@ def test_a_block_that_changes_on_its_way_from_s3_is_read_again_before_it_is_call
 ) -> None:
     copy_checkpoint(str(step), s3_root)
     with faulty_proxy(s3_server.endpoint) as proxy:
-        config = S3Config.from_mapping({"endpoint": proxy.endpoint}, S3Config.from_environment())
+        config = StoreOptions.from_mapping(
+            {"endpoint": proxy.endpoint}, StoreOptions.from_environment()
+        )
         proxy.spoil("GET", "wrong answer", 2, path="r00002-0.safetensors")
-        assert verify_checkpoint(s3_root, s3client_config=config).ok
+        assert verify_checkpoint(s3_root, storage=config).ok
         assert proxy.left == 0
         proxy.spoil("GET", "wrong answer", 3, path="r00002-0.safetensors")
-        [problem] = verify_checkpoint(s3_root, s3client_config=config).problems
+        [problem] = verify_checkpoint(s3_root, storage=config).problems
     assert "r00002-0.safetensors" in problem.path
     assert "bytes 0 to" in problem.what
 

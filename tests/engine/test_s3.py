@@ -18,7 +18,7 @@ from smckpt.engine.background.commands import Probe
 from smckpt.engine.background.worker_client import Worker
 from smckpt.storage import access_to, open_storage
 from smckpt.storage.budget import Share
-from smckpt.storage.s3.config import S3Config
+from smckpt.storage.s3.config import StoreOptions
 from tests.support.heard import heard_shares
 from tests.support.launch import ROOT, run_ranks
 from tests.support.limits import seconds
@@ -38,9 +38,9 @@ def saved_and_loaded(root: str) -> list[tuple[set[float], int, str]]:
     for step in (1, 2):
         where = f"{root}/step{step}"
         config = {"chunk_size_MB": 5}
-        smckpt.save(state(float(step), BIG), checkpoint_id=where, step=step, s3client_config=config)
+        smckpt.save(state(float(step), BIG), checkpoint_id=where, step=step, storage=config)
         target = state(0.0, BIG)
-        smckpt.load(target, checkpoint_id=where, s3client_config=config)
+        smckpt.load(target, checkpoint_id=where, storage=config)
         found = smckpt.latest_checkpoint(root)
         assert found is not None
         assert target["rank"] == dist.get_rank()
@@ -74,9 +74,9 @@ def test_ranks_write_at_their_share_of_the_budget_and_coordinators_publish_at_th
 
 def test_the_worker_keeps_to_the_share_that_comes_with_a_request(s3_root: str) -> None:
     worker = Worker()
-    config = S3Config.from_mapping({"write_rate": 10}, S3Config.from_environment())
+    config = StoreOptions.from_mapping({"write_rate": 10}, StoreOptions.from_environment())
     try:
-        access = access_to(s3_root, s3client_config=config).holding(Share(writes=0.1))
+        access = access_to(s3_root, storage=config).holding(Share(writes=0.1))
         look = Probe(s3_root, "0123456789ab", create=False)
         worker.call(look, timeout=seconds(60), access=access)  # it has a client now
         began = time.monotonic()
@@ -92,7 +92,7 @@ def refused(root: str, endpoint: str) -> tuple[str, str]:
     said = []
     for size in (1000, BIG):
         try:
-            smckpt.save(state(1.0, size), checkpoint_id=root, s3client_config=config)
+            smckpt.save(state(1.0, size), checkpoint_id=root, storage=config)
         except smckpt.SaveFailedError as error:
             said.append(str(error))
     return said[0], said[1]
@@ -135,7 +135,7 @@ first, count, size = (int(a) for a in sys.argv[2:5])
 for step in range(first, first + count):
     state = {"a": torch.full((size,), float(step)), "step": step}
     smckpt.save(
-        state, checkpoint_id=sys.argv[1], s3client_config={"chunk_size_MB": 5},
+        state, checkpoint_id=sys.argv[1], storage={"chunk_size_MB": 5},
         options=smckpt.SaveOptions(sweep=False),
     )
     print(step, flush=True)
@@ -283,16 +283,18 @@ def test_an_export_to_s3_streams_its_files_and_puts_the_index_last(
     def note(params: dict[str, object], **_: object) -> None:
         done.append(str(params["Key"]).rpartition("/")[2])
 
-    config = smckpt.S3Config.from_mapping({"chunk_size_MB": 5}, smckpt.S3Config.from_environment())
+    config = smckpt.StoreOptions.from_mapping(
+        {"chunk_size_MB": 5}, smckpt.StoreOptions.from_environment()
+    )
     # the client that the export will have, too
-    opened = open_storage(s3_root, s3client_config=config)
+    opened = open_storage(s3_root, storage=config)
     client = opened.run("look", s3_root, lambda c: c)  # type: ignore[attr-defined]
     for operation in ("CompleteMultipartUpload", "PutObject"):
         client.meta.events.register(f"provide-client-params.s3.{operation}", note)
     try:
         report = smckpt.export_hf(
             tmp_path / "run", store.url, max_shard_size="9MiB", tokenizer=Tokenizer(),
-            s3client_config=config,
+            storage=config,
         )  # fmt: skip
     finally:
         for operation in ("CompleteMultipartUpload", "PutObject"):
@@ -315,13 +317,21 @@ def test_options_for_s3_are_refused_for_a_disk_and_unknown_ones_by_name(tmp_path
     from smckpt.storage.s3.config import s3_options
 
     with pytest.raises(smckpt.UsageError, match="is not in S3"):
-        s3_options(str(tmp_path), region="eu-west-1")
+        s3_options(str(tmp_path), {"region": "eu-west-1"})
     with pytest.raises(smckpt.UsageError, match="colour"):
-        s3_options("s3://b/k", config={"colour": 1})
+        s3_options("s3://b/k", {"colour": 1})
+    with pytest.raises(smckpt.UsageError, match="storage='eu-west-1' is a str"):
+        s3_options("s3://b/k", "eu-west-1")  # type: ignore[arg-type]
+
+
+def test_the_two_arguments_of_smp_make_one_value() -> None:
+    from smckpt.integrations.sagemaker.distributed.checkpoint.s3_filesystem import store_options
+
+    assert store_options(None, None) is None
     with pytest.raises(smckpt.UsageError, match="give one of the two"):
-        s3_options("s3://b/k", region="a", config=smckpt.S3Config(region="b"))
+        store_options("a", smckpt.StoreOptions(region="b"))
     with pytest.raises(smckpt.UsageError, match="give one of the two"):
-        s3_options("s3://b/k", region="a", config={"region": "b"})
-    assert s3_options("s3://b/k", region="a", config={"retries": 1}) == smckpt.S3Config(
-        region="a", retries=1
-    )
+        store_options("a", {"region": "b"})
+    assert store_options("a", {"retries": 1}) == {"retries": 1, "region": "a"}
+    # a whole value replaces the environment's, as in `storage=`
+    assert store_options("a", smckpt.StoreOptions(retries=1)) == smckpt.StoreOptions("a", retries=1)

@@ -46,7 +46,7 @@ def a_run(root: str) -> tuple[list[float], str, dict[str, Share]]:
     heard = heard_shares()
     for step, value in ((1, 1.0), (2, 2.0), (2, 3.0)):
         where = f"{root}/run/step-{step}"
-        smckpt.save(state(value), checkpoint_id=where, step=step, s3client_config=OPTIONS)
+        smckpt.save(state(value), checkpoint_id=where, step=step, storage=OPTIONS)
     smckpt.maybe_finalize_async_calls(blocking=True)
     values = []
     for step in (1, 2):
@@ -66,7 +66,7 @@ def groups_of_a_step(root: str) -> float:
     where = f"{root}/groups/step-1/part-{rank}"
     smckpt.save(
         state(5.0 + rank), checkpoint_id=where, process_group=groups[rank], groups=[[0], [1]],
-        s3client_config=OPTIONS, step=1,
+        storage=OPTIONS, step=1,
     )  # fmt: skip
     target = state(0.0)
     smckpt.load(target, checkpoint_id=where, process_group=groups[rank], groups=[[0], [1]])
@@ -75,9 +75,7 @@ def groups_of_a_step(root: str) -> float:
 
 def different_options(root: str) -> str:
     with pytest.raises(smckpt.SaveFailedError) as caught:
-        smckpt.save(
-            state(1.0), checkpoint_id=root, s3client_config={"prefixes": 2 + dist.get_rank()}
-        )
+        smckpt.save(state(1.0), checkpoint_id=root, storage={"prefixes": 2 + dist.get_rank()})
     return str(caught.value)
 
 
@@ -89,15 +87,15 @@ def dcp(root: str) -> float:
     reach = {"endpoint": endpoint, "retries": 0}
     where = f"{root}/dcp/step-1"
     Writer, Reader = smckpt.DistributedFileSystemWriter, smckpt.DistributedFileSystemReader
-    writer = Writer(where, s3client_config={**OPTIONS, **reach})
+    writer = Writer(where, storage={**OPTIONS, **reach})
     checkpoint.save({"a": torch.full((4,), 7.0)}, storage_writer=writer)
     alone, plain = {"a": torch.zeros(4)}, {"a": torch.ones(4)}
-    checkpoint.load(alone, storage_reader=Reader(where, s3client_config=reach))
+    checkpoint.load(alone, storage_reader=Reader(where, storage=reach))
     # With an engine of ours they say how to get there, too.
-    smckpt.save(plain, storage_writer=Writer(f"{root}/said", s3client_config={**OPTIONS, **reach}))
-    smckpt.load(plain, storage_reader=Reader(f"{root}/said", s3client_config=reach))
+    smckpt.save(plain, storage_writer=Writer(f"{root}/said", storage={**OPTIONS, **reach}))
+    smckpt.load(plain, storage_reader=Reader(f"{root}/said", storage=reach))
     with pytest.raises(smckpt.UsageError, match="to one of the two"):
-        smckpt.load(plain, storage_reader=Reader(where, s3client_config=reach), s3_region="a")
+        smckpt.load(plain, storage_reader=Reader(where, storage=reach), storage={"region": "a"})
     os.environ["SMCKPT_S3_ENDPOINT"] = endpoint
     together = {"a": torch.zeros(4)}
     reader = smckpt.DistributedFileSystemReader(where, process_group=dist.group.WORLD)

@@ -44,7 +44,7 @@ def saved_under_fire(where: str, endpoint: str, saves: int) -> list[int]:
             state(step, 1000),
             checkpoint_id=where,
             step=step,
-            s3client_config={"endpoint": endpoint},
+            storage={"endpoint": endpoint},
         )
         found.append(loaded(where, 1000))
     return found
@@ -76,7 +76,7 @@ def two_saves(where: str, endpoint: str, notes: str) -> None:
             state(step, SIZE),
             checkpoint_id=where,
             step=step,
-            s3client_config={**OPTIONS, "endpoint": endpoint},
+            storage={**OPTIONS, "endpoint": endpoint},
         )
         Path(notes, f"committed-{step}").touch()
 
@@ -87,7 +87,7 @@ def load_and_go_on(where: str) -> tuple[int, int]:
         first = loaded(where, SIZE)
     except smckpt.CheckpointNotFoundError:
         first = 0
-    smckpt.save(state(9, SIZE), checkpoint_id=where, step=9, s3client_config=OPTIONS)
+    smckpt.save(state(9, SIZE), checkpoint_id=where, step=9, storage=OPTIONS)
     return first, loaded(where, SIZE)
 
 

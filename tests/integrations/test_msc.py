@@ -243,8 +243,8 @@ def test_profiles_that_cannot_hold_checkpoints_are_refused(
         smckpt.save(state(1.0), checkpoint_id=f"{listing}/run")
     with pytest.raises(smckpt.UsageError, match=r'"nobody" not found.*MSC_CONFIG'):
         open_storage("msc://nobody/run")
-    with pytest.raises(smckpt.UsageError, match=r"s3client_config"):
-        smckpt.save(state(1.0), checkpoint_id=f"{msc_root}/run", s3_region="us-east-1")
+    with pytest.raises(smckpt.UsageError, match=r"storage="):
+        smckpt.save(state(1.0), checkpoint_id=f"{msc_root}/run", storage={"region": "us-east-1"})
 
 
 # -- other doors -------------------------------------------------------------------------------

@@ -227,12 +227,12 @@ def test_requests_that_s3_was_sent_again_are_counted(
     with faulty_proxy(s3_server.endpoint) as proxy:
         config = {"endpoint": proxy.endpoint}
         proxy.spoil("PUT", "503", 2, "data-")
-        smckpt.save(state, checkpoint_id=s3_root, queue="s3", s3client_config=config)
+        smckpt.save(state, checkpoint_id=s3_root, queue="s3", storage=config)
         save = told.get(timeout=seconds(60))
         proxy.spoil("GET", "500", 1, "data-")
-        smckpt.load(state, checkpoint_id=s3_root, s3client_config=config)
+        smckpt.load(state, checkpoint_id=s3_root, storage=config)
         load = told.get(timeout=seconds(60))
-        smckpt.load(state, checkpoint_id=s3_root, s3client_config=config)
+        smckpt.load(state, checkpoint_id=s3_root, storage=config)
     assert (save.retries, load.retries) == (2, 1)
     assert told.get(timeout=seconds(60)).retries == 0
     assert telemetry.record(save)["retries"] == 2

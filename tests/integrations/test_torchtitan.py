@@ -213,14 +213,14 @@ def test_a_run_begins_with_a_release_in_float8(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_more_arguments_reach_saves_loads_and_removals(top: Path, s3_root: str) -> None:
     where = f"{s3_root}/run/checkpoint"
-    options = {"smckpt_arguments": {"s3client_config": {"chunk_size_MB": 8}}}
+    options = {"smckpt_arguments": {"storage": {"chunk_size_MB": 8}}}
     kept = {"ranks": 1, "folder": where, "interval": 1, "keep_latest_k": 2}
     train(top / "more", steps=3, **kept, **options)
     names = [one.path.rpartition("/")[2] for one in smckpt.find_checkpoints(where)]
     assert names == ["step-2", "step-3"]
     again, _ = train(top / "more", steps=4, **kept, **options)
     assert again[0]["began"] == 3
-    options["smckpt_arguments"]["s3client_config"] = {"nobody_knows": 1}
+    options["smckpt_arguments"]["storage"] = {"nobody_knows": 1}
     _, said = train(top / "more", fails=True, **kept, **options)
     assert "nobody_knows" in said
 

@@ -6,7 +6,7 @@ import errno
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any
@@ -17,7 +17,7 @@ from smckpt.checkpoint.commits.foreign import natural_order
 from smckpt.checkpoint.records.format import SENSELESS, parse_name
 from smckpt.checkpoint.records.prefixes import is_prefix
 from smckpt.errors import CheckpointError, CheckpointNotFoundError, PeerError, StorageError
-from smckpt.storage import Storage, access_to
+from smckpt.storage import Storage, StoreOptions, access_to
 from smckpt.storage.faults import twice
 from smckpt.storage.urls import is_local, local_path, normal_url, relative_url
 
@@ -98,8 +98,7 @@ def find_checkpoints(
     depth: int = DEPTH,
     *,
     sure: bool = False,
-    s3_region: str | None = None,
-    s3client_config: Any = None,
+    storage: StoreOptions | Mapping[str, Any] | None = None,
 ) -> list[FoundCheckpoint]:
     """Find all committed checkpoints at and below `root`, oldest first. Each directory gives one,
     its newest. If all have a step, they are ordered by step. Otherwise the saves of one session are
@@ -114,13 +113,12 @@ def find_checkpoints(
         sure: for a job that resumes. A read that may succeed a moment later is tried again. If the
             store as a whole fails, or can read none of the checkpoints, it raises, so that this
             does not look like an empty root.
-        s3_region: as for `smckpt.load`.
-        s3client_config: as for `smckpt.load`.
+        storage: as for `smckpt.load`.
 
     Raises:
         StorageError: the root cannot be read; with `sure`, see there.
     """
-    access = access_to(root, s3_region=s3_region, s3client_config=s3client_config)
+    access = access_to(root, storage=storage)
     return found_below(access.open(root), depth, sure=sure)
 
 

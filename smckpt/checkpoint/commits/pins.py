@@ -16,7 +16,7 @@ import re
 import secrets
 import socket
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from smckpt.checkpoint.commits.choose import choose_commit, commits_at, commits_in
@@ -39,7 +39,7 @@ from smckpt.errors import (
     FormatVersionError,
     UsageError,
 )
-from smckpt.storage import Storage, access_to
+from smckpt.storage import Storage, StoreOptions, open_storage
 from smckpt.storage.urls import file_url
 
 __all__ = ["finish_removals", "pinned", "remove_checkpoint", "remove_newest"]
@@ -59,8 +59,7 @@ def pinned(
     checkpoint: str | os.PathLike[str],
     *,
     seconds: float = 3600.0,
-    s3_region: str | None = None,
-    s3client_config: Any = None,
+    storage: StoreOptions | Mapping[str, Any] | None = None,
 ) -> Iterator[None]:
     """While the block runs, smckpt does not delete this checkpoint: no retention of a manager or of
     a framework does, and `smckpt.remove` refuses. Only a newer save into the same directory does.
@@ -71,8 +70,7 @@ def pinned(
     Args:
         checkpoint: the directory of a step.
         seconds: the pin ends by itself after this time, so that a killed reader leaves none.
-        s3_region: as in `smckpt.load`.
-        s3client_config: as in `smckpt.load`.
+        storage: as in `smckpt.load`.
 
     Raises:
         CheckpointNotFoundError: there is no committed checkpoint, or a run is deleting it.
@@ -80,9 +78,8 @@ def pinned(
     """
     if seconds <= 0:
         raise UsageError(f"seconds is {seconds!r}", remedy="give a positive number")
-    access = access_to(checkpoint, s3_region=s3_region, s3client_config=s3client_config)
-    storage = access.open(checkpoint)
-    wanted = contents_of(storage).identity
+    opened = open_storage(checkpoint, storage=storage)
+    wanted = contents_of(opened).identity
     name = f"pin-{secrets.token_hex(8)}.json"
     body = {
         "format": list(FORMAT_VERSION),
@@ -90,16 +87,16 @@ def pinned(
         "process": os.getpid(),
         "until": time.time_ns() + int(seconds * 1e9),
     }
-    storage.put_exclusive(name, seal_json(body))
+    opened.put_exclusive(name, seal_json(body))
     try:
-        _wait_for_marks(storage, wanted)
+        _wait_for_marks(opened, wanted)
         yield
     except CheckpointNotFoundError:
-        storage.delete(name)
-        storage.remove_directory()  # our pin may have made it anew
+        opened.delete(name)
+        opened.remove_directory()  # our pin may have made it anew
         raise
     finally:
-        storage.delete(name)
+        opened.delete(name)
 
 
 def _wait_for_marks(storage: Storage, wanted: str) -> None:

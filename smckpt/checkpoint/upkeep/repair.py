@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ from smckpt.errors import (
     StateError,
     UsageError,
 )
-from smckpt.storage import Storage, access_to
+from smckpt.storage import Storage, StoreOptions, access_to
 from smckpt.storage.urls import parent_url
 
 __all__ = ["Left", "RepairReport", "repair_checkpoint"]
@@ -93,8 +93,7 @@ def repair_checkpoint(
     dry_run: bool = False,
     threads: int = 4,
     progress: Progress | None = None,
-    s3_region: str | None = None,
-    s3client_config: Any = None,
+    storage: StoreOptions | Mapping[str, Any] | None = None,
 ) -> RepairReport:
     """Repair the newest checkpoint in a directory. No job may be saving there.
 
@@ -113,7 +112,7 @@ def repair_checkpoint(
         dry_run: look only.
         threads: how many threads read.
         progress: called with (bytes done, bytes in total), from any thread, one call at a time.
-        s3_region, s3client_config: as for `smckpt.load`; they apply to all places.
+        storage: as for `smckpt.load`; they apply to all places.
 
     Returns:
         A `RepairReport`, which lists what could not be mended. That is not raised.
@@ -124,7 +123,7 @@ def repair_checkpoint(
         CheckpointReplacedError: a newer save has swept the checkpoint meanwhile.
         StorageError: a store refused, or somebody writes there. A second call goes on.
     """
-    access = access_to(url, *sources, s3_region=s3_region, s3client_config=s3client_config)
+    access = access_to(url, *sources, storage=storage)
     top = access.open(url)
     donors = [access.open(source) for source in sources]
     ways = None if groups is None else list(groups)

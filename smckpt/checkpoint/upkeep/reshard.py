@@ -9,7 +9,7 @@ from __future__ import annotations
 import fnmatch
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -32,7 +32,7 @@ from smckpt.layout.entries import Entry, dotted
 from smckpt.layout.geometry import BoxGeometry, Geometry, PerRankGeometry
 from smckpt.layout.image import Layout, compile_layout
 from smckpt.layout.mesh import Mesh
-from smckpt.storage import Storage, access_to
+from smckpt.storage import Storage, StoreOptions, access_to
 
 __all__ = ["ReshardReport", "differing_names", "reshard_checkpoint", "write_resharded"]
 
@@ -65,8 +65,7 @@ def reshard_checkpoint(
     shard: int,
     threads: int = 4,
     progress: Progress | None = None,
-    s3_region: str | None = None,
-    s3client_config: Any = None,
+    storage: StoreOptions | Mapping[str, Any] | None = None,
 ) -> ReshardReport:
     """Write the newest checkpoint at `source` as `shard` ranks would have saved it, to `target`.
 
@@ -79,16 +78,16 @@ def reshard_checkpoint(
         shard: the number of ranks.
         threads: how many threads read.
         progress: called with (bytes done, bytes in total), one call at a time.
-        s3_region, s3client_config: as for `smckpt.load`; they apply to both places.
+        storage: as for `smckpt.load`; they apply to both places.
 
     Raises:
         UsageError: `target` is not empty, or `source` is one group of several.
         TopologyError: tensor-parallel ranks saved plain tensors of their own, which have no shards.
         CorruptCheckpointError: the source is damaged; nothing is committed.
     """
-    access = access_to(source, target, s3_region=s3_region, s3client_config=s3client_config)
-    catalogue, storage = open_catalogue(access.open(source)), access.open(target)
-    return write_resharded(catalogue, storage, shard=shard, threads=threads, progress=progress)
+    access = access_to(source, target, storage=storage)
+    catalogue, opened = open_catalogue(access.open(source)), access.open(target)
+    return write_resharded(catalogue, opened, shard=shard, threads=threads, progress=progress)
 
 
 def write_resharded(

@@ -28,7 +28,7 @@ from smckpt.errors import (
 from smckpt.layout.entries import Entry
 from smckpt.layout.geometry import BoxGeometry
 from smckpt.layout.strided import Box
-from smckpt.storage import Storage, access_to
+from smckpt.storage import Storage, StoreOptions, access_to
 from smckpt.topology import ParallelState
 
 __all__ = ["Obstacle", "Restorable", "parse_geometry", "restorable_at"]
@@ -117,40 +117,40 @@ def parse_geometry(text: str) -> ParallelState:
 
 
 def restorable_at(
-    place: str | os.PathLike[str], geometry: ParallelState, *, s3_region: str | None = None,
-    s3client_config: Any = None,
-) -> Restorable:  # fmt: skip
+    place: str | os.PathLike[str],
+    geometry: ParallelState,
+    *,
+    storage: StoreOptions | Mapping[str, Any] | None = None,
+) -> Restorable:
     """Say whether the newest checkpoint at or below `place` loads on a job of these degrees, under
     SHARDED or FULL; under LOCAL it also needs the shard degree that was saved.
 
     Args:
         place: a checkpoint, or a directory above checkpoints: then the newest step.
         geometry: the degrees of the job.
-        s3_region, s3client_config: as for `smckpt.load`.
+        storage: as for `smckpt.load`.
 
     Raises:
         CheckpointNotFoundError, FormatVersionError: there is no checkpoint that can be judged.
     """
-    access = access_to(place, s3_region=s3_region, s3client_config=s3client_config)
-    storage = access.open(place)
+    access = access_to(place, storage=storage)
+    opened = access.open(place)
     found = _Found()
     try:
-        catalogue = open_catalogue(storage)
+        catalogue = open_catalogue(opened)
     except CheckpointNotFoundError:
-        below = find_checkpoints(
-            os.fspath(place), s3_region=s3_region, s3client_config=s3client_config
-        )
+        below = find_checkpoints(os.fspath(place), storage=storage)
         if not below:
             raise
-        storage = access.open(below[-1].path)
-        catalogue = open_catalogue(storage)
+        opened = access.open(below[-1].path)
+        catalogue = open_catalogue(opened)
     except CorruptCheckpointError as error:
         found.add(error)
         return Restorable(
-            storage.url, None, None, 0, geometry.world_size, found.obstacles, (), False
+            opened.url, None, None, 0, geometry.world_size, found.obstacles, (), False
         )
     if catalogue.whole:
-        _look_for_files(storage, catalogue, found)
+        _look_for_files(opened, catalogue, found)
     else:
         found.obstacles += (
             Obstacle(

@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -47,7 +47,7 @@ from smckpt.errors import (
     StorageError,
     UsageError,
 )
-from smckpt.storage import FileWriter, Storage, access_to
+from smckpt.storage import FileWriter, Storage, StoreOptions, access_to
 from smckpt.storage.urls import file_url
 
 __all__ = ["CopyReport", "copy_checkpoint"]
@@ -82,8 +82,7 @@ def copy_checkpoint(
     *,
     threads: int = 4,
     progress: Progress | None = None,
-    s3_region: str | None = None,
-    s3client_config: Any = None,
+    storage: StoreOptions | Mapping[str, Any] | None = None,
 ) -> CopyReport:
     """Copy the newest committed checkpoint at `source` to the directory `target`, byte for byte.
 
@@ -96,7 +95,7 @@ def copy_checkpoint(
     Args:
         threads: how many threads read, check and write.
         progress: called with (bytes done, bytes in total), from any thread, one call at a time.
-        s3_region, s3client_config: as for `smckpt.load`; they apply to both places.
+        storage: as for `smckpt.load`; they apply to both places.
 
     Raises:
         UsageError: the places are the same, `source` is one group of several, or another
@@ -106,7 +105,7 @@ def copy_checkpoint(
         StorageError: a store refused. The next call keeps what was already copied.
     """
     began = time.monotonic()
-    access = access_to(source, target, s3_region=s3_region, s3client_config=s3client_config)
+    access = access_to(source, target, storage=storage)
     contents = contents_of(access.open(source))
     with ExitStack() as cleanup:
         cleanup.enter_context(noticing_replacement(contents.storage, contents.identity, "copy"))

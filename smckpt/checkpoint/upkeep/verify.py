@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -18,7 +18,7 @@ from smckpt.checkpoint.upkeep.scan import ScannedFile, Sink, WantedBytes, scan
 from smckpt.errors import CheckpointError, CorruptCheckpointError, StateError
 from smckpt.layout.entries import DTYPES
 from smckpt.layout.strided import Box, covered
-from smckpt.storage import Storage, access_to
+from smckpt.storage import Storage, StoreOptions, access_to
 
 __all__ = ["Problem", "Report", "verify_catalogue", "verify_checkpoint", "verify_storage"]
 
@@ -60,8 +60,7 @@ def verify_checkpoint(
     quick: bool = False,
     threads: int = 4,
     progress: Progress | None = None,
-    s3_region: str | None = None,
-    s3client_config: Any = None,
+    storage: StoreOptions | Mapping[str, Any] | None = None,
 ) -> Report:
     """Read and check everything that the newest commit at `url` names.
 
@@ -71,8 +70,7 @@ def verify_checkpoint(
             It finds what is missing, short or exchanged, and not a changed byte on a disk.
         threads: how many threads read and check.
         progress: called with (bytes done, bytes in total), from any thread, one call at a time.
-        s3_region: as for `smckpt.load`.
-        s3client_config: as for `smckpt.load`.
+        storage: as for `smckpt.load`.
 
     Returns:
         A `Report`, which lists all damage; damage is not raised. If the commit itself (a record or
@@ -82,7 +80,7 @@ def verify_checkpoint(
         CheckpointNotFoundError, FormatVersionError: there is nothing to verify.
         CheckpointReplacedError: a newer save swept the checkpoint meanwhile.
     """
-    access = access_to(url, s3_region=s3_region, s3client_config=s3client_config)
+    access = access_to(url, storage=storage)
     return verify_storage(access.open(url), os.fspath(url), threads, progress, quick=quick)
 
 

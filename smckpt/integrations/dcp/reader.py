@@ -48,7 +48,7 @@ from smckpt.layout.strided import Box
 from smckpt.meeting.group import Group, group_of
 from smckpt.state_dict.modes import neutral
 from smckpt.state_dict.tensors import fill
-from smckpt.storage import Storage, open_storage, own_access
+from smckpt.storage import Storage, StoreOptions, open_storage, own_access
 from smckpt.storage.budget import Share
 from smckpt.storage.urls import normal_url
 
@@ -76,8 +76,7 @@ class DistributedFileSystemReader(StorageReader):
             with a reader of the group, and meet in `read_metadata`. None: each rank looks by
             itself.
         timeout: seconds that the ranks of `process_group` wait for each other.
-        s3_region: as in `smckpt.save`; None takes the environment's.
-        s3client_config: as in `smckpt.save`; None takes the environment's.
+        storage: as in `smckpt.save`; None takes the environment's.
 
     Raises:
         UsageError: this process is not in `process_group`, `timeout` is not positive, or options of
@@ -91,12 +90,11 @@ class DistributedFileSystemReader(StorageReader):
         threads: int = 4,
         process_group: Any = None,
         timeout: float = 1800.0,
-        s3_region: str | None = None,
-        s3client_config: Any = None,
+        storage: StoreOptions | Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
         self.checkpoint_id = normal_url(os.fspath(checkpoint_id))
-        self.access = own_access(self.checkpoint_id, s3_region, s3client_config)
+        self.access = own_access(self.checkpoint_id, storage)
         self._threads = threads
         self._process_group = process_group
         self._timeout = timeout

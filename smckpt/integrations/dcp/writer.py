@@ -47,7 +47,7 @@ from smckpt.layout.strided import Box
 from smckpt.staging.arena import Arena, check_memory
 from smckpt.staging.copies import stage
 from smckpt.state_dict.modes import neutral
-from smckpt.storage import open_storage, own_access
+from smckpt.storage import StoreOptions, open_storage, own_access
 from smckpt.storage.budget import Share
 from smckpt.storage.preflight import refuse_save
 from smckpt.storage.urls import bucket_url, normal_url
@@ -98,8 +98,7 @@ class DistributedFileSystemWriter(StorageWriter):
         threads: number of writing threads.
         sweep: whether a new commit deletes the files that it supersedes.
         overwrite: False refuses a save where a checkpoint is committed, before anything is written.
-        s3_region: as in `smckpt.save`; None takes the environment's.
-        s3client_config: as in `smckpt.save`; None takes the environment's.
+        storage: as in `smckpt.save`; None takes the environment's.
     """
 
     def __init__(
@@ -111,12 +110,11 @@ class DistributedFileSystemWriter(StorageWriter):
         threads: int = 4,
         sweep: bool = True,
         overwrite: bool = True,
-        s3_region: str | None = None,
-        s3client_config: Any = None,
+        storage: StoreOptions | Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
         self.checkpoint_id = normal_url(os.fspath(path))
-        self.access = own_access(self.checkpoint_id, s3_region, s3client_config)
+        self.access = own_access(self.checkpoint_id, storage)
         self._step = step
         self._metadata = dict(metadata or {})
         self._threads = threads

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from smckpt.integrations.lightning.saves import (
     refuse_storage_options,
     written_by_lightning,
 )
-from smckpt.storage import open_storage
+from smckpt.storage import StoreOptions, open_storage
 from smckpt.storage.urls import is_local, is_s3_url, scheme_of
 from smckpt.translate.conversion.stock.lightning_dict import checkpoint_of, state_of
 
@@ -43,18 +43,17 @@ class SmckptCheckpointIO(CheckpointIO):  # type: ignore[misc]
     Args:
         async_checkpointing: return when the state is in memory, and commit in the background.
             `teardown` waits, and raises if a save failed.
-        s3_region, s3client_config: as for `smckpt.save`.
+        storage: as for `smckpt.save`.
     """
 
     def __init__(
         self,
         async_checkpointing: bool = True,
         *,
-        s3_region: str | None = None,
-        s3client_config: Any = None,
+        storage: StoreOptions | Mapping[str, Any] | None = None,
     ) -> None:
         self.async_checkpointing = async_checkpointing
-        self.saves = Saves({"s3_region": s3_region, "s3client_config": s3client_config})
+        self.saves = Saves({"storage": storage})
         self._own: dict[str, Any] | None = None
 
     def save_checkpoint(
@@ -154,7 +153,7 @@ class S3CheckpointIO(SmckptCheckpointIO):
         chunk_size_MB: of the parts of an upload, in MiB; 64.
         max_read_concurrency, max_write_concurrency: requests in flight of one rank; 15 and 10.
         async_checkpointing: as for `SmckptCheckpointIO`; False.
-        s3_region, s3client_config: as for `smckpt.save`; `s3client_config` is a mapping.
+        storage: as for `smckpt.save`; a mapping here.
 
     Raises:
         UsageError: `dirpath` is not in S3, or a value is not possible.
@@ -168,8 +167,7 @@ class S3CheckpointIO(SmckptCheckpointIO):
         max_write_concurrency: int | None = None,
         async_checkpointing: bool | None = None,
         *,
-        s3_region: str | None = None,
-        s3client_config: dict[str, Any] | None = None,
+        storage: Mapping[str, Any] | None = None,
     ) -> None:
         _refuse_elsewhere("dirpath", dirpath)
         given = {
@@ -183,8 +181,7 @@ class S3CheckpointIO(SmckptCheckpointIO):
         }
         super().__init__(
             bool(async_checkpointing),
-            s3_region=s3_region,
-            s3client_config={**(s3client_config or {}), **given},
+            storage={**(storage or {}), **given},
         )
         self.dirpath = os.fspath(dirpath)
         open_storage(self.dirpath, **self.saves.arguments)  # refuses impossible values

@@ -136,7 +136,7 @@ class S3Utils:
             raise UsageError(
                 "creds= is not honoured", remedy="pass profile=, or set the AWS environment"
             )
-        top = open_storage(base_path, s3client_config={"profile": profile} if profile else None)
+        top = open_storage(base_path, storage={"profile": profile} if profile else None)
         bucket, _ = parse_s3_url(top.url)
         keys = [key for key in _keys(top) if key.endswith(suffix or "")]
         return keys if return_key_only else [build_s3_url(bucket, key) for key in keys]
@@ -193,7 +193,7 @@ def _remove_all(storage: Storage) -> None:
 
 def _upload(url: Any, data: memoryview, chunk_size_MB: int, concurrency: int) -> None:
     options = {"chunk_size_MB": chunk_size_MB, "max_write_concurrency": concurrency}
-    storage, name = _object(url, s3client_config=options)
+    storage, name = _object(url, storage=options)
     writer = storage.create_file(name, len(data), replace=True)
     piece = writer.piece or chunk_size_MB * _MB
     try:

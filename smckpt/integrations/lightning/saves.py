@@ -45,7 +45,7 @@ _REMOVAL_SECONDS = 600.0
 class Saves:
     """
     Args:
-        arguments: more arguments for smckpt's functions (`s3_region`, `s3client_config`).
+        arguments: more arguments for smckpt's functions (`storage`).
     """
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:

@@ -8,6 +8,7 @@ the wait at the end.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 from lightning.pytorch.core.optimizer import LightningOptimizer
@@ -23,6 +24,7 @@ from smckpt.integrations.lightning.saves import (
     refuse_storage_options,
     written_by_lightning,
 )
+from smckpt.storage import StoreOptions
 from smckpt.translate.conversion.stock.lightning_dict import (
     LIGHTNING_KEYS,
     optimizer_key,
@@ -44,8 +46,10 @@ class _ThroughSmckpt:
     optimizers: Any
     is_global_zero: bool
 
-    def _set(self, async_checkpointing: bool, s3_region: Any, s3client_config: Any) -> None:
-        self.saves = Saves({"s3_region": s3_region, "s3client_config": s3client_config})
+    def _set(
+        self, async_checkpointing: bool, storage: StoreOptions | Mapping[str, Any] | None
+    ) -> None:
+        self.saves = Saves({"storage": storage})
         self.async_checkpointing = async_checkpointing
 
     @property
@@ -133,7 +137,7 @@ class SmckptFSDPStrategy(_ThroughSmckpt, FSDPStrategy):  # type: ignore[misc]
 
     Args:
         state_dict_type: "sharded"; "full" is refused, since `smckpt export` makes one file.
-        async_checkpointing, s3_region, s3client_config: as for `SmckptCheckpointIO`.
+        async_checkpointing, storage: as for `SmckptCheckpointIO`.
     """
 
     def __init__(
@@ -141,12 +145,11 @@ class SmckptFSDPStrategy(_ThroughSmckpt, FSDPStrategy):  # type: ignore[misc]
         *args: Any,
         state_dict_type: str = "sharded",
         async_checkpointing: bool = True,
-        s3_region: str | None = None,
-        s3client_config: Any = None,
+        storage: StoreOptions | Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
         _refuse_whole("state_dict_type", state_dict_type, "sharded")
-        self._set(async_checkpointing, s3_region, s3client_config)
+        self._set(async_checkpointing, storage)
         super().__init__(*args, state_dict_type="sharded", **kwargs)
 
 
@@ -155,7 +158,7 @@ class SmckptModelParallelStrategy(_ThroughSmckpt, ModelParallelStrategy):  # typ
 
     Args:
         save_distributed_checkpoint: True; False is refused, since `smckpt export` makes one file.
-        async_checkpointing, s3_region, s3client_config: as for `SmckptCheckpointIO`.
+        async_checkpointing, storage: as for `SmckptCheckpointIO`.
     """
 
     def __init__(
@@ -163,12 +166,11 @@ class SmckptModelParallelStrategy(_ThroughSmckpt, ModelParallelStrategy):  # typ
         *args: Any,
         save_distributed_checkpoint: bool = True,
         async_checkpointing: bool = True,
-        s3_region: str | None = None,
-        s3client_config: Any = None,
+        storage: StoreOptions | Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
         _refuse_whole("save_distributed_checkpoint", save_distributed_checkpoint, True)
-        self._set(async_checkpointing, s3_region, s3client_config)
+        self._set(async_checkpointing, storage)
         super().__init__(*args, save_distributed_checkpoint=True, **kwargs)
 
 

@@ -68,7 +68,7 @@ class SmckptTrainerMixin:
 
     smckpt_root: the directory of checkpoints, such as "s3://bucket/run"; None: `output_dir`, which
         may be such a URL too.
-    smckpt_arguments: more arguments for `smckpt.async_save` and `smckpt.load` (`s3client_config`).
+    smckpt_arguments: more arguments for `smckpt.async_save` and `smckpt.load` (`storage`).
 
     Raises:
         UsageError: an argument of the Trainer is not honoured; the message names it.

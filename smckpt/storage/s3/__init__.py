@@ -1,1 +1,1 @@
-"""Checkpoints in S3. The store is `storage.S3Storage`, its options are `config.S3Config`."""
+"""Checkpoints in S3. The store is `storage.S3Storage`, its options are `config.StoreOptions`."""

@@ -22,7 +22,7 @@ from urllib.parse import urlencode, urlsplit
 from smckpt._version import __version__
 from smckpt.errors import UsageError
 from smckpt.storage.s3.bodies import refresh_in_time
-from smckpt.storage.s3.config import S3Config
+from smckpt.storage.s3.config import StoreOptions
 from smckpt.storage.s3.faults import BadBody
 
 __all__ = ["make_client", "refuse_half_headers"]
@@ -42,7 +42,7 @@ _ANSWERS = {
 _PACKED = ("gzip", "x-gzip", "deflate", "br", "zstd")
 
 
-def make_client(config: S3Config) -> Any:
+def make_client(config: StoreOptions) -> Any:
     """Make a client for S3 with these options.
 
     Raises:
@@ -62,7 +62,7 @@ def make_client(config: S3Config) -> Any:
     return client
 
 
-def _settings(config: S3Config, signs: bool = False) -> Any:
+def _settings(config: StoreOptions, signs: bool = False) -> Any:
     from botocore.config import Config
 
     return Config(
@@ -88,7 +88,7 @@ def _needs_signing(endpoint: str) -> bool:
     return where.scheme == "http" and where.hostname not in ("127.0.0.1", "localhost", "::1")
 
 
-def _client(config: S3Config, settings: Any) -> Any:
+def _client(config: StoreOptions, settings: Any) -> Any:
     named = {"region_name": config.region, "endpoint_url": config.endpoint, "config": settings}
     if config.client_factory is None:
         import boto3
@@ -128,7 +128,7 @@ def _users_client(factory: str, named: dict[str, Any]) -> Any:
     return client
 
 
-def _options_of_requests(config: S3Config) -> dict[str, str]:
+def _options_of_requests(config: StoreOptions) -> dict[str, str]:
     """What these options add to each request that has a field for it."""
     fields = {
         "RequestPayer": "requester" if config.requester_pays else "",

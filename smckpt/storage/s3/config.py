@@ -13,7 +13,7 @@ from smckpt.errors import UsageError
 from smckpt.storage.budget import PREFIX_LIMITS
 from smckpt.storage.urls import is_s3_url
 
-__all__ = ["S3Config", "s3_options"]
+__all__ = ["StoreOptions", "s3_options"]
 
 MIN_PART_MB, MAX_PART_MB = 5, 5120  # S3's limits
 CHECKSUMS = ("crc64nvme", "crc32", "none")
@@ -21,7 +21,7 @@ _VARIABLE = "SMCKPT_S3_"
 
 
 @dataclass(frozen=True)
-class S3Config:
+class StoreOptions:
     """Options of S3. The defaults suit AWS; each line says when to change it.
 
     region: the bucket's region. None: the AWS settings decide, and S3's redirection is followed.
@@ -123,7 +123,9 @@ class S3Config:
         return {**dataclasses.asdict(self), "tags": [list(pair) for pair in self.tags]}
 
     @classmethod
-    def from_mapping(cls, given: Mapping[str, Any], base: S3Config | None = None) -> S3Config:
+    def from_mapping(
+        cls, given: Mapping[str, Any], base: StoreOptions | None = None
+    ) -> StoreOptions:
         """`base` with the given fields replaced.
 
         Raises:
@@ -133,13 +135,13 @@ class S3Config:
         unknown = sorted(set(given) - known)
         if unknown:
             raise UsageError(
-                f"s3client_config has unknown fields: {', '.join(unknown)}",
-                remedy=f"use fields of S3Config: {', '.join(sorted(known))}",
+                f"storage= has unknown fields: {', '.join(unknown)}",
+                remedy=f"use fields of StoreOptions: {', '.join(sorted(known))}",
             )
         return dataclasses.replace(base or cls(), **given)
 
     @classmethod
-    def from_environment(cls) -> S3Config:
+    def from_environment(cls) -> StoreOptions:
         """Options from SMCKPT_S3_REGION, SMCKPT_S3_CHUNK_SIZE_MB and so on. The rest have defaults.
 
         Raises:
@@ -179,62 +181,32 @@ def _parsed(name: str, text: str, default: Any) -> Any:
             return tuple((key.strip(), value.strip()) for key, value in pairs)
         return text if default is None or isinstance(default, str) else type(default)(text)
     except (KeyError, ValueError) as error:
-        raise UsageError(f"{name}={text!r} is not valid", remedy="see S3Config") from error
+        raise UsageError(f"{name}={text!r} is not valid", remedy="see StoreOptions") from error
 
 
-def s3_options(
-    url: str, region: str | None = None, config: S3Config | Mapping[str, Any] | Any = None
-) -> S3Config | None:
-    """The options that `s3_region=` and `s3client_config=` give, over those of the environment.
-    None if `url` is not in S3.
+def s3_options(url: str, given: StoreOptions | Mapping[str, Any] | None) -> StoreOptions | None:
+    """The options that `storage=` gives, over those of the environment. None if `url` is not in S3.
 
     Args:
-        config: an `S3Config`, which replaces the environment's options; a mapping of some of its
-            fields; or an `S3ClientConfig` of s3torchconnector.
+        given: a `StoreOptions`, which replaces the environment's options, or a mapping of some of
+            its fields.
 
     Raises:
-        UsageError: they are given for a store that is not S3, contradict each other, or have an
-            unknown field.
+        UsageError: they are given for a store that is not S3, or have an unknown field.
     """
     if not is_s3_url(url):
-        if url and (region is not None or config is not None):
+        if url and given is not None:
             raise UsageError(
-                "s3_region= and s3client_config= are given, but the place is not in S3",
+                "options of S3 (storage=) are given, but the place is not in S3",
                 remedy="leave them out, or save to s3://bucket/prefix",
                 path=url,
             )
         return None
-    if isinstance(config, S3Config):
-        chosen = config
-    else:
-        fields = config if isinstance(config, Mapping) else _of_connector(config)
-        chosen = S3Config.from_mapping(fields, S3Config.from_environment())
-    if region is None:
-        return chosen
-    said = config.get("region") if isinstance(config, Mapping) else getattr(config, "region", None)
-    if said not in (None, region):
+    if isinstance(given, StoreOptions):
+        return given
+    if not isinstance(given, (Mapping, type(None))):
         raise UsageError(
-            f"s3_region={region!r}, but s3client_config says {said!r}",
-            remedy="give one of the two",
-            path=url,
+            f"storage={given!r} is a {type(given).__name__}",
+            remedy="pass a smckpt.StoreOptions, or a mapping of some of its fields",
         )
-    return dataclasses.replace(chosen, region=region)
-
-
-def _of_connector(config: Any) -> dict[str, Any]:
-    """Translate the fields of an S3ClientConfig that smckpt has too."""
-    if config is None:
-        return {}
-    if not hasattr(config, "part_size"):
-        raise UsageError(
-            f"s3client_config is a {type(config).__name__}, which is not possible",
-            remedy="pass a smckpt.S3Config, a mapping of its fields, or an S3ClientConfig",
-        )
-    if getattr(config, "unsigned", False):
-        raise UsageError("unsigned=True is not honoured", remedy="use credentials that may write")
-    fields: dict[str, Any] = {"chunk_size_MB": max(MIN_PART_MB, int(config.part_size) >> 20)}
-    if getattr(config, "profile", None):
-        fields["profile"] = config.profile
-    if getattr(config, "max_attempts", None):
-        fields["retries"] = int(config.max_attempts) - 1
-    return fields
+    return StoreOptions.from_mapping(given or {}, StoreOptions.from_environment())

@@ -248,7 +248,7 @@ def _meaning(error: BaseException, code: str, status: int) -> tuple[str, str]:
     if code in _REGION or (there and status in _SENT_ON):
         return (
             f"the bucket is in {there or 'another region'}",
-            f"set SMCKPT_S3_REGION={there or '<region>'} or s3_region=",
+            f"set SMCKPT_S3_REGION={there or '<region>'}, or pass it in storage=",
         )
     if code in _MEANING:
         return _MEANING[code]

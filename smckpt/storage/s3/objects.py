@@ -12,7 +12,7 @@ from smckpt.errors import StorageError
 from smckpt.storage.budget import Share
 from smckpt.storage.faults import too_long
 from smckpt.storage.s3.bodies import Body, Filling
-from smckpt.storage.s3.config import S3Config
+from smckpt.storage.s3.config import StoreOptions
 from smckpt.storage.s3.faults import BadBody, code_of, is_transient, length_of, status_of
 from smckpt.storage.s3.requests import Requests
 
@@ -30,7 +30,7 @@ class Objects(Requests):
     Methods that take a `client` are called inside `run`, which retries.
     """
 
-    def __init__(self, config: S3Config, bucket: str, share: Share) -> None:
+    def __init__(self, config: StoreOptions, bucket: str, share: Share) -> None:
         super().__init__(config, bucket, share)
         self.checksum = Checksum(config.checksum)
 

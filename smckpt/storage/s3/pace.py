@@ -22,7 +22,7 @@ from typing import Any
 
 from smckpt.errors import CheckpointError
 from smckpt.storage.budget import Share, TokenBucket
-from smckpt.storage.s3.config import S3Config
+from smckpt.storage.s3.config import StoreOptions
 from smckpt.storage.s3.faults import BadBody, code_of, failed_there, status_of
 
 __all__ = ["HostSignal", "Pace", "PacedClient", "pace_of"]
@@ -53,14 +53,14 @@ class _Lane:
 class Pace:
     """This process's share of a bucket's budget. Thread-safe."""
 
-    def __init__(self, config: S3Config, bucket: str, share: Share) -> None:
+    def __init__(self, config: StoreOptions, bucket: str, share: Share) -> None:
         bucket_url = f"{config.endpoint or os.environ.get('AWS_ENDPOINT_URL_S3', '')}/{bucket}"
         name = f"s3-{hashlib.sha256(bucket_url.encode()).hexdigest()[:16]}"
         self.writes = _Lane(f"{name}-writes", config.write_rate, share.writes, share.phase)
         self.reads = _Lane(f"{name}-reads", config.read_rate, share.reads, share.phase)
 
 
-def pace_of(config: S3Config, bucket: str, share: Share) -> Pace:
+def pace_of(config: StoreOptions, bucket: str, share: Share) -> Pace:
     """The pace of this process in a bucket. All prefixes share it, because a bucket that is new or
     seldom used is a single partition."""
     with _MAKING:  # two threads must not make two paces
@@ -68,7 +68,7 @@ def pace_of(config: S3Config, bucket: str, share: Share) -> Pace:
 
 
 @lru_cache(maxsize=64)
-def _pace(config: S3Config, bucket: str, share: Share, pid: int) -> Pace:
+def _pace(config: StoreOptions, bucket: str, share: Share, pid: int) -> Pace:
     return Pace(config, bucket, share)
 
 

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from smckpt.storage.budget import Share
 from smckpt.storage.s3.bodies import in_time
 from smckpt.storage.s3.client import make_client
-from smckpt.storage.s3.config import S3Config
+from smckpt.storage.s3.config import StoreOptions
 from smckpt.storage.s3.faults import (
     Unanswered,
     failed_there,
@@ -46,7 +46,7 @@ class Requests:
     sent_again: how many tries followed a failed one.
     """
 
-    def __init__(self, config: S3Config, bucket: str, share: Share) -> None:
+    def __init__(self, config: StoreOptions, bucket: str, share: Share) -> None:
         self.config = config
         self.bucket = bucket
         self._share = share
@@ -119,11 +119,11 @@ class _Slot:
 
 
 @lru_cache(maxsize=8)
-def _slot(config: S3Config, pid: int) -> _Slot:
+def _slot(config: StoreOptions, pid: int) -> _Slot:
     return _Slot()
 
 
-def _make(config: S3Config, slot: _Slot) -> _Made:
+def _make(config: StoreOptions, slot: _Slot) -> _Made:
     """Make a client; threads that ask at the same time share one."""
     from botocore.exceptions import BotoCoreError
 

@@ -11,7 +11,7 @@ from smckpt.storage.budget import Share, part_size
 from smckpt.storage.faults import refuse_size, too_short
 from smckpt.storage.preflight import try_out
 from smckpt.storage.s3.bodies import split
-from smckpt.storage.s3.config import S3Config
+from smckpt.storage.s3.config import StoreOptions
 from smckpt.storage.s3.objects import Objects
 from smckpt.storage.s3.write import S3Writer
 from smckpt.storage.urls import parse_s3_url
@@ -30,7 +30,7 @@ _READ = 64 << 20  # bytes; the largest ranged GET. Each GET costs milliseconds o
 def open_s3(url: str, access: Access) -> S3Storage:
     """Open the prefix `url` with the options of the access, or with those of the environment."""
     given = access.options.get("s3")
-    config = S3Config.from_environment() if given is None else S3Config.from_mapping(given)
+    config = StoreOptions.from_environment() if given is None else StoreOptions.from_mapping(given)
     return S3Storage(url, config, access.share)
 
 
@@ -44,7 +44,7 @@ class S3Storage(Storage):
     rereads = 2
     shards_prefixes = True
 
-    def __init__(self, url: str, config: S3Config, share: Share | None = None) -> None:
+    def __init__(self, url: str, config: StoreOptions, share: Share | None = None) -> None:
         super().__init__(url, Access({"s3": config.to_json()}, share or Share()))
         self.bucket, self._prefix = parse_s3_url(self.url)
         self.config = config

@@ -21,7 +21,7 @@ from smckpt.checkpoint.reading.readers import open_any
 from smckpt.checkpoint.upkeep.reshard import differing_names, write_resharded
 from smckpt.errors import StateError, UsageError
 from smckpt.layout.entries import Path, dotted
-from smckpt.storage import Access, access_to
+from smckpt.storage import Access, StoreOptions, access_to
 from smckpt.storage.urls import is_local, local_path
 from smckpt.translate.archives.new_target import NewTarget
 from smckpt.translate.conversion.stock import STOCK, refuse_without
@@ -67,8 +67,7 @@ def convert(
     ignore: Sequence[str] = (),
     threads: int = 4,
     progress: Progress | None = None,
-    s3_region: str | None = None,
-    s3client_config: Any = None,
+    storage: StoreOptions | Mapping[str, Any] | None = None,
 ) -> ConvertReport:
     """Write the checkpoint at `source` in another format, bit for bit and under the same names:
     tensors, the optimizer's state with its `param_groups`, and all other values.
@@ -93,8 +92,7 @@ def convert(
             are left out too where the ranks' differ and `rank` takes none.
         threads: how many threads read.
         progress: called with (bytes done, bytes in total), one call at a time.
-        s3_region: as for `smckpt.load`.
-        s3client_config: as for `smckpt.load`.
+        storage: as for `smckpt.load`.
 
     Raises:
         CheckpointNotFoundError: no checkpoint of a known format is at `source`.
@@ -106,7 +104,7 @@ def convert(
     began = time.monotonic()
     if to not in FORMATS:
         raise UsageError(f"to={to!r}", remedy=f"pass one of {', '.join(FORMATS)}")
-    access = access_to(source, target, s3_region=s3_region, s3client_config=s3client_config)
+    access = access_to(source, target, storage=storage)
     catalogue = open_any(access.open(source))
     if not catalogue.whole:
         raise UsageError(

@@ -11,7 +11,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from tempfile import TemporaryDirectory
@@ -19,7 +19,7 @@ from typing import Any
 
 from smckpt.calls import alone
 from smckpt.errors import UsageError
-from smckpt.storage import Access, Storage, access_to
+from smckpt.storage import Access, Storage, StoreOptions, access_to
 from smckpt.storage.urls import is_local
 from smckpt.translate.configs.config import ModelConfig, read_generation
 from smckpt.translate.configs.prediction import DROP, check_mtp, with_prediction_layers
@@ -97,8 +97,7 @@ def export_hf(
     threads: int | None = None,
     progress: Callable[[int, int], None] | None = None,
     overwrite: bool = False,
-    s3_region: str | None = None,
-    s3client_config: Any = None,
+    storage: StoreOptions | Mapping[str, Any] | None = None,
     allow_nonfinite: bool = False,
     against_model: bool = True,
     naming: str = HUB,
@@ -145,8 +144,7 @@ def export_hf(
         progress: called with (bytes written, bytes in total) after each chunk, one call at a time.
             It begins again where released checkpoints turn out to have other names.
         overwrite: replace a model in `out_dir`. The old one is removed first.
-        s3_region: as for `save`, if `checkpoint` or `out_dir` is in S3.
-        s3client_config: as for `save`, if `checkpoint` or `out_dir` is in S3.
+        storage: as for `save`, if `checkpoint` or `out_dir` is in S3.
         allow_nonfinite: also export weights with NaN or infinity; the report counts them.
         against_model: compare names and shapes with the config's model: with the table of a
             built-in family, and, if they do not fit it exactly and transformers is installed, with
@@ -189,7 +187,7 @@ def export_hf(
         cleanup.enter_context(group.telling())
         files = _check_places(checkpoint, out_dir)
         made_gguf: str | None = None
-        access = _access(checkpoint, out_dir, s3_region, s3client_config)
+        access = _access(checkpoint, out_dir, storage)
         dtype = _dtype_name(dtype)
         if naming not in (HUB, MODULE):
             raise UsageError(f"naming={naming!r}", remedy=f"pass {HUB!r} or {MODULE!r}")
@@ -378,10 +376,12 @@ def _with_generation(settings: ModelConfig | None, given: Any) -> ModelConfig:
     return replace(settings, own_generation=read_generation(given))
 
 
-def _access(checkpoint: Any, out_dir: Any, region: str | None, config: Any) -> Access:
+def _access(
+    checkpoint: Any, out_dir: Any, storage: StoreOptions | Mapping[str, Any] | None
+) -> Access:
     """The access to the directory that is written, and to the checkpoint if there is one."""
     read = [checkpoint] if isinstance(checkpoint, (str, os.PathLike)) else []
-    return access_to(out_dir, *read, s3_region=region, s3client_config=config)
+    return access_to(out_dir, *read, storage=storage)
 
 
 def _dtype_name(dtype: Any) -> str | None:

@@ -10,7 +10,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from tempfile import TemporaryDirectory
@@ -19,7 +19,7 @@ from typing import Any
 from smckpt.calls import alone
 from smckpt.checkpoint.records.format import new_attempt
 from smckpt.errors import UsageError
-from smckpt.storage import access_to
+from smckpt.storage import StoreOptions, access_to
 from smckpt.storage.urls import normal_url
 from smckpt.topology import ParallelState
 from smckpt.translate.configs.config import CONFIG, ModelConfig
@@ -85,8 +85,7 @@ def import_hf(
     threads: int | None = None,
     progress: Callable[[int, int], None] | None = None,
     overwrite: bool = False,
-    s3_region: str | None = None,
-    s3client_config: Any = None,
+    storage: StoreOptions | Mapping[str, Any] | None = None,
     allow_nonfinite: bool = False,
     mtp: str = DROP,
     source: Parallel | None = None,
@@ -126,8 +125,7 @@ def import_hf(
         threads: as in `export_hf`.
         progress: as in `export_hf`.
         overwrite: replace a checkpoint in `out_dir`. The old one stays until the new one is whole.
-        s3_region: as for `save`, if `directory` or `out_dir` is in S3.
-        s3client_config: as for `save`, if `directory` or `out_dir` is in S3.
+        storage: as for `save`, if `directory` or `out_dir` is in S3.
         allow_nonfinite: also import weights with NaN or infinity; the report counts them.
         mtp: layers that predict further tokens (DeepSeek's `num_nextn_predict_layers`): "drop"
             leaves them out, and a note says so; "keep" writes them as Megatron-core's `mtp`, and
@@ -157,7 +155,7 @@ def import_hf(
     degrees = Degrees.of(tp, ep, etp)
     url = normal_url(os.fspath(out_dir))
     read = [] if files else [os.fspath(directory)]  # type: ignore[arg-type]
-    access = access_to(url, *read, s3_region=s3_region, s3client_config=s3client_config)
+    access = access_to(url, *read, storage=storage)
     refuse_into_source(url, *files, directory=None if files else directory, config=config)
     with ExitStack() as cleanup:
         settings, config_notes = read_settings(

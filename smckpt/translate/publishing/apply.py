@@ -25,7 +25,7 @@ from smckpt.errors import (
     StorageError,
     UsageError,
 )
-from smckpt.storage import Storage, access_to
+from smckpt.storage import Storage, StoreOptions, access_to
 from smckpt.storage.disk.directory import Directory
 from smckpt.storage.disk.posix_read import open_file
 from smckpt.storage.faults import storage_error
@@ -72,8 +72,7 @@ def apply_published(
     *,
     number: int | None = None,
     keep: int = 2,
-    s3_region: str | None = None,
-    s3client_config: Any = None,
+    storage: StoreOptions | Mapping[str, Any] | None = None,
 ) -> ApplyReport:
     """Make `directory/latest` the model that was published, byte for byte.
 
@@ -87,8 +86,7 @@ def apply_published(
         directory: a directory on this host, or on a file system with hard links and flock.
         number: of the publish; by default the newest.
         keep: how many publishes stay in the directory.
-        s3_region: as in `smckpt.load`.
-        s3client_config: as in `smckpt.load`.
+        storage: as in `smckpt.load`.
 
     Raises:
         CheckpointNotFoundError: there is no such publish.
@@ -105,7 +103,7 @@ def apply_published(
             path=os.fspath(directory),
         )  # fmt: skip
     place = os.path.abspath(local_path(os.fspath(directory)))
-    access = access_to(root, s3_region=s3_region, s3client_config=s3client_config)
+    access = access_to(root, storage=storage)
     with ExitStack() as cleanup:
         source = access.open(root).without_links()
         cleanup.callback(source.close)

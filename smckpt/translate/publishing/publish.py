@@ -24,7 +24,7 @@ from smckpt.errors import (
     StorageError,
     UsageError,
 )
-from smckpt.storage import Storage, access_to
+from smckpt.storage import Storage, StoreOptions, access_to
 from smckpt.storage.urls import file_url, normal_url
 from smckpt.translate.publishing.published import (
     FILES,
@@ -84,8 +84,7 @@ def publish(
     *,
     delta: str | None = "tensor",
     full_every: int = 20,
-    s3_region: str | None = None,
-    s3client_config: Any = None,
+    storage: StoreOptions | Mapping[str, Any] | None = None,
 ) -> PublishReport:
     """Write to `out` what changed in a model's directory since the last publish there.
 
@@ -102,8 +101,7 @@ def publish(
             dtypes and shapes. "block": write the blocks of 1 MiB that changed. None: write all.
         full_every: write all after this many publishes. Then those before the last full publish but
             one are deleted.
-        s3_region: as in `smckpt.load`.
-        s3client_config: as in `smckpt.load`.
+        storage: as in `smckpt.load`.
 
     Returns:
         the report. If nothing changed, it is about the last publish, with 0 bytes.
@@ -122,7 +120,7 @@ def publish(
         raise UsageError(
             "out is the source", remedy="choose another directory", path=os.fspath(out)
         )
-    access = access_to(source, out, s3_region=s3_region, s3client_config=s3client_config)
+    access = access_to(source, out, storage=storage)
     with ExitStack() as cleanup:
         model, root = access.open(source).with_links(), access.open(out).without_links()
         cleanup.callback(model.close)

@@ -14,7 +14,7 @@ import torch
 import smckpt
 from smckpt import CheckpointError, StorageError
 from smckpt.checkpoint.upkeep.transfer import copy_checkpoint
-from smckpt.storage.s3.config import S3Config
+from smckpt.storage.s3.config import StoreOptions
 from smckpt.storage.s3.storage import S3Storage
 from tests.support.proxy import FaultyProxy, faulty_proxy
 from tests.support.s3 import Server
@@ -33,7 +33,7 @@ def proxy(s3_root: str, s3_server: Server) -> Iterator[FaultyProxy]:
 
 def through(proxy: FaultyProxy, url: str, **options: Any) -> S3Storage:
     fields = {"endpoint": proxy.endpoint, "chunk_size_MB": 5, **options}
-    return S3Storage(url, S3Config.from_mapping(fields, S3Config.from_environment()))
+    return S3Storage(url, StoreOptions.from_mapping(fields, StoreOptions.from_environment()))
 
 
 def uploaded(store: S3Storage) -> bytes:
@@ -82,7 +82,9 @@ VERBS: dict[str, tuple[Callable[[S3Storage], Any], Any, tuple[str, ...]]] = {
 
 def prepared(s3_root: str, server: Server, name: str) -> str:
     root = f"{s3_root}/{name}"
-    config = S3Config.from_mapping({"endpoint": server.endpoint}, S3Config.from_environment())
+    config = StoreOptions.from_mapping(
+        {"endpoint": server.endpoint}, StoreOptions.from_environment()
+    )
     for url, key in ((root, "here"), (f"{root}/below", "other")):
         S3Storage(url, config).put(key, DATA)
     return root
@@ -191,9 +193,9 @@ def test_each_bit_of_a_listing_that_flips_gives_a_listing_or_a_typed_error(
         assert all(type(i.size) is int and type(i.name) is str for i in infos), percent
 
 
-def saved(root: str, config: S3Config) -> dict[str, Any]:
+def saved(root: str, config: StoreOptions) -> dict[str, Any]:
     state = {"model": {"w": torch.arange(50.0)}, "n": 3}
-    smckpt.save(state, checkpoint_id=root, s3client_config=config, step=3)
+    smckpt.save(state, checkpoint_id=root, storage=config, step=3)
     return state
 
 
@@ -201,17 +203,17 @@ def saved(root: str, config: S3Config) -> dict[str, Any]:
 def test_a_small_object_that_is_changed_on_its_way_is_read_again(
     proxy: FaultyProxy, s3_root: str, s3_server: Server, file: str
 ) -> None:
-    base = S3Config.from_environment()
-    saved(s3_root, S3Config.from_mapping({"endpoint": s3_server.endpoint}, base))
-    config = S3Config.from_mapping({"endpoint": proxy.endpoint}, base)
+    base = StoreOptions.from_environment()
+    saved(s3_root, StoreOptions.from_mapping({"endpoint": s3_server.endpoint}, base))
+    config = StoreOptions.from_mapping({"endpoint": proxy.endpoint}, base)
     for fault in ("wrong answer", "flip 30", "flip 99", "half"):
         proxy.spoil("GET", fault, 1, path=file)
         target = {"model": {"w": torch.zeros(50)}, "n": 0}
-        smckpt.load(target, checkpoint_id=s3_root, s3client_config=config)
+        smckpt.load(target, checkpoint_id=s3_root, storage=config)
         assert target["n"] == 3 and torch.equal(target["model"]["w"], torch.arange(50.0))
         assert proxy.left == 0, fault
     proxy.spoil("GET", "wrong answer", 1, path=file)
-    assert smckpt.verify_checkpoint(s3_root, s3client_config=config).ok
+    assert smckpt.verify_checkpoint(s3_root, storage=config).ok
     assert proxy.left == 0
 
 
@@ -221,19 +223,19 @@ def test_small_objects_of_all_kinds_are_read_again(
     from smckpt.checkpoint.commits.leases import claimed, leases_at
     from smckpt.checkpoint.commits.pins import pinned
 
-    base = S3Config.from_environment()
-    saved(s3_root, S3Config.from_mapping({"endpoint": s3_server.endpoint}, base))
-    config = S3Config.from_mapping({"endpoint": proxy.endpoint}, base)
+    base = StoreOptions.from_environment()
+    saved(s3_root, StoreOptions.from_mapping({"endpoint": s3_server.endpoint}, base))
+    config = StoreOptions.from_mapping({"endpoint": proxy.endpoint}, base)
     store = S3Storage(s3_root, config)
     whole = leases_at(store)
     assert whole
     proxy.spoil("GET", "wrong answer", 1, path="epoch-")
     assert leases_at(store) == whole and proxy.left == 0
-    with pinned(s3_root, s3client_config=config):
+    with pinned(s3_root, storage=config):
         pass
     assert not claimed(store, "none")
     proxy.spoil("GET", "wrong answer", 1, path="manifest-")
-    copy_checkpoint(s3_root, str(tmp_path / "copy"), s3client_config=config)
+    copy_checkpoint(s3_root, str(tmp_path / "copy"), storage=config)
     assert proxy.left == 0 and smckpt.verify_checkpoint(tmp_path / "copy").ok
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from smckpt.errors import CheckpointError, StorageError
-from smckpt.storage.s3.config import S3Config
+from smckpt.storage.s3.config import StoreOptions
 from smckpt.storage.s3.storage import S3Storage
 from tests.support.limits import seconds
 from tests.support.proxy import FaultyProxy, faulty_proxy
@@ -27,7 +27,7 @@ def proxy(s3_server: Server) -> Iterator[FaultyProxy]:
 
 def through(proxy: FaultyProxy, root: str, **options: Any) -> S3Storage:
     fields = {"endpoint": proxy.endpoint, **options}
-    return S3Storage(root, S3Config.from_mapping(fields, S3Config.from_environment()))
+    return S3Storage(root, StoreOptions.from_mapping(fields, StoreOptions.from_environment()))
 
 
 @pytest.fixture

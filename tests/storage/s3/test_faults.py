@@ -20,7 +20,7 @@ from smckpt.checkpoint.reading.committed import open_catalogue
 from smckpt.errors import CorruptCheckpointError, StorageError
 from smckpt.storage import open_storage
 from smckpt.storage.s3 import storage as s3
-from smckpt.storage.s3.config import S3Config
+from smckpt.storage.s3.config import StoreOptions
 from smckpt.storage.s3.storage import S3Storage
 from tests.support.limits import seconds
 from tests.support.proxy import FaultyProxy, faulty_proxy
@@ -38,7 +38,7 @@ def proxy(s3_root: str, s3_server: Server) -> Iterator[FaultyProxy]:
 
 def through(proxy: FaultyProxy, url: str, **options: Any) -> S3Storage:
     fields = {"endpoint": proxy.endpoint, "chunk_size_MB": 5, **options}
-    return S3Storage(url, S3Config.from_mapping(fields, S3Config.from_environment()))
+    return S3Storage(url, StoreOptions.from_mapping(fields, StoreOptions.from_environment()))
 
 
 def write(store: S3Storage, name: str, data: bytes) -> None:
@@ -307,8 +307,10 @@ def test_bytes_of_a_block_that_change_on_the_way_are_read_again_and_then_named(
 
     group = Group(s3_root, range(1), state=state_of(hybrid(range(1), 1)))  # type: ignore[arg-type]
     group.save()
-    config = S3Config.from_mapping({"endpoint": proxy.endpoint}, S3Config.from_environment())
-    store = open_storage(s3_root, s3client_config=config)
+    config = StoreOptions.from_mapping(
+        {"endpoint": proxy.endpoint}, StoreOptions.from_environment()
+    )
+    store = open_storage(s3_root, storage=config)
     [file] = open_catalogue(store).files
     proxy.spoil("GET", "wrong answer", 2, path=file.record.name)
     whole = Readers(store.access).of(file).read(0, file.record.size)
@@ -438,7 +440,7 @@ def test_a_clock_that_is_wrong_is_named_by_the_real_server(
         monkeypatch.setattr(
             f"{module}.get_current_datetime", lambda *a, **k: real(*a, **k) - timedelta(hours=1)
         )
-    store = S3Storage(s3_root, S3Config.from_environment())
+    store = S3Storage(s3_root, StoreOptions.from_environment())
     for verb in (lambda: store.put("data", b"x"), lambda: store.read("data")):
         with pytest.raises(StorageError, match="clock differs.*set the clock"):
             verb()
@@ -479,8 +481,8 @@ def test_a_name_that_no_resolver_knows_is_told_with_what_was_tried(
         return real(host, *rest, **more)
 
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
-    config = S3Config.from_mapping(
-        {"endpoint": "http://s3.example:8333", "retries": 1}, S3Config.from_environment()
+    config = StoreOptions.from_mapping(
+        {"endpoint": "http://s3.example:8333", "retries": 1}, StoreOptions.from_environment()
     )
     with pytest.raises(StorageError, match=r"cannot be reached.*tried 2 times.*the endpoint"):
         S3Storage(s3_root, config).put("data", b"x")

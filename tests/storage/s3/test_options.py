@@ -12,7 +12,7 @@ import pytest
 
 import smckpt
 from smckpt.errors import StorageError, UsageError
-from smckpt.storage.s3.config import S3Config
+from smckpt.storage.s3.config import StoreOptions
 from smckpt.storage.s3.storage import S3Storage
 from tests.support.launch import ROOT
 from tests.support.limits import seconds
@@ -28,7 +28,7 @@ NEW = {
 MAKING = {"PutObject", "CreateMultipartUpload"}
 
 
-def everything(url: str, config: S3Config) -> dict[str, list[dict[str, str]]]:
+def everything(url: str, config: StoreOptions) -> dict[str, list[dict[str, str]]]:
     """Every verb once; the headers of each request that went out, by operation."""
     store = S3Storage(url, config)
     sent: dict[str, list[dict[str, str]]] = defaultdict(list)
@@ -66,7 +66,7 @@ def test_who_pays_how_it_is_encrypted_and_kept_and_marked_stands_in_each_request
 ) -> None:
     fields = {"chunk_size_MB": 5, "requester_pays": True, "storage_class": "STANDARD_IA"}
     fields |= {"sse_kms_key": "key-1", "tags": {"team": "a b", "run": 7}}
-    config = S3Config.from_mapping(fields, S3Config.from_environment())
+    config = StoreOptions.from_mapping(fields, StoreOptions.from_environment())
     sent = everything(s3_root, config)
     assert set(sent) == {
         "PutObject", "CreateMultipartUpload", "UploadPart", "CompleteMultipartUpload",
@@ -85,7 +85,7 @@ def test_the_stores_logs_show_who_asked_and_nothing_that_is_not_asked_for(
 ) -> None:
     monkeypatch.setenv("AWS_SDK_UA_APP_ID", "team-7")
     fields = {"chunk_size_MB": 5, "retries": 7}  # a client of its own
-    config = S3Config.from_mapping(fields, S3Config.from_environment())
+    config = StoreOptions.from_mapping(fields, StoreOptions.from_environment())
     for requests in everything(s3_root, config).values():
         for headers in requests:
             agent = headers["user-agent"]
@@ -129,9 +129,9 @@ def test_a_client_is_made_by_the_function_that_the_options_name(
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
 
     def store(factory: str) -> S3Storage:
-        base = S3Config.from_environment()
+        base = StoreOptions.from_environment()
         return S3Storage(
-            s3_root, S3Config.from_mapping({"client_factory": factory, "retries": 1}, base)
+            s3_root, StoreOptions.from_mapping({"client_factory": factory, "retries": 1}, base)
         )
 
     made = store("my_clients:make")
@@ -151,7 +151,7 @@ def test_a_client_is_made_by_the_function_that_the_options_name(
     with pytest.raises(UsageError, match="module:function"):
         store("my_clients")
     with pytest.raises(UsageError, match="profile"):
-        S3Config(client_factory="a:b", profile="c")
+        StoreOptions(client_factory="a:b", profile="c")
 
 
 # -- memory ------------------------------------------------------------------------------------
@@ -160,8 +160,8 @@ def test_a_client_is_made_by_the_function_that_the_options_name(
 TRANSFER = """
 import mmap, resource, sys
 from smckpt.storage.s3.storage import S3Storage
-from smckpt.storage.s3.config import S3Config
-store = S3Storage(sys.argv[1], S3Config.from_environment())
+from smckpt.storage.s3.config import StoreOptions
+store = S3Storage(sys.argv[1], StoreOptions.from_environment())
 store.put("first", b"x")  # boto3 is imported, the client made
 size = 160 << 20
 memory = memoryview(mmap.mmap(-1, size))

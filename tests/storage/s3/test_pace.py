@@ -14,7 +14,7 @@ import pytest
 
 from smckpt.storage import Access, access_to
 from smckpt.storage.budget import Share
-from smckpt.storage.s3.config import S3Config
+from smckpt.storage.s3.config import StoreOptions
 from smckpt.storage.s3.pace import HostSignal, pace_of
 from smckpt.storage.s3.storage import S3Storage
 from tests.support import child
@@ -28,9 +28,9 @@ def proxy(s3_root: str, s3_server: Server) -> Iterator[FaultyProxy]:
         yield made
 
 
-def config(proxy: FaultyProxy, **options: Any) -> S3Config:
-    return S3Config.from_mapping(
-        {"endpoint": proxy.endpoint, **options}, S3Config.from_environment()
+def config(proxy: FaultyProxy, **options: Any) -> StoreOptions:
+    return StoreOptions.from_mapping(
+        {"endpoint": proxy.endpoint, **options}, StoreOptions.from_environment()
     )
 
 
@@ -112,8 +112,8 @@ def test_a_folder_that_is_not_ours_is_not_trusted_and_nothing_breaks(
 
 
 def test_stores_beside_a_store_have_its_options_and_its_share() -> None:
-    chosen, share = S3Config(retries=3), Share.of_rank(3, 4)
-    first = access_to("s3://b/x", s3client_config=chosen).holding(share).open("s3://b/x")
+    chosen, share = StoreOptions(retries=3), Share.of_rank(3, 4)
+    first = access_to("s3://b/x", storage=chosen).holding(share).open("s3://b/x")
     stores = [first, first.join("y"), first.at("s3://c"), first.at("/tmp").at("s3://b/z")]
     for store in stores:
         assert isinstance(store, S3Storage)

@@ -11,7 +11,7 @@ import pytest
 from smckpt.checkpoint.commits.leases import probe
 from smckpt.errors import CheckpointError, StorageError, UsageError
 from smckpt.storage import access_to
-from smckpt.storage.s3.config import S3Config
+from smckpt.storage.s3.config import StoreOptions
 from smckpt.storage.s3.storage import S3Storage
 from tests.support.proxy import FaultyProxy, faulty_proxy
 from tests.support.s3 import Server
@@ -27,7 +27,7 @@ def proxy(s3_root: str, s3_server: Server) -> Iterator[FaultyProxy]:
 
 def try_out(proxy: FaultyProxy, url: str, **options: Any) -> dict[str, Any]:
     fields = {"endpoint": proxy.endpoint, "retries": 1, **options}
-    access = access_to(url, s3client_config=fields)
+    access = access_to(url, storage=fields)
     return probe(access, url, SESSION, create=True, leave=False)
 
 
@@ -45,7 +45,7 @@ def test_a_sound_store_is_tried_by_six_requests_that_leave_nothing(
         "DELETE",
     ]
     assert all(f"probe-{SESSION}.json" in line for line in proxy.seen)
-    assert S3Storage(s3_root, S3Config.from_environment()).list() == []
+    assert S3Storage(s3_root, StoreOptions.from_environment()).list() == []
 
 
 def test_a_store_that_lists_an_object_elsewhere_or_not_at_once_is_refused(
@@ -56,7 +56,7 @@ def test_a_store_that_lists_an_object_elsewhere_or_not_at_once_is_refused(
     proxy.spoil("GET", f"says probe-{SESSION} => elsewhere", path="list-type")
     with pytest.raises(StorageError, match="the listing lacks"):
         try_out(proxy, s3_root)
-    assert S3Storage(s3_root, S3Config.from_environment()).list() == []
+    assert S3Storage(s3_root, StoreOptions.from_environment()).list() == []
 
 
 def test_it_can_be_switched_off(proxy: FaultyProxy, s3_root: str) -> None:
@@ -68,7 +68,7 @@ def test_a_store_that_ignores_conditions_is_refused(proxy: FaultyProxy, s3_root:
     proxy.spoil("PUT", "unconditional", 2)
     with pytest.raises(StorageError, match="ignores If-None-Match"):
         try_out(proxy, s3_root)
-    assert S3Storage(s3_root, S3Config.from_environment()).list() == []
+    assert S3Storage(s3_root, StoreOptions.from_environment()).list() == []
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_a_bucket_that_keeps_versions_is_remarked_and_one_that_locks_objects_too
     proxy: FaultyProxy, s3_root: str, locked: bool
 ) -> None:
     bucket = "locked" if locked else "versioned"
-    store = S3Storage(f"s3://{bucket}/x", S3Config.from_environment())
+    store = S3Storage(f"s3://{bucket}/x", StoreOptions.from_environment())
 
     def make(client: Any) -> None:
         client.create_bucket(Bucket=bucket, ObjectLockEnabledForBucket=locked)
@@ -137,8 +137,8 @@ def test_a_bucket_that_keeps_versions_is_remarked_and_one_that_locks_objects_too
 
 
 def test_peers_are_told_why_they_cannot_read(proxy: FaultyProxy, s3_root: str) -> None:
-    config = S3Config(endpoint=proxy.endpoint, region="us-east-1", retries=0)
-    access = access_to(s3_root, s3client_config=config)
+    config = StoreOptions(endpoint=proxy.endpoint, region="us-east-1", retries=0)
+    access = access_to(s3_root, storage=config)
     assert probe(access, s3_root, SESSION, create=True) == {"seen": True}
     assert probe(access, s3_root, SESSION, create=False) == {"seen": True}
     proxy.spoil("GET", "403 RequestTimeTooSkewed")

@@ -12,7 +12,7 @@ import pytest
 from smckpt.checkpoint.commits.discover import find_checkpoints
 from smckpt.checkpoint.upkeep.verify import verify_checkpoint
 from smckpt.errors import StorageError
-from smckpt.storage.s3.config import S3Config
+from smckpt.storage.s3.config import StoreOptions
 from smckpt.storage.s3.storage import S3Storage
 
 MIB = 1 << 20
@@ -87,7 +87,7 @@ VERBS: dict[str, Callable[[S3Storage], object]] = {
 @pytest.mark.parametrize("answer", [301, 302, 307, 308])
 def test_every_verb_tells_that_its_requests_are_sent_on(answer: int) -> None:
     with sending_on(answer) as (endpoint, asked):
-        store = S3Storage(URL, S3Config(endpoint=endpoint, region="us-east-1", chunk_size_MB=5))
+        store = S3Storage(URL, StoreOptions(endpoint=endpoint, region="us-east-1", chunk_size_MB=5))
         for verb, call in VERBS.items():
             del asked[:]
             with pytest.raises(StorageError) as told:
@@ -105,9 +105,9 @@ def test_every_verb_tells_that_its_requests_are_sent_on(answer: int) -> None:
 )
 def test_wherever_it_leads_and_whatever_stands_beside_is_one_error(where: str, page: bytes) -> None:
     with sending_on(307, where, page) as (endpoint, asked):
-        config = S3Config(endpoint=endpoint, region="us-east-1")
+        config = StoreOptions(endpoint=endpoint, region="us-east-1")
         for look in (find_checkpoints, verify_checkpoint):
             del asked[:]
             with pytest.raises(StorageError, match="cannot list.*endpoint"):
-                look(URL, s3client_config=config)
+                look(URL, storage=config)
             assert len(asked) <= 3, asked

@@ -26,7 +26,7 @@ from smckpt.storage import FileInfo, Storage, open_storage
 from smckpt.storage.budget import part_size
 from smckpt.storage.s3 import client
 from smckpt.storage.s3.bodies import Body, Filling
-from smckpt.storage.s3.config import S3Config
+from smckpt.storage.s3.config import StoreOptions
 from smckpt.storage.s3.faults import BadBody
 from smckpt.storage.s3.storage import S3Storage
 from smckpt.storage.urls import parse_s3_url
@@ -46,8 +46,8 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
 
 
 def s3(url: str, **options: Any) -> S3Storage:
-    base = S3Config.from_environment()
-    return S3Storage(url, S3Config.from_mapping({"chunk_size_MB": 5, **options}, base))
+    base = StoreOptions.from_environment()
+    return S3Storage(url, StoreOptions.from_mapping({"chunk_size_MB": 5, **options}, base))
 
 
 def write(store: Storage, name: str, data: bytes, piece: int = 0, threads: int = 4) -> None:
@@ -400,29 +400,29 @@ def test_a_key_that_is_too_long_is_refused_before_anything_is_sent(s3_root: str)
 )
 def test_options_that_make_no_sense_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
-        S3Config.from_mapping(options)
+        StoreOptions.from_mapping(options)
 
 
 def test_options_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SMCKPT_S3_CHUNK_SIZE_MB", "16")
     monkeypatch.setenv("SMCKPT_S3_REQUESTER_PAYS", "true")
     monkeypatch.setenv("SMCKPT_S3_TAGS", "team=a,run=7")
-    config = S3Config.from_environment()
+    config = StoreOptions.from_environment()
     assert (config.chunk_size_MB, config.requester_pays) == (16, True)
     assert config.tags == (("team", "a"), ("run", "7"))
-    assert S3Config(tags={"team": "a", "run": 7}) == S3Config(tags=config.tags)  # type: ignore[arg-type]
-    assert hash(S3Config(tags=[("team", "a")])) == hash(S3Config(tags=(("team", "a"),)))  # type: ignore[arg-type]
+    assert StoreOptions(tags={"team": "a", "run": 7}) == StoreOptions(tags=config.tags)  # type: ignore[arg-type]
+    assert hash(StoreOptions(tags=[("team", "a")])) == hash(StoreOptions(tags=(("team", "a"),)))  # type: ignore[arg-type]
     monkeypatch.setenv("SMCKPT_S3_RETRIES", "many")
     with pytest.raises(UsageError, match="SMCKPT_S3_RETRIES"):
-        S3Config.from_environment()
+        StoreOptions.from_environment()
     monkeypatch.delenv("SMCKPT_S3_RETRIES")
     monkeypatch.setenv("SMCKPT_S3_TAGS", "team")  # no pair
     with pytest.raises(UsageError, match="SMCKPT_S3_TAGS"):
-        S3Config.from_environment()
+        StoreOptions.from_environment()
     monkeypatch.delenv("SMCKPT_S3_TAGS")
     monkeypatch.setenv("SMCKPT_S3_CHUNK_SIZE", "16")
     with pytest.raises(UsageError, match="unknown variables: SMCKPT_S3_CHUNK_SIZE"):
-        S3Config.from_environment()
+        StoreOptions.from_environment()
 
 
 # -- processes ------------------------------------------------------------------------------------
@@ -433,7 +433,7 @@ def test_importing_smckpt_and_saving_to_a_disk_import_no_boto3(tmp_path: Path) -
         """
         import sys, smckpt
         from smckpt.storage import open_storage
-        smckpt.is_s3_url("s3://b/k"), smckpt.S3Config
+        smckpt.is_s3_url("s3://b/k"), smckpt.StoreOptions
         open_storage(sys.argv[1]).put("a", b"x")
         print([name for name in ("boto3", "botocore", "urllib3") if name in sys.modules])
         """,

@@ -11,7 +11,7 @@ from smckpt.checkpoint.commits.sweep import sweep
 from smckpt.checkpoint.records.format import data_name
 from smckpt.errors import StorageError
 from smckpt.storage import Access, access_to
-from smckpt.storage.s3.config import S3Config
+from smckpt.storage.s3.config import StoreOptions
 from smckpt.storage.s3.storage import S3Storage
 from tests.support.proxy import FaultyProxy, faulty_proxy
 from tests.support.s3 import Server
@@ -28,8 +28,8 @@ def proxy(s3_root: str, s3_server: Server) -> Iterator[FaultyProxy]:
 
 
 def store_at(url: str) -> S3Storage:
-    base = S3Config.from_environment()
-    return S3Storage(url, S3Config.from_mapping({"chunk_size_MB": 5}, base))
+    base = StoreOptions.from_environment()
+    return S3Storage(url, StoreOptions.from_mapping({"chunk_size_MB": 5}, base))
 
 
 def begin(store: S3Storage, name: str, parts: int = 1) -> None:
@@ -99,7 +99,7 @@ def test_who_may_not_list_uploads_is_told_and_the_rest_is_swept(
     proxy: FaultyProxy, s3_root: str
 ) -> None:
     fields: dict[str, Any] = {"endpoint": proxy.endpoint}
-    access = access_to(s3_root, s3client_config=fields)
+    access = access_to(s3_root, storage=fields)
     proxy.spoil("GET", "403 AccessDenied", 100, path="uploads")
     group = group_at(s3_root)
     group.access = access

@@ -15,7 +15,7 @@ from smckpt.checkpoint.upkeep.verify import verify_checkpoint
 from smckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, StorageError
 from smckpt.storage import open_storage
 from smckpt.storage.budget import Share
-from smckpt.storage.s3.config import S3Config
+from smckpt.storage.s3.config import StoreOptions
 from smckpt.storage.s3.pace import pace_of
 from smckpt.storage.s3.storage import S3Storage
 from tests.support import rebuilt, shards
@@ -26,8 +26,10 @@ from tests.support.s3 import BUCKET, Server
 MIB = 1 << 20
 
 
-def options(**fields: Any) -> S3Config:
-    return S3Config.from_mapping({"chunk_size_MB": 5, **fields}, S3Config.from_environment())
+def options(**fields: Any) -> StoreOptions:
+    return StoreOptions.from_mapping(
+        {"chunk_size_MB": 5, **fields}, StoreOptions.from_environment()
+    )
 
 
 @pytest.fixture
@@ -97,8 +99,8 @@ def test_requests_of_a_copy_are_counted_and_tried_again(
         proxy.spoil("PUT", fault, path=name)
     for fault in ("503", "half", "before", "half"):
         proxy.spoil("GET", fault, path=name)
-    copy_checkpoint(str(small), s3_root, s3client_config=config)
-    copy_checkpoint(s3_root, str(tmp_path / "back"), s3client_config=config)
+    copy_checkpoint(str(small), s3_root, storage=config)
+    copy_checkpoint(s3_root, str(tmp_path / "back"), storage=config)
     assert proxy.left == 0
     assert contents(tmp_path / "back") == contents(small)
     sent = [line.partition(" ")[0] for line in proxy.seen]
@@ -113,15 +115,15 @@ def test_wrong_bytes_are_fetched_again_and_then_named_and_nothing_is_committed(
     name = shards.files(small)[0].name
     config = options(endpoint=proxy.endpoint)
     proxy.spoil("GET", "wrong answer", 2, path=name)
-    copy_checkpoint(s3_root, str(tmp_path / "back"), s3client_config=config)
+    copy_checkpoint(s3_root, str(tmp_path / "back"), storage=config)
     assert proxy.left == 0
     proxy.spoil("GET", "wrong answer", 3, path=name)
     with pytest.raises(CorruptCheckpointError, match=f"bytes 0 to 1048576 of {name}"):
-        copy_checkpoint(s3_root, str(tmp_path / "never"), s3client_config=config)
+        copy_checkpoint(s3_root, str(tmp_path / "never"), storage=config)
     with pytest.raises(CheckpointNotFoundError):
         copy_checkpoint(str(tmp_path / "never"), str(tmp_path / "no"))
     proxy.spoil("GET", "wrong answer", 3, path=name)
-    assert not verify_checkpoint(s3_root, s3client_config=config).ok
+    assert not verify_checkpoint(s3_root, storage=config).ok
     assert contents(tmp_path / "back") == contents(small)
 
 

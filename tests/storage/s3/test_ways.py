@@ -14,7 +14,7 @@ from smckpt.checkpoint.upkeep.transfer import copy_checkpoint
 from smckpt.checkpoint.upkeep.verify import verify_checkpoint
 from smckpt.errors import StorageError
 from smckpt.storage import access_to
-from smckpt.storage.s3.config import S3Config
+from smckpt.storage.s3.config import StoreOptions
 from smckpt.storage.s3.storage import S3Storage
 from tests.support.copies import contents
 from tests.support.proxy import FaultyProxy, faulty_proxy, secure_proxy
@@ -46,18 +46,18 @@ def proxy(
         yield made
 
 
-def options(endpoint: str, **fields: Any) -> S3Config:
+def options(endpoint: str, **fields: Any) -> StoreOptions:
     fields = {"endpoint": endpoint, "chunk_size_MB": 5, **fields}
-    return S3Config.from_mapping(fields, S3Config.from_environment())
+    return StoreOptions.from_mapping(fields, StoreOptions.from_environment())
 
 
-def everything(root: str, config: S3Config, folder: Path) -> None:
+def everything(root: str, config: StoreOptions, folder: Path) -> None:
     """A checkpoint is saved, verified, copied; a file goes and comes in parts."""
-    access = access_to(root, s3client_config=config)
+    access = access_to(root, storage=config)
     state = state_of(hybrid(range(1), 1))
     Group(root, range(1), state=state, access=access).save()  # type: ignore[arg-type]
-    assert verify_checkpoint(root, s3client_config=config).ok
-    copy_checkpoint(root, str(folder), s3client_config=config)
+    assert verify_checkpoint(root, storage=config).ok
+    copy_checkpoint(root, str(folder), storage=config)
     assert contents(folder) == contents(access.open(root)) != {}
     store, data = S3Storage(f"{root}/big", config), memoryview(os.urandom(6 * MIB + 1))
     writer = store.create_file("data", len(data))
@@ -166,7 +166,7 @@ def test_the_loopback_server_is_reached_whatever_proxy_the_environment_names(
     loopback_s3._wait(s3_server, BUCKET, None, None)  # type: ignore[arg-type]
     for name, value in s3_server.environment.items():
         monkeypatch.setenv(name, value)
-    S3Storage(f"s3://{BUCKET}/proxies", S3Config.from_environment()).put("data", b"x")
+    S3Storage(f"s3://{BUCKET}/proxies", StoreOptions.from_environment()).put("data", b"x")
     assert os.environ["no_proxy"] == "corp.example,127.0.0.1"
 
 
@@ -217,7 +217,7 @@ def test_bodies_are_signed_on_plain_http_to_other_hosts_wherever_the_endpoint_is
     monkeypatch.delenv("SMCKPT_S3_ENDPOINT")
     if endpoint is not None:
         monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
-    config = S3Config(region="eu-west-1", read_timeout_s=71 + len(str(endpoint)))
+    config = StoreOptions(region="eu-west-1", read_timeout_s=71 + len(str(endpoint)))
     client = S3Storage(s3_root, config).run("look", s3_root, lambda client: client)
     assert client.meta.config.s3["payload_signing_enabled"] is signed
 
@@ -234,7 +234,7 @@ def test_how_the_bucket_is_named_is_what_the_users_aws_settings_say(
     if not place:  # of AWS itself
         monkeypatch.delenv("SMCKPT_S3_ENDPOINT")
         place = "https://s3.eu-west-1.amazonaws.com/bucket"
-        config = S3Config(region="eu-west-1", read_timeout_s=81)
+        config = StoreOptions(region="eu-west-1", read_timeout_s=81)
     else:
         config = options(AWAY, read_timeout_s=82 + len(style))
     client = S3Storage(s3_root, config).run("look", s3_root, lambda client: client)

@@ -11,7 +11,7 @@ PUBLISHED = [
     of(
         "follow: the step that is read is pinned",
         "manager/follow.py",
-        "with pinned(found, seconds=_PIN, **options):",
+        "with pinned(found, seconds=_PIN, storage=storage):",
         "if True:",
         FOLLOW + "test_a_run_does_not_delete_the_step_that_is_read",
     ),

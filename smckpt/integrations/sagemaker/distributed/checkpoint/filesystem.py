@@ -18,6 +18,7 @@ from smckpt.integrations.sagemaker.distributed.checkpoint.s3_filesystem import (
     S3FileSystem,
     format_s3_path,
     is_s3_uri,
+    store_options,
 )
 from smckpt.staging.copies import Copies, copy_all
 
@@ -36,7 +37,7 @@ class DistributedFileSystemReader(smckpt.DistributedFileSystemReader):
     """smckpt's reader, with `fs` and `path`."""
 
     def __init__(self, path: str | os.PathLike[str], **options: Any) -> None:
-        super().__init__(_place(path), **options)
+        super().__init__(_place(path), **_with_store(options))
         self.fs = path_to_file_system(self.checkpoint_id)
 
 
@@ -48,7 +49,8 @@ class DistributedFileSystemWriter(smckpt.DistributedFileSystemWriter):
             before a byte is written. If one raises, the save fails on all ranks.
         post_write_hooks: called with the writer on each rank after the commit, in the background.
             The next `maybe_finalize_async_calls` of the queue raises the error of a hook.
-        options: as in `smckpt.DistributedFileSystemWriter`.
+        options: as in `smckpt.DistributedFileSystemWriter`, with `s3_region` and `s3client_config`
+            in place of `storage`.
     """
 
     def __init__(
@@ -59,7 +61,7 @@ class DistributedFileSystemWriter(smckpt.DistributedFileSystemWriter):
         post_write_hooks: Iterable[Hook] = (),
         **options: Any,
     ) -> None:
-        super().__init__(_place(path), **options)
+        super().__init__(_place(path), **_with_store(options))
         self.fs = path_to_file_system(self.checkpoint_id)
         self.is_coordinator = False
         self._before = tuple(pre_write_hooks)
@@ -119,3 +121,9 @@ class DistributedFileSystemWriter(smckpt.DistributedFileSystemWriter):
 
 def _place(path: str | os.PathLike[str]) -> str:
     return format_s3_path(path) if is_s3_uri(path) else os.fspath(path)
+
+
+def _with_store(options: dict[str, Any]) -> dict[str, Any]:
+    region, config = options.pop("s3_region", None), options.pop("s3client_config", None)
+    given = store_options(region, config)
+    return options if given is None else {**options, "storage": given}

@@ -7,14 +7,15 @@ import io
 import os
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, ParamSpec, TypeVar
 
 from smckpt.errors import CheckpointNotFoundError, StorageError, UsageError
 from smckpt.storage import Storage, open_storage
 from smckpt.storage.s3.client import make_client
-from smckpt.storage.s3.config import S3Config
+from smckpt.storage.s3.config import MIN_PART_MB, StoreOptions
 from smckpt.storage.urls import build_s3_url, parse_s3_url
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "is_s3_uri",
     "parse_s3_uri",
     "retry_with_jitter",
+    "store_options",
 ]
 
 P = ParamSpec("P")
@@ -55,7 +57,7 @@ def get_s3_region_from_uri(uri: str | os.PathLike[str]) -> str | None:
     Raises:
         StorageError: the bucket does not answer, or refuses.
     """
-    client = make_client(S3Config.from_environment())
+    client = make_client(StoreOptions.from_environment())
     try:
         said = client.head_bucket(Bucket=parse_s3_uri(uri)[0]).get("BucketRegion")
     except Exception as error:  # botocore has many kinds
@@ -83,6 +85,54 @@ def retry_with_jitter(function: Callable[P, T]) -> Callable[P, T]:
     return call
 
 
+def store_options(
+    s3_region: str | None, s3client_config: Any
+) -> StoreOptions | Mapping[str, Any] | None:
+    """SMP's two arguments about S3 as the `storage=` of `smckpt.save`. None if neither is given.
+
+    Args:
+        s3client_config: what `storage=` takes, or an `S3ClientConfig` of s3torchconnector.
+
+    Raises:
+        UsageError: they contradict each other, or are not honoured.
+    """
+    config: StoreOptions | Mapping[str, Any] = (
+        s3client_config
+        if isinstance(s3client_config, (StoreOptions, Mapping))
+        else _of_connector(s3client_config)
+    )
+    if s3_region is None:
+        return config or None
+    known = config.region if isinstance(config, StoreOptions) else config.get("region")
+    if known not in (None, s3_region):
+        raise UsageError(
+            f"s3_region={s3_region!r}, but s3client_config says {known!r}",
+            remedy="give one of the two",
+        )
+    if isinstance(config, StoreOptions):
+        return replace(config, region=s3_region)
+    return {**config, "region": s3_region}
+
+
+def _of_connector(config: Any) -> dict[str, Any]:
+    """Translate the fields of an S3ClientConfig that smckpt has too."""
+    if config is None:
+        return {}
+    if not hasattr(config, "part_size"):
+        raise UsageError(
+            f"s3client_config is a {type(config).__name__}, which is not possible",
+            remedy="pass a smckpt.StoreOptions, a mapping of its fields, or an S3ClientConfig",
+        )
+    if getattr(config, "unsigned", False):
+        raise UsageError("unsigned=True is not honoured", remedy="use credentials that may write")
+    fields: dict[str, Any] = {"chunk_size_MB": max(MIN_PART_MB, int(config.part_size) >> 20)}
+    if getattr(config, "profile", None):
+        fields["profile"] = config.profile
+    if getattr(config, "max_attempts", None):
+        fields["retries"] = int(config.max_attempts) - 1
+    return fields
+
+
 class S3FileSystem:
     """Small files in S3, through smckpt's store. A file is in memory as a whole.
 
@@ -90,7 +140,7 @@ class S3FileSystem:
     """
 
     def __init__(self, s3_region: str | None = None, s3client_config: Any = None) -> None:
-        self._options = {"s3_region": s3_region, "s3client_config": s3client_config}
+        self._storage = store_options(s3_region, s3client_config)
         self.fs = self
 
     @contextmanager
@@ -131,11 +181,11 @@ class S3FileSystem:
         if detail:
             raise UsageError("detail=True is not honoured", remedy="pass detail=False")
         url = format_s3_path(path).rstrip("/")
-        place = open_storage(url, **self._options)
+        place = open_storage(url, storage=self._storage)
         names = sorted([*place.list_dirs(), *(info.name for info in place.list())])
         return [f"{url.removeprefix('s3://')}/{name}" for name in names]
 
     def _file(self, path: str | os.PathLike[str]) -> tuple[Storage, str]:
         bucket, key = parse_s3_uri(path)
         above, _, name = key.rpartition("/")
-        return open_storage(build_s3_url(bucket, above), **self._options), name
+        return open_storage(build_s3_url(bucket, above), storage=self._storage), name

@@ -7,6 +7,7 @@ from collections.abc import MutableMapping
 from typing import Any
 
 import smckpt
+from smckpt.integrations.sagemaker.distributed.checkpoint.s3_filesystem import store_options
 from smckpt.integrations.sagemaker.state_handler import state
 
 __all__ = ["load"]
@@ -42,7 +43,6 @@ def load(
         process_group=process_group,
         check_keys_matched=check_keys_matched,
         coordinator_rank=coordinator_rank,
-        s3_region=s3_region,
-        s3client_config=s3client_config,
+        storage=store_options(s3_region, s3client_config),
         **told,
     )

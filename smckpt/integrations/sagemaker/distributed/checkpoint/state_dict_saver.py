@@ -15,6 +15,7 @@ from smckpt.integrations.sagemaker.distributed.checkpoint.async_utils import (
 from smckpt.integrations.sagemaker.distributed.checkpoint.filesystem import (
     DistributedFileSystemWriter,
 )
+from smckpt.integrations.sagemaker.distributed.checkpoint.s3_filesystem import store_options
 from smckpt.integrations.sagemaker.state_handler import state
 
 __all__ = ["async_save", "maybe_finalize_async_calls", "save"]
@@ -76,8 +77,7 @@ def async_save(
         process_group=process_group,
         coordinator_rank=coordinator_rank,
         queue=chosen.name,
-        s3_region=s3_region,
-        s3client_config=s3client_config,
+        storage=store_options(s3_region, s3client_config),
         **told,
     )
     if handle is not None and isinstance(storage_writer, DistributedFileSystemWriter):

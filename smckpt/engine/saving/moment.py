@@ -62,7 +62,7 @@ class Moment:
     """
 
     directory: str = ""
-    signs: dict[str, float] = field(default_factory=dict)
+    signs: dict[str, int | float] = field(default_factory=dict)  # of a number, its own kind
     values: dict[str, str] = field(default_factory=dict)
     holds: bool = True
 

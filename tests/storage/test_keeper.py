@@ -19,7 +19,7 @@ from smckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, Stora
 from smckpt.storage import Storage, open_storage
 from smckpt.storage.memory.keeper import Keeper, listening
 from smckpt.storage.memory.store import asked_locally
-from smckpt.storage.memory.wire import Peer, call, receive, send
+from smckpt.storage.memory.wire import Peer, call, local_name, receive, send
 from smckpt.storage.urls import parent_url
 from tests.support.limits import seconds
 
@@ -197,3 +197,27 @@ def test_other_hosts_may_not_ask_for_what_is_this_hosts(
     with call(running.peer) as to:
         send(to, request_)
         assert receive(to)["error"][0] == errno.EINVAL
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="takes the rights of root")
+def test_the_socket_of_another_user_is_no_keeper(job: str) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as theirs:
+        os.seteuid(65534)
+        try:
+            theirs.bind(local_name(job))
+            theirs.listen(1)
+        finally:
+            os.seteuid(0)
+        with pytest.raises(StorageError, match="another user listens"):
+            open_storage(f"keeper://{job}/run").list()
+
+
+def test_no_descriptor_is_left_open_by_reads(running: Running, store: Storage) -> None:
+    for number in range(50):
+        store.put(f"f{number}", b"1")
+    before = len(os.listdir("/proc/self/fd"))
+    kept = [store.read(f"f{number}") for number in range(50)]
+    assert kept == [b"1"] * 50
+    assert (
+        len(os.listdir("/proc/self/fd")) <= before + 2
+    )  # a thread of the keeper may be at its end

@@ -15,7 +15,6 @@ import resource
 import secrets
 import select
 import socket
-import struct
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -33,11 +32,11 @@ from smckpt.storage.memory.wire import (
     receive,
     reply_of,
     send,
+    user_of,
 )
 
 __all__ = ["Keeper", "listening", "main"]
 
-_CREDENTIALS = struct.Struct("3i")
 _PIECE = 8 << 20
 _PIECES = 64 << 20
 
@@ -93,9 +92,7 @@ class Keeper:
         with made, contextlib.suppress(OSError):
             made.settimeout(IDLE)
             if local:
-                size = _CREDENTIALS.size
-                raw = made.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
-                if _CREDENTIALS.unpack(raw)[1] != os.getuid():
+                if user_of(made) != os.getuid():
                     return
             elif not challenged(made, self.secret):
                 return

@@ -27,7 +27,6 @@ from smckpt.storage.memory.wire import (
     call,
     fill,
     local_name,
-    receive,
     reply_of,
     send,
 )
@@ -59,7 +58,7 @@ def asked_locally(job: str, request: dict[str, Any]) -> dict[str, Any]:
         raise no_keeper(job, error) from error
 
 
-def no_keeper(job: str, error: OSError) -> StorageError:
+def no_keeper(job: str, error: Exception) -> StorageError:
     return StorageError(
         f"the keeper of job {job} on {socket.gethostname()} does not answer: {error}",
         remedy="the steps in this host's memory are lost with it; those on disk are not",
@@ -77,8 +76,6 @@ class KeeperStorage(Storage):
         super().__init__(url, access)
         self._job = job_of(self.url)
         self._directory = self.url.partition("://")[2].partition("/")[2].strip("/")
-        self._open: dict[str, tuple[int, int]] = {}  # of this host's files: descriptor, size
-        self._lock = threading.Lock()
 
     # -- writing -----------------------------------------------------------------------------------
 
@@ -114,7 +111,6 @@ class KeeperStorage(Storage):
         self.delete_many([name])
 
     def delete_many(self, names: Collection[str]) -> None:
-        self._forget(names)
         self._all({"do": "delete", "directory": self._directory, "names": sorted(names)})
 
     # -- reading -----------------------------------------------------------------------------------
@@ -128,18 +124,18 @@ class KeeperStorage(Storage):
     ) -> None:
         self.refuse_name(name)
         wanted = [b if b.format == "B" and b.ndim == 1 else b.cast("B") for b in buffers]
-        here = self._descriptor(name)
-        if here is not None:
-            fd, size = here
-            self._refuse_end(name, size, offset, wanted)
-            for buffer in wanted:
-                at = 0
-                while at < len(buffer):
-                    at += os.preadv(fd, [buffer[at:]], offset + at)
-                offset += len(buffer)
-                if seen is not None:
-                    seen(buffer)
-            return
+        with self._descriptor(name) as here:
+            if here is not None:
+                fd, size = here
+                self._refuse_end(name, size, offset, wanted)
+                for buffer in wanted:
+                    at = 0
+                    while at < len(buffer):
+                        at += os.preadv(fd, [buffer[at:]], offset + at)
+                    offset += len(buffer)
+                    if seen is not None:
+                        seen(buffer)
+                return
         peers, own = self._peers()
         lost: OSError | None = None
         for peer in [*peers[own + 1 :], *peers[:own]]:
@@ -164,14 +160,15 @@ class KeeperStorage(Storage):
         length = sum(map(len, wanted))
         with call(peer) as to:
             send(to, {**self._at(name), "do": "read", "offset": offset, "length": length})
-            answer = receive(to)
-            if answer.get("error", [0])[0] == errno.ENOENT:
+            try:
+                reply_of(to)
+            except FileNotFoundError:
                 return False
-            if answer.get("error", [0])[0] == errno.ERANGE:
-                path = file_url(self.url, name)
-                raise too_short(name, self.size(name), offset + length, path)
-            if "error" in answer:
-                raise OSError(*answer["error"])
+            except KeeperRefusal as error:
+                if error.errno != errno.ERANGE:
+                    raise
+                size = self.size(name)
+                raise too_short(name, size, offset + length, file_url(self.url, name)) from error
             for buffer in wanted:
                 fill(to, buffer)
                 if seen is not None:
@@ -183,25 +180,23 @@ class KeeperStorage(Storage):
         if end > size:
             raise too_short(name, size, end, file_url(self.url, name))
 
-    def _descriptor(self, name: str) -> tuple[int, int] | None:
+    @contextlib.contextmanager
+    def _descriptor(self, name: str) -> Iterator[tuple[int, int] | None]:
         """A descriptor of a file that this host's keeper has, and its size."""
-        with self._lock:
-            if name in self._open:
-                return self._open[name]
-            try:
-                with call(local_name(self._job)) as to:
-                    send(to, {**self._at(name), "do": "read", "descriptor": True})
-                    try:
-                        size = int(reply_of(to)["size"])
-                    except OSError as error:
-                        if error.errno == errno.ENOENT:
-                            return None
-                        raise
-                    _, descriptors, _, _ = socket.recv_fds(to, 1, 1)
-            except OSError as error:
-                raise no_keeper(self._job, error) from error
-            self._open[name] = descriptors[0], size
-            return descriptors[0], size
+        found: tuple[int, int] | None = None
+        try:
+            with call(local_name(self._job)) as to:
+                send(to, {**self._at(name), "do": "read", "descriptor": True})
+                with contextlib.suppress(FileNotFoundError):
+                    size = int(reply_of(to)["size"])
+                    found = socket.recv_fds(to, 1, 1)[1][0], size
+        except (OSError, IndexError) as error:
+            raise no_keeper(self._job, error) from error
+        try:
+            yield found
+        finally:
+            if found is not None:
+                os.close(found[0])
 
     def size(self, name: str) -> int:
         self.refuse_name(name)
@@ -219,14 +214,6 @@ class KeeperStorage(Storage):
     def list_dirs(self) -> Sequence[str]:
         answers = self._all({"do": "directories", "directory": self._directory})
         return sorted({str(name) for answer in answers for name in answer["names"]})
-
-    def close(self) -> None:
-        self._forget([*self._open])
-
-    def __del__(self) -> None:
-        for fd, _ in self._open.values():
-            with contextlib.suppress(OSError):
-                os.close(fd)
 
     # -- the keepers -------------------------------------------------------------------------------
 
@@ -278,12 +265,6 @@ class KeeperStorage(Storage):
     def _known(self, name: str) -> bool:
         return any(info.name == name for info in self.list(name))
 
-    def _forget(self, names: Collection[str]) -> None:
-        with self._lock:
-            for name in names:
-                if name in self._open:
-                    os.close(self._open.pop(name)[0])
-
     def _absent(self, name: str) -> CheckpointNotFoundError:
         return CheckpointNotFoundError(
             "no keeper that answers has this file",
@@ -292,7 +273,7 @@ class KeeperStorage(Storage):
         )
 
     def _failed(self, error: OSError, name: str, action: str) -> Exception:
-        if isinstance(error, KeeperRefusal) and error.errno != errno.ENOENT:
+        if isinstance(error, KeeperRefusal):
             return StorageError(
                 f"cannot {action}: {error.strerror}",
                 remedy="give keepers a larger budget, or keep fewer steps in memory; steps that "
@@ -354,7 +335,6 @@ class _KeptWriter(FileWriter):
             raise self._store._failed(
                 FileExistsError(errno.EEXIST, "exists"), self._name, "create the file"
             )
-        self._store._forget([self._name])
         self._finished = True
 
     def abort(self) -> None:

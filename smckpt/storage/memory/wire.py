@@ -8,6 +8,7 @@ that they know its secret (HMAC-SHA256 of the other's random challenge), and the
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import hmac
 import json
@@ -29,10 +30,12 @@ __all__ = [
     "receive",
     "reply_of",
     "send",
+    "user_of",
 ]
 
 MOST = 1 << 26  # bytes of a header: a listing of a million files
 _LENGTH = struct.Struct(">I")
+_CREDENTIALS = struct.Struct("3i")  # process, user, group
 CONNECT = 3.0  # seconds until another host has to answer
 IDLE = 20.0  # seconds without a byte after which a connection is given up
 _UNPROVEN = 1 << 10  # bytes of a header from somebody who has not proven anything
@@ -59,6 +62,12 @@ def local_name(job: str) -> str:
     """The name of the keeper's Unix socket on its host. It ends with the keeper."""
     digest = hashlib.sha256(f"{os.getuid()}\0{job}".encode()).hexdigest()[:32]
     return f"\0smckpt-keeper-{digest}"
+
+
+def user_of(other: socket.socket) -> int:
+    """The user of the process at the other end of a Unix socket."""
+    raw = other.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return int(_CREDENTIALS.unpack(raw)[1])
 
 
 def send(to: socket.socket, header: dict[str, Any], *data: memoryview) -> None:
@@ -103,11 +112,13 @@ def reply_of(source: socket.socket) -> dict[str, Any]:
     """The answer to a request.
 
     Raises:
-        KeeperRefusal: the keeper refuses; with its errno and text.
+        FileNotFoundError: it has no such file. KeeperRefusal: it refuses; with its errno and text.
     """
     header = receive(source)
     if "error" in header:
         code, text = header["error"]
+        if code == errno.ENOENT:
+            raise FileNotFoundError(code, str(text))
         raise KeeperRefusal(int(code), str(text))
     return header
 
@@ -123,6 +134,8 @@ def call(to: Peer | str) -> Iterator[socket.socket]:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as made:
             made.settimeout(IDLE)
             made.connect(to)
+            if user_of(made) != os.getuid():  # a name without a file belongs to whoever takes it
+                raise ConnectionError("another user listens under the name of the keeper")
             yield made
         return
     with socket.create_connection((to.address, to.port), CONNECT) as made:

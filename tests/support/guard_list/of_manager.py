@@ -9,6 +9,8 @@ __all__ = ["DECIDING", "ENDING", "KEEPING", "RESUMING", "SPACE"]
 
 RETENTION = "tests/manager/test_retention.py::"
 DOORS = "tests/integrations/test_doors_steps.py::"
+KEEPER = "tests/storage/test_keeper.py::"
+MEMORY = "tests/manager/test_memory.py::"
 MANAGER = "tests/manager/test_manager.py::"
 SCHEDULE = "tests/manager/test_schedule.py::"
 ROOM = "tests/manager/test_room.py::"
@@ -163,6 +165,51 @@ KEEPING = [
         "resume: the Trainer does not begin anew where it can read no step", "integrations/transformers/resume.py",
         "        if unread:\n            raise unread[0]\n", "",
         DOORS + "test_the_trainer_does_not_begin_anew_where_a_folder_cannot_be_listed",
+    ),
+    of(
+        "memory: a name of another user is no keeper", "storage/memory/wire.py",
+        "            if user_of(made) != os.getuid():", "            if False:",
+        KEEPER + "test_the_socket_of_another_user_is_no_keeper",
+    ),
+    of(
+        "memory: a keeper answers who knows its secret", "storage/memory/wire.py",
+        "    if not hmac.compare_digest(str(answer.get(\"proof\")), wanted):\n        return False\n", "",
+        KEEPER + "test_who_does_not_know_the_secret_is_answered_nothing",
+    ),
+    of(
+        "memory: a keeper shows that it knows its secret", "storage/memory/wire.py",
+        "    if not hmac.compare_digest(answer, _proof(secret, \"keeper\", theirs, ours)):", "    if False:",
+        KEEPER + "test_a_server_that_does_not_know_the_secret_is_not_believed",
+    ),
+    of(
+        "memory: other hosts may not take descriptors", "storage/memory/keeper.py",
+        "        elif local:\n            self._answer_own_host(", "        elif True:\n            self._answer_own_host(",
+        KEEPER + "test_other_hosts_may_not_ask_for_what_is_this_hosts",
+    ),
+    of(
+        "memory: a budget bounds a keeper", "storage/memory/keeper.py",
+        "self._held + size > self.budget", "False",
+        KEEPER + "test_the_budget_is_held_and_given_back",
+    ),
+    of(
+        "memory: of all that create a name one succeeds", "storage/memory/keeper.py",
+        "            kept = old is None or bool(asked.get(\"replace\"))", "            kept = True",
+        KEEPER + "test_of_all_that_create_a_name_one_succeeds",
+    ),
+    of(
+        "memory: a file has its copies before its name", "storage/memory/keeper.py",
+        "                hosts = self._copied(asked, image, lambda: send(made, {}))", "                hosts = []",
+        MEMORY + "test_a_host_dies_and_the_others_go_on_from_memory",
+    ),
+    of(
+        "memory: a step that went with its host is not tried", "manager/memory.py",
+        "                if lost:\n", "                if False:\n",
+        MEMORY + "test_hosts_with_each_others_only_copies_die_and_the_job_begins_from_disk",
+    ),
+    of(
+        "memory: a keeper ends with its job", "storage/memory/keeper.py",
+        "            if any(one in ends for one in ready):\n                return\n", "",
+        MEMORY + "test_no_process_is_left_after_the_job",
     ),
     of(
         "keep: names in a mark", "checkpoint/commits/remove.py",

@@ -50,7 +50,9 @@ with CheckpointManager(root, interval=100, memory=Memory(interval=5, replicas=re
             dist.barrier()
             os._exit(9)  # the job dies
 full = {name: value.full_tensor().tolist() for name, value in model.state_dict().items()}
-print(json.dumps([began, full]))
+print(json.dumps([began, full]), flush=True)
+dist.barrier()  # gloo aborts a process whose peers have gone
+dist.destroy_process_group()
 """
 
 

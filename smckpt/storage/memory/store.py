@@ -73,6 +73,8 @@ class KeeperStorage(Storage):
     request_bytes = 8 << 20
 
     def __init__(self, url: str, access: Access | None = None) -> None:
+        self._lock = threading.Lock()
+        self._open: dict[str, tuple[int, int]] = {}  # of large files here: descriptor, size
         super().__init__(url, access)
         self._job = job_of(self.url)
         self._directory = self.url.partition("://")[2].partition("/")[2].strip("/")
@@ -182,8 +184,13 @@ class KeeperStorage(Storage):
 
     @contextlib.contextmanager
     def _descriptor(self, name: str) -> Iterator[tuple[int, int] | None]:
-        """A descriptor of a file that this host's keeper has, and its size."""
-        found: tuple[int, int] | None = None
+        """A descriptor of a file that this host's keeper has, and its size. Of a large file it stays
+        open until the store is closed."""
+        with self._lock:
+            found = self._open.get(name)
+        if found is not None:
+            yield found
+            return
         try:
             with call(local_name(self._job)) as to:
                 send(to, {**self._at(name), "do": "read", "descriptor": True})
@@ -192,6 +199,13 @@ class KeeperStorage(Storage):
                     found = socket.recv_fds(to, 1, 1)[1][0], size
         except (OSError, IndexError) as error:
             raise no_keeper(self._job, error) from error
+        if found is not None and found[1] > self.request_bytes:
+            with self._lock:
+                known = self._open.setdefault(name, found)
+            if known != found:  # another thread has just opened it
+                os.close(found[0])
+            yield known
+            return
         try:
             yield found
         finally:
@@ -214,6 +228,15 @@ class KeeperStorage(Storage):
     def list_dirs(self) -> Sequence[str]:
         answers = self._all({"do": "directories", "directory": self._directory})
         return sorted({str(name) for answer in answers for name in answer["names"]})
+
+    def close(self) -> None:
+        with self._lock:
+            descriptors, self._open = [fd for fd, _ in self._open.values()], {}
+        for fd in descriptors:
+            os.close(fd)
+
+    def __del__(self) -> None:
+        self.close()
 
     # -- the keepers -------------------------------------------------------------------------------
 

@@ -172,6 +172,10 @@ class Keeper:
             fd = self._reserve(size)
             begun.append((fd, size))
             socket.send_fds(made, [b"f"], [fd])
+        elif do == "abort":
+            while begun:
+                self._release(*begun.pop())
+            send(made, {})
         elif do == "finish":
             fd, size = begun.pop()
             image = _Image(fd, size)

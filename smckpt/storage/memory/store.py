@@ -184,8 +184,8 @@ class KeeperStorage(Storage):
 
     @contextlib.contextmanager
     def _descriptor(self, name: str) -> Iterator[tuple[int, int] | None]:
-        """A descriptor of a file that this host's keeper has, and its size. Of a large file it stays
-        open until the store is closed."""
+        """A descriptor of a file of this host's keeper, and its size. Of a large file it stays open
+        until the store is closed."""
         with self._lock:
             found = self._open.get(name)
         if found is not None:
@@ -361,6 +361,10 @@ class _KeptWriter(FileWriter):
         self._finished = True
 
     def abort(self) -> None:
+        if self._to.fileno() >= 0:  # not finished; else the connection is closed
+            with contextlib.suppress(OSError):  # the keeper releases it with the connection too
+                send(self._to, {"do": "abort"})
+                reply_of(self._to)
         self._stack.close()
         if self._finished:
             self._finished = False

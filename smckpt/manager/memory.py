@@ -117,13 +117,24 @@ class MemoryTier:
             peers = {peer[3]: peer for peer, _ in found.values() if peer is not None}
             return [[*peers.values()], failed]
 
+        def joined() -> str:
+            """Tell this host's keeper of the others; the error."""
+            try:
+                asked_locally(job, {"do": "join", "peers": peers, "replicas": memory.replicas})
+            except CheckpointError as error:
+                return str(error)
+            return ""
+
+        def first(brought: Callable[[], dict[int, str]]) -> str:
+            return next((error for error in brought().values() if error), "")
+
         job = meeting.round(f"{point}/job", lambda: None, named, timeout=timeout)
         peers, failed = meeting.round(f"{point}/keepers", mine, all_of, timeout=timeout)
+        failed = failed or meeting.round(f"{point}/joined", joined, first, timeout=timeout)
         if failed:
             log.warning("no step is kept in memory: %s", failed)
             self.memory = None
             return
-        asked_locally(job, {"do": "join", "peers": peers, "replicas": memory.replicas})
         self.root = f"keeper://{job}"
         self.steps = RunDirectory(open_storage(self.root), self._template)
         self.retention = Retention(self.steps, Keep(memory.keep), None)

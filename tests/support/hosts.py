@@ -23,7 +23,8 @@ _AGENT = """
 import json, subprocess, sys
 for line in sys.stdin:
     asked = json.loads(line)
-    done = subprocess.run(asked["command"], env=asked["env"], capture_output=True, text=True)
+    done = subprocess.run(asked["command"], env=asked["env"], capture_output=True, text=True,
+                          timeout=asked["limit"])
     print(json.dumps([done.returncode, done.stdout, done.stderr[-4000:]]), flush=True)
 """
 
@@ -36,7 +37,7 @@ class Host:
 
     def begin(self, command: list[str], env: Mapping[str, str]) -> None:
         assert self.agent.stdin is not None
-        asked = {"command": command, "env": {**os.environ, **env}}
+        asked = {"command": command, "env": {**os.environ, **env}, "limit": seconds(60)}
         self.agent.stdin.write(json.dumps(asked) + "\n")
         self.agent.stdin.flush()
 

@@ -81,7 +81,7 @@ class Keeper:
                 return
             for number in ready:
                 one = sources[number]
-                with contextlib.suppress(OSError):
+                with contextlib.suppress(OSError, RuntimeError):  # no more files, or threads
                     made, _ = one.accept()
                     threading.Thread(
                         target=self._converse, args=(made, one is local), daemon=True

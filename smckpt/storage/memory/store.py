@@ -243,7 +243,7 @@ class KeeperStorage(Storage):
     def _peers(self) -> tuple[Sequence[Peer], int]:
         """All keepers of the job, and which is this host's."""
         answer = asked_locally(self._job, {"do": "peers"})
-        if answer["own"] < 0:  # nobody has told it of others
+        if answer["own"] < 0:  # it knows of no others
             return [Peer(*asked_locally(self._job, {"do": "hello"})["own"])], 0
         return [Peer(*each) for each in answer["peers"]], int(answer["own"])
 

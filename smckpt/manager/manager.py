@@ -156,7 +156,9 @@ class CheckpointManager:
         self._retention = Retention(self._steps, self._keep, secrets.token_hex(6), self._rivals)
         self._schedule = Schedule(self._membership, interval, timeout)
         self._watch = Watch(self._membership, signals, grace, exit_status, timeout)
-        self._memory = MemoryTier(memory, self.root, self._template, self._options)
+        of_memory = memory.interval if memory is not None else None
+        second = Schedule(self._membership, of_memory, timeout, self._schedule)
+        self._memory = MemoryTier(memory, self.root, self._template, self._options, second)
         self._only_memory: int | None = None  # the last step that is due there and not on disk
         self._groups: ReplicationGroup | None = None
         self._rounds = count(1)  # the ranks call it alike
@@ -336,6 +338,7 @@ class CheckpointManager:
         tiers = Tiers(self._steps, self._memory.steps)
         resumed = resume(meeting, point, tiers, fill, self._timeout)
         found = resumed.found
+        self._memory.restored(0 if found is None else found.step or 0)
         self._schedule.goes_on(self._steps.root, found)
         if found is None:
             if self._rank == 0:

@@ -30,11 +30,12 @@ from smckpt.engine.groups import ReplicationGroup
 from smckpt.engine.saving.job import SaveHandle, SaveOptions
 from smckpt.errors import CheckpointError, SaveFailedError, StorageError, UsageError
 from smckpt.manager.keeping.retention import Keep, Retention
+from smckpt.manager.schedule import Interval, Schedule, refused
 from smckpt.meeting.round import Meeting
 from smckpt.staging.arena import free_memory
 from smckpt.storage import open_storage
 from smckpt.storage.memory.keeper import listening
-from smckpt.storage.memory.store import asked_locally
+from smckpt.storage.memory.store import asked_locally, job_of
 from smckpt.storage.urls import Below
 
 __all__ = ["MEMORY_QUEUE", "Memory", "MemoryTier", "Tiers"]
@@ -53,7 +54,8 @@ class Memory:
     """Keep the last steps in the memory of hosts too; an argument of `CheckpointManager`.
 
     Args:
-        interval: each multiple of this number of steps is saved there, unless it is due on disk.
+        interval: when a step is saved there, unless it is due on disk: a number of steps, a
+            `datetime.timedelta` or "auto", as `interval` of the manager.
         keep: how many steps stay. They need the memory of one step more while one is written.
         replicas: how many other hosts get a copy of what a host saves. Where there are fewer other
             hosts, each gets one.
@@ -61,13 +63,14 @@ class Memory:
             others; None: half of what is free when the first rank starts it.
     """
 
-    interval: int
+    interval: Interval
     keep: int = 2
     replicas: int = 1
     budget: int | None = None
 
     def __post_init__(self) -> None:
-        for name, least in (("interval", 1), ("keep", 1), ("replicas", 0), ("budget", 1)):
+        refused(self.interval)
+        for name, least in (("keep", 1), ("replicas", 0), ("budget", 1)):
             value = getattr(self, name)
             if name == "budget" and value is None:
                 continue
@@ -81,9 +84,15 @@ class MemoryTier:
     """The keepers of a job, as one rank sees them. `begin` finds them."""
 
     def __init__(
-        self, memory: Memory | None, root: str, template: Template, options: SaveOptions
+        self,
+        memory: Memory | None,
+        root: str,
+        template: Template,
+        options: SaveOptions,
+        schedule: Schedule,
     ) -> None:
         self.memory = memory
+        self.schedule = schedule
         # a save that fails here costs speed; the next one on disk counts
         self.options = replace(options, max_consecutive_failures=1 << 30)
         self.root = ""  # of the steps; "": the tier is off
@@ -142,7 +151,7 @@ class MemoryTier:
         if meeting.member == 0:
             have = min(memory.replicas, len(peers) - 1)
             log.info(
-                "every %d steps are kept below %s: %d hosts, %d copies on others",
+                "steps are kept in memory (interval %s) below %s: %d hosts, %d copies on others",
                 memory.interval,
                 self.root,
                 len(peers),
@@ -152,7 +161,7 @@ class MemoryTier:
                 log.warning("%d hosts hold %d copies, not %d", len(peers), have, memory.replicas)
 
     def is_due(self, step: int) -> bool:
-        return self.memory is not None and step % self.memory.interval == 0
+        return self.memory is not None and self.schedule.is_due(step)
 
     def save(
         self, save: Callable[..., SaveHandle | None], subpath: str, group: ReplicationGroup
@@ -160,8 +169,9 @@ class MemoryTier:
         """Save a step into memory with `save`, an `async_save` that lacks where and how. None: the
         tier is off or fails, and the step belongs on disk."""
 
-        def committed(_: SaveHandle) -> None:
-            if self._member == 0 and self.retention is not None:
+        def committed(handle: SaveHandle) -> None:
+            if self._member == 0 and self.retention is not None and handle.timings is not None:
+                self.schedule.measured(handle.timings)
                 self.retention.committed(subpath)
 
         if not self.root:
@@ -177,8 +187,17 @@ class MemoryTier:
             log.warning("the step in %s is saved on disk: memory fails: %s", subpath, error)
             return None
 
+    def restored(self, step: int) -> None:
+        """Start again from this step, on all ranks. The hosts that are left give what they hold
+        its copies again, in the background."""
+        self.schedule.restored(step)
+        if self.root:
+            with contextlib.suppress(StorageError):  # the next save says what is wrong
+                asked_locally(job_of(self.root), {"do": "heal"})
+
     def close(self, timeout: float) -> None:
         """Wait for the saves and deletions under way. Failed ones are in the log."""
+        self.schedule.close()
         if self.retention is None:
             return
         with contextlib.suppress(SaveFailedError):

@@ -27,7 +27,7 @@ from smckpt.meeting.membership import Membership
 from smckpt.meeting.store import OverStore
 from smckpt.storage import Storage
 
-__all__ = ["ChosenInterval", "Interval", "Schedule", "choose"]
+__all__ = ["ChosenInterval", "Interval", "Schedule", "choose", "refused"]
 
 log = logging.getLogger("smckpt")
 
@@ -96,11 +96,20 @@ class Schedule:
     Args:
         interval: see `CheckpointManager`.
         timeout: seconds that a rank waits for rank 0 to come near its step.
+        of_run: the schedule that has the history of the run, where this is a second one.
     """
 
-    def __init__(self, membership: Membership, interval: Interval | None, timeout: float) -> None:
+    def __init__(
+        self,
+        membership: Membership,
+        interval: Interval | None,
+        timeout: float,
+        of_run: Schedule | None = None,
+    ) -> None:
         self._membership = membership
-        self._every = _refused(interval)
+        self._of_run = of_run
+        self._named = "schedule" if of_run is None else "schedule-memory"
+        self._every = refused(interval)
         self._auto = interval == "auto"
         self._timeout = timeout
         group = membership.group
@@ -170,7 +179,8 @@ class Schedule:
             if 0.8 < chosen.seconds / self._logged < 1.25:
                 return
             self._logged = chosen.seconds
-        log.info('interval="auto" is now %.3g s: %s', chosen.seconds, chosen.why)
+        of = "" if self._of_run is None else "memory: "
+        log.info('%sinterval="auto" is now %.3g s: %s', of, chosen.seconds, chosen.why)
 
     def goes_on(self, root: Storage, found: FoundCheckpoint | None) -> None:
         """Take the history of the run from the checkpoint that it goes on from, if this attempt has
@@ -193,6 +203,8 @@ class Schedule:
 
     def history(self) -> History:
         """The history of the run until now."""
+        if self._of_run is not None:
+            return self._of_run.history()
         run = self._history
         return History(run.failures, run.seconds + time.monotonic() - self._began)
 
@@ -284,7 +296,7 @@ class Schedule:
         while not self._ended:
             plan = self._plan
             if plan != adopted and plan.settled >= 0:
-                keys.set(f"schedule/{plan.generation}", asdict(plan))
+                keys.set(f"{self._named}/{plan.generation}", asdict(plan))
                 adopted = plan
             with self._news:
                 if self._plan == plan and not self._ended:
@@ -292,7 +304,7 @@ class Schedule:
 
     def _listen(self, keys: Keys) -> None:
         while not self._ended:
-            adopted = keys.peek(f"schedule/{self._plan.generation}")
+            adopted = keys.peek(f"{self._named}/{self._plan.generation}")
             with self._news:
                 if adopted is not None and adopted["generation"] == self._plan.generation:
                     self._plan = Plan(
@@ -305,8 +317,12 @@ class Schedule:
                 time.sleep(self._eager)
 
 
-def _refused(interval: object) -> int | float | None:
-    """Steps as an integer, seconds as a float."""
+def refused(interval: object) -> int | float | None:
+    """Steps as an integer, seconds as a float.
+
+    Raises:
+        UsageError: it is none of those that `CheckpointManager` takes.
+    """
     if interval is None or (type(interval) is int and interval >= 1):
         return interval
     if isinstance(interval, datetime.timedelta) and interval.total_seconds() > 0:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
 import select
 import sys
 import textwrap
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ import torch
 
 import smckpt
 from smckpt import CheckpointManager, Memory, UsageError
+from smckpt.manager import schedule
 from tests.support.hosts import Host, hosts
 from tests.support.limits import seconds
 
@@ -123,11 +126,37 @@ def test_no_process_is_left_after_the_job(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"interval": 0}, {"keep": 0}, {"replicas": -1}, {"budget": 0}, {"interval": "auto"}]
+    "wrong", [{"interval": 0}, {"keep": 0}, {"replicas": -1}, {"budget": 0}, {"interval": "often"}]
 )
 def test_what_memory_cannot_do_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=next(iter(wrong))):
         Memory(**{"interval": 5, **wrong})
+
+
+@pytest.mark.parametrize("interval", [datetime.timedelta(milliseconds=1), "auto"])
+def test_a_time_and_auto_decide_for_memory_as_for_the_root(
+    tmp_path: Path, interval: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(schedule, "FIRST_SECONDS", 0.001)
+    caplog.set_level("INFO")
+    state = {"w": torch.ones(4)}
+    with CheckpointManager(
+        str(tmp_path), memory=Memory(interval, replicas=0), interval=1000, signals=(), random=False
+    ) as manager:
+        manager.restore(into=state)
+        saved = []
+        for step in range(1, 200):
+            if manager.should_save(step):
+                manager.save(step, state).wait()
+                saved.append(step)
+                state["w"] += 1
+            time.sleep(0.001)
+        assert saved
+        newest = float(state["w"][0]) - 1
+        assert manager.restore(into=state) == saved[-1]
+        assert float(state["w"][0]) == newest
+    assert smckpt.find_checkpoints(tmp_path) == []
+    assert (interval == "auto") == ("memory: interval=" in caplog.text)
 
 
 def test_without_room_in_memory_the_step_is_saved_on_disk_and_the_log_says_why(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import socket
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import smckpt
 from smckpt.checkpoint.upkeep.verify import verify_checkpoint
 from smckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, StorageError, UsageError
 from smckpt.storage import Storage, open_storage
+from smckpt.storage.memory import wire
 from smckpt.storage.memory.keeper import Keeper, listening
 from smckpt.storage.memory.store import asked_locally
 from smckpt.storage.memory.wire import Peer, call, local_name, receive, send
@@ -210,6 +213,70 @@ def test_the_socket_of_another_user_is_no_keeper(job: str) -> None:
             os.seteuid(0)
         with pytest.raises(StorageError, match="another user listens"):
             open_storage(f"keeper://{job}/run").list()
+
+
+def joined(running: Sequence[Running], *others: Peer) -> None:
+    """Let keepers know of each other; each file gets one copy."""
+    peers = [*(one.peer for one in running), *others]
+    for one in running:
+        known = [each.to_json() for each in peers]
+        asked_locally(one.job, {"do": "join", "peers": known, "replicas": 1})
+
+
+@pytest.fixture
+def three(job: str) -> Iterator[list[Running]]:
+    made = [Running(f"{job}{letter}") for letter in "abc"]
+    joined(made)
+    yield made
+    for one in made:
+        one.stop()
+
+
+def write(store: Storage, name: str, data: bytes) -> None:
+    writer = store.create_file(name, len(data))
+    writer.write_at(0, memoryview(data))
+    writer.finish()
+
+
+def held(running: Running) -> int:
+    return int(asked_locally(running.job, {"do": "hello"})["held"])
+
+
+def test_a_file_whose_copy_went_with_its_host_is_copied_again(three: list[Running]) -> None:
+    first, _, third = three
+    store = open_storage(f"keeper://{first.job}/run/1")
+    write(store, "data", bytes(1000))
+    assert [held(one) for one in three] == [1000, 1000, 0]
+    joined([first, third])  # the second host is gone
+    asked_locally(first.job, {"do": "heal"})
+    asked_locally(third.job, {"do": "heal"})
+    until = time.monotonic() + seconds(20)
+    while held(third) != 1000:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    joined([third])
+    assert open_storage(f"keeper://{third.job}/run/1").read("data") == bytes(1000)
+
+
+def test_a_keeper_that_hangs_costs_one_wait(
+    three: list[Running], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wire, "ANSWER", 0.5)
+    first, _, third = three
+    with socket.create_server(("127.0.0.1", 0)) as hangs:  # it never answers
+        joined([first], Peer("hangs", *hangs.getsockname(), "0" * 64), third.peer)
+        store = open_storage(f"keeper://{first.job}/run/1")
+        for number in range(5):
+            write(store, f"f{number}", bytes(10))
+            assert len(store.list()) == number + 1
+        assert held(third) == 50
+        calls = 0
+        hangs.settimeout(0)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                hangs.accept()[0].close()
+                calls += 1
+        assert calls == 1
 
 
 def test_no_descriptor_is_left_open_by_reads(running: Running, store: Storage) -> None:

@@ -37,7 +37,7 @@ class Host:
 
     def begin(self, command: list[str], env: Mapping[str, str]) -> None:
         assert self.agent.stdin is not None
-        asked = {"command": command, "env": {**os.environ, **env}, "limit": seconds(60)}
+        asked = {"command": command, "env": {**os.environ, **env}, "limit": seconds(300)}
         self.agent.stdin.write(json.dumps(asked) + "\n")
         self.agent.stdin.flush()
 
@@ -60,11 +60,29 @@ class Host:
                 os.kill(pid, signal.SIGKILL)
         self.agent.wait(seconds(20))
 
+    def revive(self) -> None:
+        """The host is back, with nothing in its memory."""
+        self.close()
+        self.agent = _agent(self.name)
+
+    def close(self) -> None:
+        for stream in (self.agent.stdin, self.agent.stdout):
+            if stream is not None:
+                with contextlib.suppress(OSError):
+                    stream.close()
+
     def processes(self) -> list[str]:
         listed = subprocess.run(
             ["ip", "netns", "pids", self.name], capture_output=True, text=True, timeout=seconds(20)
         )
         return listed.stdout.split()
+
+
+def _agent(name: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        ["ip", "netns", "exec", name, sys.executable, "-c", _AGENT],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
 
 
 def _ip(*words: str) -> None:
@@ -91,20 +109,13 @@ def hosts(count: int) -> Iterator[list[Host]]:
             _ip("-n", name, "address", "add", f"{net}.{number + 1}/24", "dev", "e0")
             _ip("-n", name, "link", "set", "e0", "up")
             _ip("-n", name, "link", "set", "lo", "up")
-            agent = subprocess.Popen(
-                ["ip", "netns", "exec", name, sys.executable, "-c", _AGENT],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            )  # fmt: skip
-            made.append(Host(name, f"{net}.{number + 1}", agent))
+            made.append(Host(name, f"{net}.{number + 1}", _agent(name)))
         yield made
     finally:
         for host in made:
             if host.agent.poll() is None:
                 host.die()
-            for stream in (host.agent.stdin, host.agent.stdout):
-                if stream is not None:
-                    with contextlib.suppress(OSError):
-                        stream.close()
+            host.close()
         for name in names:
             subprocess.run(
                 ["ip", "netns", "delete", name], capture_output=True, timeout=seconds(20)

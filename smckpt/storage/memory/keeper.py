@@ -17,12 +17,14 @@ import select
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from smckpt.storage.memory.wire import (
     IDLE,
+    SILENT,
     KeeperRefusal,
     Peer,
     call,
@@ -65,6 +67,7 @@ class Keeper:
         self._peers: list[Peer] = []
         self._replicas = 0
         self._own = -1  # which of them it is itself
+        self._silent: dict[int, float] = {}  # of them: which do not answer, until when it holds
         self._tcp = socket.create_server((address, port)) if address else None
         self.address = self._tcp.getsockname()[:2] if self._tcp is not None else ("", 0)
 
@@ -118,6 +121,12 @@ class Keeper:
             with self._lock:
                 here = self._files.get(str(asked["directory"]), {})
                 send(made, {"files": [[name, one.size] for name, one in sorted(here.items())]})
+        elif do == "all":
+            with self._lock:
+                every = [
+                    [d, n, one.size] for d, here in self._files.items() for n, one in here.items()
+                ]
+            send(made, {"files": every})
         elif do == "directories":
             above = f"{asked['directory']}/" if asked["directory"] else ""
             with self._lock:
@@ -162,11 +171,18 @@ class Keeper:
             own = next(n for n, one in enumerate(peers) if one.secret == self.secret)
             with self._lock:
                 self._peers, self._own, self._replicas = peers, own, int(asked["replicas"])
+                self._silent = {}
+            send(made, {})
+        elif do == "heal":
+            threading.Thread(target=self._heal, daemon=True).start()
             send(made, {})
         elif do == "peers":
             with self._lock:
                 found = [one.to_json() for one in self._peers]
-                send(made, {"peers": found, "own": self._own})
+            send(made, {"peers": found, "own": self._own, "silent": self._silent_now()})
+        elif do == "silent":
+            self._mark_silent(int(asked["peer"]))
+            send(made, {})
         elif do == "create":
             size = int(asked["size"])
             fd = self._reserve(size)
@@ -260,26 +276,88 @@ class Keeper:
             peers, own = self._peers, self._own
             wanted = min(self._replicas, max(len(peers) - 1, 0))
         hosts, failed = list[str](), list[str]()
-        for peer in [*peers[own + 1 :], *peers[: max(own, 0)]]:
+        silent = self._silent_now()
+        after = [*range(own + 1, len(peers)), *range(max(own, 0))]
+        for at in sorted(after, key=silent.__contains__):
             if len(hosts) == wanted:
                 break
             try:
-                with call(peer) as to, open(os.dup(image.fd), "rb") as file:
-                    send(to, {**asked, "do": "take", "size": image.size})
-                    reply_of(to)
-                    for at in range(0, image.size, _PIECES):
-                        to.sendfile(file, at, min(_PIECES, image.size - at))
-                        goes_on()
-                    if not reply_of(to)["created"]:
-                        raise KeeperRefusal(errno.EEXIST, "the name exists")
-                hosts.append(peer.host)
+                _copy(peers[at], asked, image, goes_on)
+                hosts.append(peers[at].host)
             except OSError as error:
-                failed.append(f"{peer.host}: {error}")
+                failed.append(f"{peers[at].host}: {error}")
+                if not isinstance(error, KeeperRefusal):
+                    self._mark_silent(at)
         if len(hosts) < wanted:
             raise KeeperRefusal(
                 errno.EIO, f"{len(hosts)} of {wanted} other hosts took a copy ({'; '.join(failed)})"
             )
         return hosts
+
+    def _silent_now(self) -> list[int]:
+        now = time.monotonic()
+        with self._lock:
+            return [at for at, until in self._silent.items() if until > now]
+
+    def _mark_silent(self, at: int) -> None:
+        """A keeper that does not answer is asked last, and for no listing, for a while: so one that
+        hangs costs one wait, and not one for each file."""
+        with self._lock:
+            self._silent[at] = time.monotonic() + SILENT
+
+    def _heal(self) -> None:
+        """Copy files whose hosts have gone, so that each has its copies again.
+
+        Of the keepers that hold a file, the first one sends it.
+        """
+        with self._lock:
+            peers, own, wanted = self._peers, self._own, self._replicas + 1
+            mine = {(d, n): one for d, here in self._files.items() for n, one in here.items()}
+        held = {own: {*mine}}
+        for at, peer in enumerate(peers):
+            with contextlib.suppress(OSError, LookupError, TypeError, ValueError):
+                if at != own:
+                    with call(peer) as to:
+                        send(to, {"do": "all"})
+                        held[at] = {(str(d), str(n)) for d, n, _ in reply_of(to)["files"]}
+        for file in sorted(mine):
+            holders = sorted(at for at, files in held.items() if file in files)
+            lacking = sorted(held.keys() - holders, key=lambda at: (at < own, at))
+            if holders[0] != own:
+                continue
+            for at in lacking[: max(wanted - len(holders), 0)]:
+                with contextlib.suppress(OSError):
+                    self._copy_again(peers[at], *file)
+
+    def _copy_again(self, peer: Peer, directory: str, name: str) -> None:
+        asked = {"directory": directory, "name": name}
+        with self._lock:
+            found = self._files.get(directory, {}).get(name)
+            fd = -1 if found is None else os.dup(found.fd)
+        if found is None:
+            return
+        try:
+            _copy(peer, asked, _Image(fd, found.size), lambda: None)
+        finally:
+            os.close(fd)
+        with self._lock:
+            gone = self._files.get(directory, {}).get(name) is not found
+        if gone:  # deleted meanwhile, perhaps before the other one had it
+            with call(peer) as to:
+                send(to, {"do": "delete", "directory": directory, "names": [name]})
+                reply_of(to)
+
+
+def _copy(peer: Peer, asked: dict[str, Any], image: _Image, goes_on: Callable[[], None]) -> None:
+    """Send a file to another keeper. `goes_on` is called after each piece."""
+    with call(peer) as to, open(os.dup(image.fd), "rb") as file:
+        send(to, {**asked, "do": "take", "size": image.size})
+        reply_of(to)
+        for at in range(0, image.size, _PIECES):
+            to.sendfile(file, at, min(_PIECES, image.size - at))
+            goes_on()
+        if not reply_of(to)["created"]:
+            raise KeeperRefusal(errno.EEXIST, "the name exists")
 
 
 def _as(kind: Callable[[Any], Any], value: Any) -> Any:

@@ -16,6 +16,7 @@ import socket
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from smckpt.errors import CheckpointNotFoundError, StorageError
@@ -67,6 +68,15 @@ def no_keeper(job: str, error: Exception) -> StorageError:
     )
 
 
+@dataclass(frozen=True)
+class _Peers:
+    """All keepers of the job, which is this host's, and which have not answered of late."""
+
+    peers: Sequence[Peer]
+    own: int
+    silent: frozenset[int] = frozenset()
+
+
 class KeeperStorage(Storage):
     """The directory `keeper://JOB/…`. Sends nothing until it is used."""
 
@@ -87,20 +97,20 @@ class KeeperStorage(Storage):
 
     def put_exclusive(self, name: str, data: bytes) -> bool:
         self.refuse_name(name)
-        peers, own = self._peers()
+        known = self._peers()
+        peers, own = known.peers, known.own
         if self._known(name):
             return self.read(name) == data  # an earlier try made it, but its answer was lost
-        voters = [peers[own], *(one for at, one in enumerate(peers) if at != own)][:VOTERS]
+        voters = [own, *(at for at in range(len(peers)) if at != own)][:VOTERS]
         request = {**self._at(name), "do": "take", "size": len(data)}
 
-        def take(peer: Peer) -> bool:
-            with self._calling(peer, own=peer is peers[own]) as to:
-                send(to, request)
-                reply_of(to)
-                to.sendall(data)
-                return bool(reply_of(to)["created"])
+        def take(to: socket.socket) -> bool:
+            send(to, request)
+            reply_of(to)
+            to.sendall(data)
+            return bool(reply_of(to)["created"])
 
-        votes = self._each(voters, take)
+        votes = self._each(known, voters, take)
         yes = sum(vote is True for vote in votes)
         if yes * 2 > len(voters):
             return True
@@ -138,12 +148,14 @@ class KeeperStorage(Storage):
                     if seen is not None:
                         seen(buffer)
                 return
-        peers, own = self._peers()
+        known = self._peers()
         lost: OSError | None = None
-        for peer in [*peers[own + 1 :], *peers[:own]]:
+        others = [*range(known.own + 1, len(known.peers)), *range(known.own)]
+        for at in sorted(others, key=known.silent.__contains__):
             try:
-                if self._read_from(peer, name, offset, wanted, seen):
-                    return
+                with self._calling(known, at) as to:
+                    if self._read_from(to, name, offset, wanted, seen):
+                        return
             except OSError as error:
                 lost = error
         if lost is not None:
@@ -152,7 +164,7 @@ class KeeperStorage(Storage):
 
     def _read_from(
         self,
-        peer: Peer,
+        other: socket.socket,
         name: str,
         offset: int,
         wanted: Sequence[memoryview],
@@ -160,21 +172,20 @@ class KeeperStorage(Storage):
     ) -> bool:
         """False: the keeper has no such file."""
         length = sum(map(len, wanted))
-        with call(peer) as to:
-            send(to, {**self._at(name), "do": "read", "offset": offset, "length": length})
-            try:
-                reply_of(to)
-            except FileNotFoundError:
-                return False
-            except KeeperRefusal as error:
-                if error.errno != errno.ERANGE:
-                    raise
-                size = self.size(name)
-                raise too_short(name, size, offset + length, file_url(self.url, name)) from error
-            for buffer in wanted:
-                fill(to, buffer)
-                if seen is not None:
-                    seen(buffer)
+        send(other, {**self._at(name), "do": "read", "offset": offset, "length": length})
+        try:
+            reply_of(other)
+        except FileNotFoundError:
+            return False
+        except KeeperRefusal as error:
+            if error.errno != errno.ERANGE:
+                raise
+            size = self.size(name)
+            raise too_short(name, size, offset + length, file_url(self.url, name)) from error
+        for buffer in wanted:
+            fill(other, buffer)
+            if seen is not None:
+                seen(buffer)
         return True
 
     def _refuse_end(self, name: str, size: int, offset: int, wanted: Sequence[memoryview]) -> None:
@@ -240,47 +251,57 @@ class KeeperStorage(Storage):
 
     # -- the keepers -------------------------------------------------------------------------------
 
-    def _peers(self) -> tuple[Sequence[Peer], int]:
-        """All keepers of the job, and which is this host's."""
+    def _peers(self) -> _Peers:
         answer = asked_locally(self._job, {"do": "peers"})
         if answer["own"] < 0:  # it knows of no others
-            return [Peer(*asked_locally(self._job, {"do": "hello"})["own"])], 0
-        return [Peer(*each) for each in answer["peers"]], int(answer["own"])
+            return _Peers((Peer(*asked_locally(self._job, {"do": "hello"})["own"]),), 0)
+        silent = frozenset(map(int, answer["silent"]))
+        return _Peers(tuple(Peer(*each) for each in answer["peers"]), int(answer["own"]), silent)
 
     @contextlib.contextmanager
-    def _calling(self, peer: Peer, *, own: bool) -> Iterator[socket.socket]:
-        with call(local_name(self._job) if own else peer) as to:
-            yield to
+    def _calling(self, known: _Peers, at: int) -> Iterator[socket.socket]:
+        """A connection to one of the keepers. If it does not answer, this host's hears of it."""
+        try:
+            with call(local_name(self._job) if at == known.own else known.peers[at]) as to:
+                yield to
+        except (KeeperRefusal, FileNotFoundError):
+            raise
+        except OSError:
+            if at != known.own:
+                asked_locally(self._job, {"do": "silent", "peer": at})
+            raise
 
     def _all(self, request: dict[str, Any]) -> Sequence[dict[str, Any]]:
         """The answers of all keepers that answer; this host's must."""
-        peers, own = self._peers()
+        known = self._peers()
 
-        def ask(peer: Peer) -> dict[str, Any]:
-            with self._calling(peer, own=peer is peers[own]) as to:
-                send(to, request)
-                return reply_of(to)
+        def ask(to: socket.socket) -> dict[str, Any]:
+            send(to, request)
+            return reply_of(to)
 
-        answers = self._each(peers, ask)
-        if isinstance(failed := answers[own], OSError):
+        answers = self._each(known, range(len(known.peers)), ask)
+        if isinstance(failed := answers[known.own], OSError):
             raise no_keeper(self._job, failed)
         return [one for one in answers if isinstance(one, dict)]
 
     def _each(
-        self, peers: Sequence[Peer], ask: Callable[[Peer], Result]
+        self, known: _Peers, which: Sequence[int], ask: Callable[[socket.socket], Result]
     ) -> Sequence[Result | OSError]:
         """The answer of each keeper, or its error."""
 
-        def one(peer: Peer) -> Result | OSError:
+        def one(at: int) -> Result | OSError:
+            if at in known.silent:
+                return TimeoutError(errno.ETIMEDOUT, f"{known.peers[at].host} did not answer")
             try:
-                return ask(peer)
+                with self._calling(known, at) as to:
+                    return ask(to)
             except OSError as error:
                 return error
 
-        if len(peers) == 1:
-            return [one(peers[0])]
-        with ThreadPoolExecutor(min(len(peers), _ASKED_AT_ONCE), "smckpt-keepers") as pool:
-            return list(pool.map(one, peers))
+        if len(which) == 1:
+            return [one(which[0])]
+        with ThreadPoolExecutor(min(len(which), _ASKED_AT_ONCE), "smckpt-keepers") as pool:
+            return list(pool.map(one, which))
 
     def _at(self, name: str) -> dict[str, Any]:
         return {"directory": self._directory, "name": name}

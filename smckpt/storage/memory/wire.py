@@ -36,7 +36,8 @@ __all__ = [
 MOST = 1 << 26  # bytes of a header: a listing of a million files
 _LENGTH = struct.Struct(">I")
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
-CONNECT = 3.0  # seconds until another host has to answer
+ANSWER = 5.0  # seconds until another host has to prove itself
+SILENT = 60.0  # seconds for which a keeper that does not answer is asked last
 IDLE = 20.0  # seconds without a byte after which a connection is given up
 _UNPROVEN = 1 << 10  # bytes of a header from somebody who has not proven anything
 
@@ -138,10 +139,10 @@ def call(to: Peer | str) -> Iterator[socket.socket]:
                 raise ConnectionError("another user listens under the name of the keeper")
             yield made
         return
-    with socket.create_connection((to.address, to.port), CONNECT) as made:
-        made.settimeout(IDLE)
+    with socket.create_connection((to.address, to.port), ANSWER) as made:
         made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         _prove(made, to.secret)
+        made.settimeout(IDLE)
         yield made
 
 

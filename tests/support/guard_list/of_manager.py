@@ -207,6 +207,16 @@ KEEPING = [
         MEMORY + "test_hosts_with_each_others_only_copies_die_and_the_job_begins_from_disk",
     ),
     of(
+        "memory: a file whose copy went is copied again", "storage/memory/keeper.py",
+        "            if holders[0] != own:\n", "            if True:\n",
+        KEEPER + "test_a_file_whose_copy_went_with_its_host_is_copied_again",
+    ),
+    of(
+        "memory: a keeper that hangs is asked last", "storage/memory/keeper.py",
+        "            self._silent[at] = time.monotonic() + SILENT\n", "            pass\n",
+        KEEPER + "test_a_keeper_that_hangs_costs_one_wait",
+    ),
+    of(
         "memory: a keeper ends with its job", "storage/memory/keeper.py",
         "            if any(one in ends for one in ready):\n                return\n",
         "            ready = [one for one in ready if one not in ends]\n",

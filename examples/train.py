@@ -57,6 +57,7 @@ from smckpt import (
     LOCAL,
     SHARDED,
     ParallelState,
+    SaveOptions,
     async_save,
     export_hf,
     init_optim_state,
@@ -201,9 +202,10 @@ def save(run: Run, job: Job, checkpoints: str, accident: Accident | None) -> Sav
         state_of(run, job),
         checkpoint_id=run.directory_of_group(f"{checkpoints}/step_{job.step}"),
         process_group=run.group,
-        parallel_state=run.degrees if run.kind is LOCAL else None,
+        options=SaveOptions(
+            parallel_state=run.degrees if run.kind is LOCAL else None, on_commit=committed
+        ),
         step=job.step,
-        on_commit=committed,
     )
     return Save(handle, time.time())
 

@@ -30,7 +30,9 @@ from torch.distributed.fsdp import fully_shard
 
 from smckpt import (
     LOCAL,
+    LoadOptions,
     ParallelState,
+    SaveOptions,
     async_save,
     export_hf,
     import_hf,
@@ -118,7 +120,7 @@ def load_model(start: Path, degrees: ParallelState, device: torch.device) -> nn.
     with sm_state_dict_type(model, LOCAL):
         weights = model.state_dict()
     # the import has two ranks and the job has four; the degrees say which rank takes which tensors
-    load(weights, checkpoint_id=start, parallel_state=degrees)
+    load(weights, checkpoint_id=start, options=LoadOptions(parallel_state=degrees))
     return model
 
 
@@ -144,7 +146,9 @@ def save(checkpoint: Path, model: nn.Module, degrees: ParallelState, step: int) 
     with sm_state_dict_type(model, LOCAL):
         state = {"model": model.state_dict()}
     # parallel_state= records which rank is which, because their tensors have the same names
-    async_save(state, checkpoint_id=checkpoint, parallel_state=degrees, step=step)
+    async_save(
+        state, checkpoint_id=checkpoint, options=SaveOptions(parallel_state=degrees), step=step
+    )
     maybe_finalize_async_calls()
 
 

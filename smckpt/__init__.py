@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from smckpt.checkpoint.upkeep.verify import verify_checkpoint
     from smckpt.engine.api import (
         LoadEvent,
+        LoadOptions,
         SaveEvent,
         SaveHandle,
         SaveOptions,
@@ -95,6 +96,7 @@ __all__ = [
     "JobStoreError",
     "KeysMismatchError",
     "LoadEvent",
+    "LoadOptions",
     "Memory",
     "MemoryBudgetError",
     "Parallel",
@@ -153,6 +155,7 @@ _HOMES = {
     "smckpt.engine.saving.alarms": ("Alarms",),
     "smckpt.engine.api": (
         "LoadEvent",
+        "LoadOptions",
         "SaveEvent",
         "SaveHandle",
         "SaveOptions",

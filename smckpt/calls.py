@@ -1,4 +1,4 @@
-"""Refuses a public call from a thread that is inside another one.
+"""What public calls have in common: their options, and that a thread is in one of them at a time.
 
 A signal handler runs on top of the code that it interrupted. If that is a call of smckpt, a second
 call from the handler could wait for a lock that its own thread holds. The interrupted call is on
@@ -11,11 +11,11 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from smckpt.errors import UsageError
 
-__all__ = ["alone"]
+__all__ = ["alone", "changed", "checked"]
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -40,6 +40,25 @@ def alone(name: str = "", *, outer: bool = False) -> Callable[[Callable[_P, _T]]
         return call
 
     return of
+
+
+def checked(kind: type[_T], value: _T | None) -> _T:
+    """The value of an argument `options`. None: the defaults.
+
+    Raises:
+        UsageError: it is something else.
+    """
+    if value is None:
+        return kind()
+    if type(value) is not kind:
+        raise UsageError(f"options is {value!r}", remedy=f"pass smckpt.{kind.__name__}(...)")
+    return value
+
+
+def changed(options: Any) -> dict[str, Any]:
+    """The options that are not the defaults."""
+    defaults = vars(type(options)())
+    return {name: value for name, value in vars(options).items() if value != defaults[name]}
 
 
 def _refuse_within(said: str, outer: bool) -> None:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from smckpt.calls import alone
+from smckpt.calls import alone, changed, checked
 from smckpt.checkpoint.commits.choose import refuse_committed
 from smckpt.checkpoint.commits.discover import FoundCheckpoint, latest
 from smckpt.engine.backend import dcp
 from smckpt.engine.events import LoadEvent, SaveEvent, Sink
 from smckpt.engine.groups import coordinator_of, other_than_lowest
-from smckpt.engine.loading.load_plan import LoadRequest
+from smckpt.engine.loading.load_plan import LoadOptions, LoadRequest
 from smckpt.engine.runtime import Runtime
 from smckpt.engine.saving.job import SaveHandle, SaveOptions, SaveRequest, Timings
 from smckpt.errors import UsageError
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LoadEvent",
+    "LoadOptions",
     "SaveEvent",
     "SaveHandle",
     "SaveOptions",
@@ -42,7 +44,6 @@ __all__ = [
     "save",
 ]
 
-LOAD_TIMEOUT = 1800.0
 # One object for the process: SMP's functions take no handle, so the queues live here.
 _RUNTIME = Runtime()
 
@@ -57,23 +58,17 @@ def async_save(
     coordinator_rank: int | None = None,
     storage_writer: Any = None,
     planner: Any = None,
-    queue: str | None = None,
+    no_dist: bool = False,
     step: int | None = None,
-    metadata: dict[str, Any] | None = None,
-    groups: Sequence[Sequence[int]] | None = None,
-    parallel_state: Any = None,
-    on_commit: Callable[[SaveHandle], None] | None = None,
-    allow_objects: Sequence[type] = (),
     options: SaveOptions | None = None,
     storage: StoreOptions | Mapping[str, Any] | None = None,
-    no_dist: bool = False,
 ) -> SaveHandle | None:
     """Copy the state into memory and return; write and commit it in the background.
 
     Runs no collective. All ranks of `process_group` call it, each with its own state. A process
     that is not a member returns None at once. If a save of the same queue is in flight, the call
     waits for it. Threads that save in one queue must do so in the same order on all ranks;
-    otherwise give each thread its own `queue=`.
+    otherwise give each thread a queue of its own (`SaveOptions(queue=)`).
 
     Args:
         state_dict: nested dicts, lists and tuples of tensors and values: what `sm_state_dict_type`
@@ -85,20 +80,12 @@ def async_save(
         storage_writer: a `DistributedFileSystemWriter`; or any other DCP writer, with which DCP
             makes the save, with DCP's collectives.
         planner: a DCP save planner; DCP then plans, with its collectives.
-        queue: a name. The saves of one queue are made in order; queues are independent.
+        no_dist: this process saves alone, as in DCP: other ranks neither write nor wait.
         step: the training step to record. By default the integer under "step" in the state, if
             there is one.
-        metadata: a dict to record; JSON must be able to hold it.
-        groups: the groups (lists of global ranks) that make a step together. It is needed only if
-            neither `parallel_state` nor the model's sharding says so.
-        parallel_state: a `ParallelState`. It is recorded, and its replication groups make the step.
-        on_commit: called once after the commit, on the coordinator, in the background. An exception
-            in it is logged.
-        allow_objects: types that may be stored with `torch.save` although they are not plain data.
-        options: see `SaveOptions`.
+        options: everything else: the queue, metadata, the groups of a step; see `SaveOptions`.
         storage: for s3:// ids: a `StoreOptions`, or a mapping of some of its fields that goes
             over the environment's. By default SMCKPT_S3_* and the AWS settings give them.
-        no_dist: this process saves alone, as in DCP: other ranks neither write nor wait.
 
     Returns:
         A `SaveHandle`; None for a process that is not a member.
@@ -113,16 +100,12 @@ def async_save(
     if group is None:
         return None
     if _is_foreign(storage_writer, "DistributedFileSystemWriter") or planner is not None:
+        known = checked(SaveOptions, options)
         _directory(checkpoint_id, storage_writer, "storage_writer")
         _refuse_with_foreign(
             "DCP writer or planner",
+            replace(known, queue="default"),
             step=step,
-            metadata=metadata,
-            groups=groups,
-            parallel_state=parallel_state,
-            on_commit=on_commit,
-            allow_objects=allow_objects,
-            options=options,
             coordinator_rank=other_than_lowest(group, coordinator_rank),
             storage=storage,
         )
@@ -134,23 +117,19 @@ def async_save(
             storage_writer,
             planner,
             process_group,
-            queue=queue or "default",
+            queue=known.queue,
         )
         return begun
     refusal: Exception | None = None
+    known = SaveOptions()
     try:
+        known = checked(SaveOptions, options)
         directory = _directory(checkpoint_id, storage_writer, "storage_writer")
         request = SaveRequest(
             directory=directory,
             coordinator=coordinator_of(group, coordinator_rank),
             step=_step_in(state_dict) if step is None else step,
-            metadata={} if metadata is None else metadata,
-            topology=None if parallel_state is None else parallel_state.to_json(),
-            groups=groups,
-            parallel_state=parallel_state,
-            on_commit=on_commit,
-            allow_objects=tuple(allow_objects),
-            options=SaveOptions() if options is None else options,
+            options=known,
             access=_access(directory, storage, storage_writer),
         )
         if directory:
@@ -159,8 +138,8 @@ def async_save(
             _wait_for_own(directory)  # all ranks have the same saves in flight, so they agree
             refuse_committed(request.storage)
     except Exception as error:  # tell the peers, which count this save too, and then raise
-        refusal, request = error, SaveRequest.refused(group.ranks[0], options, groups)
-    return _RUNTIME.queue(group, queue or "default").submit(state_dict, request, refusal)
+        refusal, request = error, SaveRequest("", group.ranks[0], None, known, Access())
+    return _RUNTIME.queue(group, known.queue).submit(state_dict, request, refusal)
 
 
 def save(
@@ -179,7 +158,7 @@ def save(
         return None
     group = group_of(arguments.get("process_group"), arguments.get("no_dist", False))
     assert group is not None
-    _finalize(group.ranks, arguments.get("queue") or "default")
+    _finalize(group.ranks, checked(SaveOptions, arguments.get("options")).queue)
     handle.wait()
     return handle
 
@@ -253,16 +232,10 @@ def load(
     coordinator_rank: int | None = None,
     storage_reader: Any = None,
     planner: Any = None,
-    only: Sequence[str] | None = None,
-    renamed: Mapping[str, str] | None = None,
-    check_keys_matched: bool | Literal["target"] = True,
-    preverify: bool = False,
-    threads: int | None = None,
-    timeout: float = LOAD_TIMEOUT,
-    groups: Sequence[Sequence[int]] | None = None,
-    parallel_state: Any = None,
-    storage: StoreOptions | Mapping[str, Any] | None = None,
     no_dist: bool = False,
+    check_keys_matched: bool | Literal["target"] = True,
+    options: LoadOptions | None = None,
+    storage: StoreOptions | Mapping[str, Any] | None = None,
 ) -> MutableMapping[str, Any] | None:
     """Fill `state_dict` from the newest commit at `checkpoint_id`. Without a `state_dict`, return
     the whole saved state.
@@ -285,25 +258,12 @@ def load(
             loads.
         planner: a DCP load planner; DCP then plans, with its collectives. A directory that DCP
             itself wrote is read too, if it is on a disk.
-        only: the top keys to load. With a target they are the target's; then no warning names what
-            else is saved.
-        renamed: the names that parameters or modules of the target have in the checkpoint, such as
-            {"backbone": "encoder"}; all that is below a module follows it. The first that fits
-            counts. For models: an optimizer's state is refused.
+        no_dist: this process loads alone, as in DCP.
         check_keys_matched: False loads the names that both sides have, and logs the others.
             "target": all names of the target must be saved; what else is saved is left, as in DCP.
-        preverify: read everything twice, the first time only to check, so that a bad block leaves
-            the targets untouched.
-        threads: reading threads per rank; None: one for each of the host's processors that are this
-            rank's share, 4 to 16. A rank with one processor first reads in the calling thread, and
-            starts the others when it waits for a file system's data.
-        timeout: how many seconds each meeting of the ranks may take.
-        groups: as for `async_save`.
-        parallel_state: as for `async_save`. If ranks saved plain tensors of their own (tensor or
-            expert parallelism), it decides whose tensors this rank takes. A job of another size
-            must pass it.
+        options: everything else: a part of the state, other names, the groups of a step; see
+            `LoadOptions`.
         storage: as for `async_save`.
-        no_dist: this process loads alone, as in DCP.
 
     Returns:
         `state_dict`, or the new state; None for a process that is not a member of `process_group`.
@@ -311,9 +271,10 @@ def load(
     Raises:
         CheckpointNotFoundError, KeysMismatchError, TensorMismatchError, TopologyError: raised
             before anything is changed. CorruptCheckpointError: a block is damaged; the message
-            names file and offset. Every rank raises it, and the targets are undefined unless
-            `preverify`. CheckpointReplacedError: newer saves replaced the checkpoint three times
-            while it was read. After the first and second time the load starts again by itself.
+            names file and offset. Every rank raises it, and the targets are undefined, unless
+            `LoadOptions(preverify=True)` was given. CheckpointReplacedError: newer saves replaced
+            the checkpoint three times while it was read. After the first and second time the load
+            starts again by itself.
     """
     group = group_of(process_group, no_dist)
     if group is None:
@@ -323,14 +284,8 @@ def load(
         coordinator_of(group, coordinator_rank)
         _refuse_with_foreign(
             "DCP reader or planner",
+            checked(LoadOptions, options),
             check_keys_matched=None if check_keys_matched is True else check_keys_matched,
-            only=only,
-            renamed=renamed,
-            preverify=preverify or None,
-            threads=threads,
-            timeout=None if timeout == LOAD_TIMEOUT else timeout,
-            groups=groups,
-            parallel_state=parallel_state,
             storage=storage,
         )
         if state_dict is None:
@@ -342,7 +297,9 @@ def load(
             _RUNTIME, state_dict, checkpoint_id, storage_reader, planner, process_group, no_dist
         )
         return loaded
+    known = LoadOptions()
     try:
+        known = checked(LoadOptions, options)
         directory = _directory(checkpoint_id, storage_reader, "storage_reader")
         coordinator_of(group, coordinator_rank)
         _wait_for_own(directory)
@@ -351,19 +308,11 @@ def load(
             directory=directory,
             access=access.holding(Share.of_rank(group.rank, group.world_size)),
             keys=check_keys_matched,
-            preverify=preverify,
-            threads=threads,
-            timeout=timeout,
-            groups=groups,
-            parallel_state=parallel_state,
-            only=only,
-            renamed=renamed,
+            options=known,
         )
         request.refuse_target(state_dict)
     except Exception as error:  # tell the peers, which count this load too, and then raise
-        request = LoadRequest(
-            "", Access(), True, False, None, LOAD_TIMEOUT, groups, None, refusal=error
-        )
+        request = LoadRequest("", Access(), True, known, refusal=error)
     return _RUNTIME.loader(group).load(state_dict, request)
 
 
@@ -479,11 +428,12 @@ def _is_foreign(other: Any, ours: str) -> bool:
     return other is not None and all(kind.__name__ != ours for kind in type(other).__mro__)
 
 
-def _refuse_with_foreign(with_what: str, **given: Any) -> None:
-    for name, value in given.items():
-        if value is not None and value not in ((), {}, []):
-            raise UsageError(
-                f"{name}= has no effect together with a {with_what}",
-                remedy="leave it out, or use DistributedFileSystemWriter and "
-                "DistributedFileSystemReader without a planner",
-            )
+def _refuse_with_foreign(with_what: str, options: SaveOptions | LoadOptions, **given: Any) -> None:
+    names = [f"{type(options).__name__}({name}=)" for name in changed(options)]
+    names += [f"{name}=" for name, value in given.items() if value not in (None, {})]
+    if names:
+        raise UsageError(
+            f"{', '.join(names)} has no effect together with a {with_what}",
+            remedy="leave it out, or use DistributedFileSystemWriter and "
+            "DistributedFileSystemReader without a planner",
+        )

@@ -67,7 +67,7 @@ def partition_of(
 def _named(groups: Any, parallel_state: Any) -> list[list[int]] | None:
     if groups is not None and parallel_state is not None:
         raise UsageError(
-            "both groups= and parallel_state= were given", remedy="give one of the two"
+            "the options have both groups= and parallel_state=", remedy="give one of the two"
         )
     if groups is not None:
         return [sorted(int(r) for r in ranks) for ranks in groups]
@@ -86,7 +86,7 @@ def _checked(group: Group, named: list[list[int]]) -> Partition:
     if group.ranks not in ordered:
         raise UsageError(
             f"the process group {group.ranks} is not among the groups {list(ordered)}",
-            remedy="pass groups= (or a parallel_state=) that contains this process group",
+            remedy="pass options with groups= or parallel_state= that contain this process group",
             rank=group.rank,
         )
     return Partition(ordered, ordered.index(group.ranks))
@@ -107,8 +107,8 @@ def _from_geometry(group: Group, entries: Sequence[Entry]) -> Partition:
     if not cuts:
         log.info(
             "nothing says which groups make a step, so process group %s saves a "
-            "checkpoint by itself; pass parallel_state= or groups= if other ranks save "
-            "the same step",
+            "checkpoint by itself; pass options with parallel_state= or groups= if other ranks "
+            "save the same step",
             group.ranks,
         )
         return alone
@@ -118,7 +118,7 @@ def _from_geometry(group: Group, entries: Sequence[Entry]) -> Partition:
         if len(covered) < group.world_size:
             log.warning(
                 "the model's sharding covers only %d of %d ranks, so the step record covers only "
-                "those; pass parallel_state= or groups= if other ranks save the same step",
+                "those; pass options with parallel_state= or groups= if other ranks save the step",
                 len(covered),
                 group.world_size,
             )
@@ -127,7 +127,7 @@ def _from_geometry(group: Group, entries: Sequence[Entry]) -> Partition:
         return alone  # every shard is in this group, so it is whole by itself
     log.warning(
         "process group %s is not among the groups of the model's sharding (%s …), so it "
-        "saves a checkpoint by itself; pass groups= to commit the groups of a step "
+        "saves a checkpoint by itself; pass options with groups= to commit the groups of a step "
         "together",
         group.ranks,
         cells[0],
@@ -235,7 +235,7 @@ def replicas_of(model: Any) -> tuple[tuple[int, ...], tuple[tuple[str, int], ...
         raise UsageError(
             f"the model's sharding covers only {len(covered)} of {len(world)} ranks",
             remedy="make the groups with ranker.get_rep_groups() of a ParallelState that has all "
-            "degrees of the job, and pass that as parallel_state= when you save",
+            "degrees of the job, and save with SaveOptions(parallel_state=)",
         )
     if len(cells) == 1:
         return world, ()

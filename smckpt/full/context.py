@@ -126,5 +126,5 @@ def _refuse_translation(given: Mapping[str, Any]) -> None:
     if named:
         raise UsageError(
             f"{', '.join(named)} is honoured with FULL only",
-            remedy="pass parallel_state= to async_save, and the others to export_hf",
+            remedy="save with SaveOptions(parallel_state=), and pass the others to export_hf",
         )

@@ -123,7 +123,9 @@ def save_state(
             state,
             checkpoint_id=place,
             step=iteration,
-            on_commit=_after_commit(accelerator, place, iteration if named else None),
+            options=smckpt.SaveOptions(
+                on_commit=_after_commit(accelerator, place, iteration if named else None)
+            ),
             **arguments,
         )
     return place
@@ -157,7 +159,9 @@ def merge_fsdp_weights(
     PartialState().wait_for_everyone()  # all have seen it, before it is removed
     if PartialState().is_main_process:
         try:
-            state = smckpt.load(checkpoint_id=place, only=[key], no_dist=True)
+            state = smckpt.load(
+                checkpoint_id=place, options=smckpt.LoadOptions(only=[key]), no_dist=True
+            )
         except KeysMismatchError as error:
             raise UsageError(
                 f"the checkpoint has no {key!r}",

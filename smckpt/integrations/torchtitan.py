@@ -121,7 +121,9 @@ class SmckptCheckpointManager(CheckpointManager):  # type: ignore[misc]
             state_dict,
             checkpoint_id=directory,
             step=step,
-            on_commit=self._remove_older if self.keep_latest_k > 0 else None,
+            options=smckpt.SaveOptions(
+                on_commit=self._remove_older if self.keep_latest_k > 0 else None
+            ),
             **self._arguments,
         )
         assert saved is not None  # this rank is in the group: it is the job

@@ -162,8 +162,10 @@ class DistributedCheckpointer:
             checkpoint_id=directory,
             process_group=group,
             step=number,
-            metadata={"torchtune": {"epoch": epoch, "keys": sorted(state_dict)}},
-            on_commit=self._rotation(dir_prefix, number, nested),
+            options=smckpt.SaveOptions(
+                metadata={"torchtune": {"epoch": epoch, "keys": sorted(state_dict)}},
+                on_commit=self._rotation(dir_prefix, number, nested),
+            ),
             **self._arguments,
         )
 
@@ -270,7 +272,8 @@ class DistributedCheckpointer:
         keys = set(found.metadata["torchtune"]["keys"])
         if training.ADAPTER_KEY in keys:  # the adapters belong on top of the base model
             keys.discard(training.MODEL_KEY)
-        saved = smckpt.load(checkpoint_id=found, only=sorted(keys), **self._arguments)
+        only = smckpt.LoadOptions(only=sorted(keys))
+        saved = smckpt.load(checkpoint_id=found, options=only, **self._arguments)
         assert saved is not None
         return {**state, **saved}
 

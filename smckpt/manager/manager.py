@@ -9,6 +9,7 @@ import os
 import secrets
 import weakref
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from types import TracebackType
@@ -26,6 +27,7 @@ from smckpt.engine.api import (
     prepare_queue,
 )
 from smckpt.engine.groups import ReplicationGroup
+from smckpt.engine.loading.load_plan import LoadOptions
 from smckpt.engine.saving.job import SaveHandle, SaveOptions, Timings, options_of
 from smckpt.errors import UsageError
 from smckpt.manager.groups import agreed_group
@@ -142,7 +144,8 @@ class CheckpointManager:
         self._template = Template(layout)
         self._best = None if keep_best is None else Best(*keep_best)
         self._keep = Keep(keep_last_n, keep_every, self._best)
-        self._options = options_of(options, max_consecutive_failures, timeout)
+        own = options_of(options, max_consecutive_failures, timeout)
+        self._options = replace(own, queue=QUEUE, parallel_state=parallel_state)
         self._random, self._timeout = random, timeout
         self._access = access_to(self.root, storage=self._store_options)
         group = group_of(None)
@@ -240,16 +243,12 @@ class CheckpointManager:
             live,  # type: ignore[arg-type]
             process_group=group.process_group,
             step=step if type(step) is int else None,
-            metadata=told,
-            parallel_state=self._degrees,
         )
-        if memory is not None and (kept := memory.save(save, place, group)) is not None:
+        if memory is not None and (kept := memory.save(save, place, group, told)) is not None:
             return kept
         handle = save(
             checkpoint_id=Below(group.directory(self._directory(place)), self.root),
-            queue=QUEUE,
-            on_commit=self._committed(place),
-            options=self._options,
+            options=replace(self._options, metadata=told, on_commit=self._committed(place)),
             storage=self._store_options,
         )
         assert handle is not None
@@ -327,10 +326,11 @@ class CheckpointManager:
         self._refuse_closed()
         group = self._group(into)
         filled: list[dict[str, Any]] = []
-        names = {"check_keys_matched": check_keys_matched, "renamed": renamed}
+        how = LoadOptions(renamed=renamed, timeout=self._timeout, parallel_state=self._degrees)
+        by = partial(load, check_keys_matched=check_keys_matched, options=how)
 
         def fill(found: FoundCheckpoint) -> None:
-            filled[:] = [self._filled(found, into, group, names)]
+            filled[:] = [self._filled(found, into, group, by)]
 
         meeting = self._membership.meeting(self._timeout)
         self._steps.forget()
@@ -364,7 +364,7 @@ class CheckpointManager:
         return step
 
     def _filled(
-        self, found: FoundCheckpoint, into: Mapping[str, Any], group: ReplicationGroup, names: Any
+        self, found: FoundCheckpoint, into: Mapping[str, Any], group: ReplicationGroup, load: Any
     ) -> dict[str, Any]:
         """The loaded state of the objects in `into`. Its tensors are the live ones."""
         mark = found.metadata.get("manager") or {}
@@ -380,9 +380,6 @@ class CheckpointManager:
             target,
             checkpoint_id=group.directory(found.path) if same else found.path,
             process_group=group.process_group if same else None,
-            parallel_state=self._degrees,
-            timeout=self._timeout,
-            **names,
             storage=self._store_options if is_below(found.path, self.root) else None,
         )
         return target

@@ -94,7 +94,7 @@ class MemoryTier:
         self.memory = memory
         self.schedule = schedule
         # a save that fails here costs speed; the next one on disk counts
-        self.options = replace(options, max_consecutive_failures=1 << 30)
+        self.options = replace(options, max_consecutive_failures=1 << 30, queue=MEMORY_QUEUE)
         self.root = ""  # of the steps; "": the tier is off
         self.steps: RunDirectory | None = None
         self.retention: Retention | None = None
@@ -164,7 +164,11 @@ class MemoryTier:
         return self.memory is not None and self.schedule.is_due(step)
 
     def save(
-        self, save: Callable[..., SaveHandle | None], subpath: str, group: ReplicationGroup
+        self,
+        save: Callable[..., SaveHandle | None],
+        subpath: str,
+        group: ReplicationGroup,
+        metadata: dict[str, Any],
     ) -> SaveHandle | None:
         """Save a step into memory with `save`, an `async_save` that lacks where and how. None: the
         tier is off or fails, and the step belongs on disk."""
@@ -179,9 +183,7 @@ class MemoryTier:
         try:
             return save(
                 checkpoint_id=Below(group.directory(f"{self.root}/{subpath}"), self.root),
-                queue=MEMORY_QUEUE,
-                on_commit=committed,
-                options=self.options,
+                options=replace(self.options, metadata=metadata, on_commit=committed),
             )
         except StorageError as error:
             log.warning("the step in %s is saved on disk: memory fails: %s", subpath, error)

@@ -94,7 +94,11 @@ def test_a_quick_look_reads_no_data(tmp_path: Path) -> None:
 def test_a_quick_look_asks_s3_for_the_checksums_that_it_keeps(
     s3_root: str, s3_server: Server, monkeypatch: Any
 ) -> None:
-    smckpt.save({"w": torch.ones(3 << 18)}, checkpoint_id=s3_root, queue="verify-s3")
+    smckpt.save(
+        {"w": torch.ones(3 << 18)},
+        checkpoint_id=s3_root,
+        options=smckpt.SaveOptions(queue="verify-s3"),
+    )
     with faulty_proxy(s3_server.endpoint) as proxy:
         config = {"endpoint": proxy.endpoint}
         proxy.seen.clear()

@@ -67,9 +67,8 @@ def save_hybrid(root: str) -> None:
         taken,
         checkpoint_id=f"{root}/step-30/fsdp{state.fsdp_rank}",
         process_group=mine,
-        parallel_state=state,
+        options=smckpt.SaveOptions(parallel_state=state, metadata={"run": "a"}),
         step=30,
-        metadata={"run": "a"},
     )
 
 

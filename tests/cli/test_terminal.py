@@ -36,7 +36,7 @@ def root(tmp_path: Path) -> Path:
             state,
             checkpoint_id=tmp_path / directory,
             step=step,
-            metadata={NAME: [NAME], "metrics": {NAME: 1.0}},
+            options=smckpt.SaveOptions(metadata={NAME: [NAME], "metrics": {NAME: 1.0}}),
         )
     return tmp_path
 

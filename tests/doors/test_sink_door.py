@@ -58,11 +58,9 @@ def test_a_record_of_each_save_and_load(
     tmp_path: Path, events: list[Any], second_waits: threading.Event
 ) -> None:
     state = {"w": torch.ones(1 << 20)}
+    options = smckpt.SaveOptions(queue="sink", on_commit=lambda _: second_waits.wait(seconds(60)))
     for step in (1, 2):
-        handle = smckpt.async_save(
-            state, checkpoint_id=tmp_path / "c", step=step, queue="sink",
-            on_commit=lambda _: second_waits.wait(seconds(60)),
-        )  # fmt: skip
+        handle = smckpt.async_save(state, checkpoint_id=tmp_path / "c", step=step, options=options)
     smckpt.maybe_finalize_async_calls()
     wait_for(2, events)
     smckpt.load(state, checkpoint_id=tmp_path / "c")
@@ -89,7 +87,7 @@ def test_failures_are_recorded_with_their_cause(tmp_path: Path, events: list[Any
     with pytest.raises(smckpt.CheckpointError):
         smckpt.load({"w": torch.ones(2)}, checkpoint_id=tmp_path / "none")
     with pytest.raises(smckpt.UsageError):
-        smckpt.save({"w": torch.ones(2)}, queue="failing")
+        smckpt.save({"w": torch.ones(2)}, options=smckpt.SaveOptions(queue="failing"))
     wait_for(2, events)
     load, save = events
     assert (load.outcome, save.outcome) == ("failed", "failed")
@@ -109,13 +107,21 @@ def test_a_sink_that_raises_is_logged_and_harms_nothing(
     try:
         with caplog.at_level(logging.ERROR, "smckpt"):
             for _ in range(2):
-                smckpt.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "c", queue="sinks")
+                smckpt.save(
+                    {"w": torch.ones(2)},
+                    checkpoint_id=tmp_path / "c",
+                    options=smckpt.SaveOptions(queue="sinks"),
+                )
             wait_for(2, later)  # who follows it heard all
     finally:
         remove()
         end()
     assert caplog.text.count("a sink of events raised") == 2
-    smckpt.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "c", queue="sinks")
+    smckpt.save(
+        {"w": torch.ones(2)},
+        checkpoint_id=tmp_path / "c",
+        options=smckpt.SaveOptions(queue="sinks"),
+    )
     wait_for(3, events)
     assert len(later) == 2  # it was removed
 
@@ -125,7 +131,10 @@ def test_a_commit_is_one_line_of_the_log_and_the_handle_says_what_it_is(
 ) -> None:
     with caplog.at_level(logging.INFO, "smckpt"):
         handle = smckpt.save(
-            {"w": torch.ones(1 << 18)}, checkpoint_id=tmp_path / "c", step=7, queue="line"
+            {"w": torch.ones(1 << 18)},
+            checkpoint_id=tmp_path / "c",
+            step=7,
+            options=smckpt.SaveOptions(queue="line"),
         )
     lines = [r.getMessage() for r in caplog.records if r.getMessage().startswith("committed")]
     assert len(lines) == 1

@@ -76,8 +76,9 @@ class Training:
 
     def save(self, place: Path, alarms: Alarms | None = None, **more: Any) -> tuple[str, ...]:
         """What the save warned of."""
-        options = SaveOptions(alarms=alarms or Alarms(), sweep=False, **more)
-        handle = smckpt.save(self.state(), checkpoint_id=place, options=options, queue=str(place))
+        alarms = alarms or Alarms()
+        options = SaveOptions(alarms=alarms, sweep=False, queue=str(place), **more)
+        handle = smckpt.save(self.state(), checkpoint_id=place, options=options)
         assert handle is not None
         return handle.alarms
 
@@ -319,8 +320,7 @@ def sharded(folder: str, fsdp1: bool) -> dict[str, Any]:
             training.state(),
             checkpoint_id=root / f"step_{training.step}" / str(rank),
             process_group=mesh["replicate"].get_group(),
-            groups=[[0], [1]],
-            options=SaveOptions(alarms=alarms or Alarms()),
+            options=SaveOptions(alarms=alarms or Alarms(), groups=[[0], [1]]),
         )
         assert handle is not None
         return handle.alarms

@@ -67,7 +67,9 @@ def bad_saves(folder: str) -> Message:
         "nothing": save(None if rank else state(2), good),
         "no id": save(state(2), None if rank else good),
         "step": save(state(2), good, step="seven" if rank else 7),
-        "metadata": save(state(2), good, metadata={"f": print} if rank else {}),
+        "metadata": save(
+            state(2), good, options=smckpt.SaveOptions(metadata={"f": print} if rank else {})
+        ),
         "coordinator": save(state(2), good, coordinator_rank=rank),
         "no member": save(state(2), good, coordinator_rank=7 if rank else 0),
         "options": save(state(2), good, options={"timeout": 9} if rank else None),
@@ -139,8 +141,7 @@ def bad_loads(folder: str) -> Message:
     odd: dict[str, dict[str, Any]] = {
         "no id": {"checkpoint_id": None},
         "a number": {"checkpoint_id": 5},
-        "threads": {"threads": 0},
-        "timeout": {"timeout": 0},
+        "options": {"options": {"threads": 2}},
     }
     for name, arguments in odd.items():
         given = {"checkpoint_id": f"{folder}/good", **(arguments if rank else {})}
@@ -161,7 +162,7 @@ def test_a_bad_load_is_told_on_every_rank_before_anything_is_touched(tmp_path: P
         "left out": "KeysMismatchError",
         "damaged": "CorruptCheckpointError",
     }
-    odd = {"no id", "a number", "threads", "timeout"}
+    odd = {"no id", "a number", "options"}
     kinds |= dict.fromkeys(odd, "UsageError")
     for name, expected in kinds.items():
         for kind, text, step, value in (zero[name], one[name]):

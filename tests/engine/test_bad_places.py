@@ -75,8 +75,9 @@ def test_a_mount_that_cannot_create_exclusively_commits_nothing_and_says_so(tmp_
         refuse.refuse({"link": errno.EPERM, "linkat": errno.EPERM, "renameat2": errno.EINVAL})
         smckpt.save({"a": torch.ones(10)}, checkpoint_id=place)  # under a guard file
         refuse.refuse({"rename": errno.ENOSYS, "renameat": errno.ENOSYS})
+        anew = smckpt.SaveOptions(queue="with a new worker")
         try:
-            smckpt.save({"a": torch.zeros(10)}, checkpoint_id=place, queue="with a new worker")
+            smckpt.save({"a": torch.zeros(10)}, checkpoint_id=place, options=anew)
         except smckpt.SaveFailedError as error:
             print(type(error.__cause__).__name__, error)
         """,
@@ -117,9 +118,17 @@ def test_arenas_that_do_not_fit_the_memory_of_the_host_are_refused_with_the_arit
 ) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1000000")
     with pytest.raises(errors.MemoryBudgetError, match="1000000|1,000,000"):
-        smckpt.save({"a": torch.ones(4 << 20)}, checkpoint_id=tmp_path, queue="greedy")
+        smckpt.save(
+            {"a": torch.ones(4 << 20)},
+            checkpoint_id=tmp_path,
+            options=smckpt.SaveOptions(queue="greedy"),
+        )
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    smckpt.save({"a": torch.ones(4 << 20)}, checkpoint_id=tmp_path, queue="greedy")
+    smckpt.save(
+        {"a": torch.ones(4 << 20)},
+        checkpoint_id=tmp_path,
+        options=smckpt.SaveOptions(queue="greedy"),
+    )
 
 
 # -- later runs and zombies -------------------------------------------------------------------
@@ -129,7 +138,11 @@ def test_a_zombie_of_an_earlier_run_cannot_commit_over_a_later_one(tmp_path: Pat
     """Two runs of one job on one directory: the queue that took its lease first is fenced."""
 
     def save(run: str, value: float) -> Any:
-        return smckpt.save({"a": torch.full((1000,), value)}, checkpoint_id=tmp_path, queue=run)
+        return smckpt.save(
+            {"a": torch.full((1000,), value)},
+            checkpoint_id=tmp_path,
+            options=smckpt.SaveOptions(queue=run),
+        )
 
     save("zombie", 1.0)
     save("successor", 2.0)

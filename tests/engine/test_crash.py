@@ -49,7 +49,7 @@ def loaded(folder: str) -> tuple[set[float], int]:
         target,
         checkpoint_id=f"{folder}/group{rank}",
         process_group=groups[rank],
-        groups=[[0], [1]],
+        options=smckpt.LoadOptions(groups=[[0], [1]]),
     )
     return {*target["a"].unique().tolist(), *target["b"].unique().tolist()}, target["step"]
 

@@ -144,13 +144,21 @@ def late_optimizer_state(folder: str) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
     model, _ = model_on(mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    smckpt.save(taken(model, optimizer, smckpt.LOCAL), checkpoint_id=folder, queue="late")
+    smckpt.save(
+        taken(model, optimizer, smckpt.LOCAL),
+        checkpoint_id=folder,
+        options=smckpt.SaveOptions(queue="late"),
+    )
     other, fresh = model_on(mesh, seed=3)
     fresh = torch.optim.AdamW(other.parameters(), lr=1.0)
     smckpt.load(taken(other, fresh, smckpt.LOCAL), checkpoint_id=folder)
     before = same(full(other, fresh), full(model, optimizer)) and not fresh.state
     train(model, optimizer)
-    smckpt.save(taken(model, optimizer, smckpt.LOCAL), checkpoint_id=folder, queue="late")
+    smckpt.save(
+        taken(model, optimizer, smckpt.LOCAL),
+        checkpoint_id=folder,
+        options=smckpt.SaveOptions(queue="late"),
+    )
     smckpt.load(taken(other, fresh, smckpt.LOCAL), checkpoint_id=folder)
     return {
         "before": before,

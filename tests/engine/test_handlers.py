@@ -92,7 +92,7 @@ CALLS: dict[str, Callable[[Path], object]] = {
     "save": lambda at: smckpt.save({"a": torch.ones(9)}, checkpoint_id=at),
     # a place of its own: two queues that save to one directory fence each other
     "first save": lambda at: smckpt.async_save(
-        {"a": torch.ones(9)}, checkpoint_id=at.parent / "q", queue="q"
+        {"a": torch.ones(9)}, checkpoint_id=at.parent / "q", options=smckpt.SaveOptions(queue="q")
     ),
     "finalize": lambda at: smckpt.maybe_finalize_async_calls(blocking=True),
     "load": lambda at: smckpt.load({"a": torch.zeros(9)}, checkpoint_id=at),

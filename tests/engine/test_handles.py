@@ -8,6 +8,7 @@ import shutil
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,8 +29,8 @@ def no_place(tmp_path: Path) -> Path:
     return place
 
 
-def begun(place: Path, **arguments: object) -> smckpt.SaveHandle:
-    handle = smckpt.async_save(STATE, checkpoint_id=place, **arguments)
+def begun(place: Path, **options: Any) -> smckpt.SaveHandle:
+    handle = smckpt.async_save(STATE, checkpoint_id=place, options=smckpt.SaveOptions(**options))
     assert handle is not None
     return handle
 

@@ -63,12 +63,14 @@ def test_a_load_without_a_target_gives_back_what_was_saved(tmp_path: Path) -> No
     loaded = smckpt.load(checkpoint_id=tmp_path)
     assert equal(loaded, state), loaded
     assert loaded["counts"].default_factory is list and not counts
-    part = smckpt.load(checkpoint_id=tmp_path, only=["lists", "step"])
+    part = smckpt.load(checkpoint_id=tmp_path, options=smckpt.LoadOptions(only=["lists", "step"]))
     assert equal(part, {"lists": state["lists"], "step": 4})
     with pytest.raises(errors.KeysMismatchError, match="'other'"):
-        smckpt.load(checkpoint_id=tmp_path, only=["other"])
+        smckpt.load(checkpoint_id=tmp_path, options=smckpt.LoadOptions(only=["other"]))
     with pytest.raises(errors.UsageError, match="there is a target"):
-        smckpt.load({"model": {}}, checkpoint_id=tmp_path, only=["step"])
+        smckpt.load(
+            {"model": {}}, checkpoint_id=tmp_path, options=smckpt.LoadOptions(only=["step"])
+        )
 
 
 @pytest.mark.parametrize("kind", [smckpt.LOCAL, smckpt.SHARDED, None])
@@ -147,7 +149,9 @@ def test_a_part_must_match_and_tensors_at_the_top_are_one_part(tmp_path: Path) -
     smckpt.save({"a": t, "b": t, "model": {"x": t, "y": t, "v": 1}}, checkpoint_id=tmp_path)
     smckpt.load({"model": {"x": t, "y": t, "v": 0}}, checkpoint_id=tmp_path)
     smckpt.load({"a": t, "b": t}, checkpoint_id=tmp_path)
-    assert equal(smckpt.load(checkpoint_id=tmp_path, only=["a"]), {"a": t})
+    assert equal(
+        smckpt.load(checkpoint_id=tmp_path, options=smckpt.LoadOptions(only=["a"])), {"a": t}
+    )
     for target, name in (
         ({"a": t}, "'b'"),
         ({"model": {"x": t, "v": 0}}, "model.y"),
@@ -302,7 +306,9 @@ def of_two(folder: str) -> dict[str, Any]:
         smckpt.save(state, checkpoint_id=f"{folder}/zero-{kind.value}")
         target = {"model": state["model"], "epoch": 0, "table": torch.zeros(3)}
         smckpt.load(target, checkpoint_id=f"{folder}/zero-{kind.value}")
-        whole_too = smckpt.load(checkpoint_id=f"{folder}/zero-{kind.value}", only=["epoch"])
+        whole_too = smckpt.load(
+            checkpoint_id=f"{folder}/zero-{kind.value}", options=smckpt.LoadOptions(only=["epoch"])
+        )
         told[f"zero {kind.value}"] = (target["epoch"], target["table"].tolist(), whole_too)
 
     # a mesh without this rank

@@ -43,9 +43,10 @@ class Job:
         """Save, so that the thing called `how` is the only one that tells the step."""
         state: dict[str, Any] = {"w": self.model.weight.detach(), "rank": dist.get_rank()}
         more: dict[str, Any] = {}
+        number: int | None = None
         place = f"{folder}/c"
         if how == "step=":
-            more["step"] = step
+            number = step
         elif how == "in the state":
             state["global_step"] = step
         elif how == "a tensor":
@@ -65,13 +66,9 @@ class Job:
         elif how == "id":
             place = f"{folder}/c-{step}"
         elif how == "two ids":
-            place, more["step"] = f"{folder}/c-{step % 2}", step
-        smckpt.async_save(
-            state,
-            checkpoint_id=place,
-            options=smckpt.SaveOptions(timeout=seconds(self.limit)),
-            **more,
-        )
+            place, number = f"{folder}/c-{step % 2}", step
+        options = smckpt.SaveOptions(timeout=seconds(self.limit), **more)
+        smckpt.async_save(state, checkpoint_id=place, step=number, options=options)
 
 
 def skipping(folder: str, how: str, skipped: dict[int, tuple[int, ...]], limit: float = 60) -> Any:
@@ -167,9 +164,8 @@ def a_group_skips(folder: str, who: tuple[int, ...], how: str) -> Any:
                 {"w": job.model.weight.detach(), "optimizer": job.adam.state_dict()},
                 checkpoint_id=f"{folder}/c/{rank // 2}",
                 process_group=groups[rank // 2],
-                groups=[[0, 1], [2, 3]],
                 step=step if how == "step=" else None,
-                options=smckpt.SaveOptions(timeout=seconds(60)),
+                options=smckpt.SaveOptions(timeout=seconds(60), groups=[[0, 1], [2, 3]]),
             )
             said.append("")
         except errors.SaveFailedError as error:
@@ -180,7 +176,7 @@ def a_group_skips(folder: str, who: tuple[int, ...], how: str) -> Any:
         target,
         checkpoint_id=f"{folder}/c/{rank // 2}",
         process_group=groups[rank // 2],
-        groups=[[0, 1], [2, 3]],
+        options=smckpt.LoadOptions(groups=[[0, 1], [2, 3]]),
         check_keys_matched="target",
     )
     return said, float(target["w"]), found is not None
@@ -239,8 +235,11 @@ def each_its_own(folder: str) -> str:
             state,
             checkpoint_id=f"{folder}/c",
             step=turn,
-            metadata={"host": f"node {rank}", "loss": 0.1 * rank, "rank": rank},
-            options=smckpt.SaveOptions(timeout=seconds(60), per_rank=("own.*",)),
+            options=smckpt.SaveOptions(
+                timeout=seconds(60),
+                per_rank=("own.*",),
+                metadata={"host": f"node {rank}", "loss": 0.1 * rank, "rank": rank},
+            ),
         )
     return "fine"
 

@@ -12,6 +12,7 @@ import textwrap
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -223,7 +224,11 @@ def test_on_commit_runs_once_after_the_manifest(tmp_path: Path) -> None:
     def on_commit(handle: smckpt.SaveHandle) -> None:
         seen.append((handle.number, len(files(tmp_path, "manifest-"))))
 
-    smckpt.async_save({"w": torch.ones(2)}, checkpoint_id=tmp_path, on_commit=on_commit)
+    smckpt.async_save(
+        {"w": torch.ones(2)},
+        checkpoint_id=tmp_path,
+        options=smckpt.SaveOptions(on_commit=on_commit),
+    )
     done = smckpt.maybe_finalize_async_calls()
     assert seen == [(done[-1], 1)]
 
@@ -232,7 +237,11 @@ def test_what_on_commit_does_neither_ends_nor_hangs_the_queue(tmp_path: Path) ->
     said: list[Any] = []
 
     def save() -> Any:
-        return smckpt.async_save({"w": torch.ones(2)}, checkpoint_id=tmp_path, on_commit=on_commit)
+        return smckpt.async_save(
+            {"w": torch.ones(2)},
+            checkpoint_id=tmp_path,
+            options=smckpt.SaveOptions(on_commit=on_commit),
+        )
 
     def on_commit(handle: smckpt.SaveHandle) -> None:
         said.append(handle.wait(seconds(20)))
@@ -315,7 +324,7 @@ def test_a_changed_byte_is_reported_and_preverify_leaves_the_target_untouched(
         file.write(b"\xff")
     target = {"a": torch.zeros(1 << 20)}
     with pytest.raises(errors.CorruptCheckpointError, match=data.name):
-        smckpt.load(target, checkpoint_id=tmp_path, preverify=True)
+        smckpt.load(target, checkpoint_id=tmp_path, options=smckpt.LoadOptions(preverify=True))
     assert not target["a"].any()
     with pytest.raises(errors.CorruptCheckpointError, match=data.name):
         smckpt.load(target, checkpoint_id=tmp_path)
@@ -376,12 +385,11 @@ def test_failures_in_a_row_are_logged_up_to_the_number_tolerated_and_raised_beyo
 ) -> None:
     place = tmp_path / "x"
     place.write_text("")
-    patient = smckpt.SaveOptions(max_consecutive_failures=1)
+    hasty = smckpt.SaveOptions(queue="patient")
+    patient = replace(hasty, max_consecutive_failures=1)
 
-    def attempt(directory: Path, options: smckpt.SaveOptions | None = None) -> int:
-        handle = smckpt.async_save(
-            {"a": torch.ones(1)}, checkpoint_id=directory, options=options, queue="patient"
-        )
+    def attempt(directory: Path, options: smckpt.SaveOptions = hasty) -> int:
+        handle = smckpt.async_save({"a": torch.ones(1)}, checkpoint_id=directory, options=options)
         assert handle.ended(seconds(60))
         return int(handle.number)
 
@@ -401,17 +409,27 @@ def test_failures_in_a_row_are_logged_up_to_the_number_tolerated_and_raised_beyo
 
 
 def test_a_dead_worker_fails_one_save_and_the_next_gets_a_new_one(tmp_path: Path) -> None:
-    smckpt.save({"a": torch.ones(4)}, checkpoint_id=tmp_path, queue="mortal")
+    smckpt.save(
+        {"a": torch.ones(4)}, checkpoint_id=tmp_path, options=smckpt.SaveOptions(queue="mortal")
+    )
     from smckpt.engine import api
 
     [queue] = api._RUNTIME.queues(None, "mortal")
     os.kill(queue._worker.pid, signal.SIGKILL)
     with pytest.raises(errors.SaveFailedError) as caught:
         for _ in range(2):  # the death may be seen before the save starts, and mended at once
-            smckpt.save({"a": torch.ones(4)}, checkpoint_id=tmp_path, queue="mortal")
+            smckpt.save(
+                {"a": torch.ones(4)},
+                checkpoint_id=tmp_path,
+                options=smckpt.SaveOptions(queue="mortal"),
+            )
         raise errors.SaveFailedError("the worker was replaced in time")
     assert "worker" in str(caught.value).lower()
-    smckpt.save({"a": torch.full((4,), 5.0)}, checkpoint_id=tmp_path, queue="mortal")
+    smckpt.save(
+        {"a": torch.full((4,), 5.0)},
+        checkpoint_id=tmp_path,
+        options=smckpt.SaveOptions(queue="mortal"),
+    )
     target = {"a": torch.zeros(4)}
     smckpt.load(target, checkpoint_id=tmp_path)
     assert target["a"][0] == 5
@@ -476,12 +494,12 @@ def test_an_exit_waits_no_longer_than_its_limit_and_names_what_was_not_committed
         import os, signal, sys, time, torch, smckpt
         from smckpt.engine import api
         for queue in ("one", "two"):
-            where = f"{sys.argv[1]}/{queue}"
-            smckpt.save({"a": torch.ones(4)}, checkpoint_id=where, queue=queue)
+            where, options = f"{sys.argv[1]}/{queue}", smckpt.SaveOptions(queue=queue)
+            smckpt.save({"a": torch.ones(4)}, checkpoint_id=where, options=options)
             [its] = api._RUNTIME.queues(None, queue)
             os.kill(its._worker.pid, signal.SIGSTOP)  # it cannot finish any more
             print(its._worker.pid)
-            smckpt.async_save({"a": torch.zeros(4)}, checkpoint_id=where, queue=queue)
+            smckpt.async_save({"a": torch.zeros(4)}, checkpoint_id=where, options=options)
         print(time.monotonic(), flush=True)
         """,
         str(tmp_path),
@@ -603,7 +621,10 @@ def test_timings_say_what_took_how_long(tmp_path: Path) -> None:
 def test_step_and_metadata_are_recorded(tmp_path: Path) -> None:
     metadata = {"who": {"name": "me"}}
     smckpt.async_save(
-        {"a": torch.ones(1)}, checkpoint_id=tmp_path / "c", step=np.int64(12), metadata=metadata
+        {"a": torch.ones(1)},
+        checkpoint_id=tmp_path / "c",
+        step=np.int64(12),
+        options=smckpt.SaveOptions(metadata=metadata),
     )
     metadata["who"]["name"] = "somebody else"
     smckpt.maybe_finalize_async_calls()
@@ -616,8 +637,9 @@ def test_step_and_metadata_are_recorded(tmp_path: Path) -> None:
 
 def test_another_limit_on_files_is_honoured_by_the_next_save(tmp_path: Path) -> None:
     state = {"a": torch.ones(3 << 17), "b": torch.ones(3 << 17)}
-    for options in (None, smckpt.SaveOptions(max_file_bytes=1 << 20)):
-        smckpt.save(state, checkpoint_id=tmp_path, options=options, queue="limits")
+    for limits in ({}, {"max_file_bytes": 1 << 20}):
+        options = smckpt.SaveOptions(queue="limits", **limits)
+        smckpt.save(state, checkpoint_id=tmp_path, options=options)
     manifest = files(tmp_path, "manifest-")[-1]
     assert manifest.read_text().count('"crc_name"') > 1
 
@@ -642,3 +664,32 @@ def test_a_tensor_that_cannot_be_filled_is_refused_before_any_is(tmp_path: Path)
     with pytest.raises(errors.StateError, match="'b' is an expanded tensor"):
         smckpt.load(target, checkpoint_id=tmp_path / "c")
     assert not target["a"].any()
+
+
+@pytest.mark.parametrize(
+    "kind, wrong",
+    [
+        *[(smckpt.SaveOptions, one) for one in (
+            {"queue": ""}, {"metadata": "a note"}, {"parallel_state": 2}, {"on_commit": "print"},
+            {"allow_objects": ["Path"]}, {"timeout": 0},
+        )],
+        *[(smckpt.LoadOptions, one) for one in (
+            {"only": "model"}, {"renamed": {"backbone": ""}}, {"preverify": "no"}, {"threads": 0},
+            {"timeout": 0}, {"parallel_state": 2},
+        )],
+    ],
+)  # fmt: skip
+def test_an_option_of_a_wrong_kind_is_named_when_the_options_are_made(
+    kind: Any, wrong: dict[str, Any]
+) -> None:
+    with pytest.raises(errors.UsageError, match=next(iter(wrong))):
+        kind(**wrong)
+
+
+def test_options_of_another_call_are_refused(tmp_path: Path) -> None:
+    state, place = {"a": torch.ones(1)}, tmp_path / "c"
+    with pytest.raises(errors.UsageError, match=r"pass smckpt\.SaveOptions"):
+        smckpt.save(state, checkpoint_id=place, options=smckpt.LoadOptions())  # type: ignore[arg-type]
+    smckpt.save(state, checkpoint_id=place)
+    with pytest.raises(errors.UsageError, match=r"pass smckpt\.LoadOptions"):
+        smckpt.load(state, checkpoint_id=place, options=smckpt.SaveOptions())  # type: ignore[arg-type]

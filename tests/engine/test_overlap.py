@@ -6,6 +6,7 @@ import itertools
 import logging
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,9 @@ class Run:
         state = self.state()
         now = {key: value.clone() for key, value in flat(state).items()}
         handle = smckpt.async_save(
-            state, checkpoint_id=self.root / str(self.saves), queue=self.queue, options=options
+            state,
+            checkpoint_id=self.root / str(self.saves),
+            options=replace(options, queue=self.queue),
         )
         assert handle is not None
         return handle, now
@@ -209,7 +212,9 @@ def test_an_optimizer_object_and_its_own_dict_wait_too(late: LateStream, tmp_pat
         key: value.clone()
         for key, value in flat({**tree, "object": run.optimizer.state_dict()}).items()
     }
-    handle = smckpt.async_save(tree, checkpoint_id=tmp_path / "c", queue=run.queue, options=OVERLAP)
+    handle = smckpt.async_save(
+        tree, checkpoint_id=tmp_path / "c", options=replace(OVERLAP, queue=run.queue)
+    )
     assert handle is not None and handle.copied is not None and not handle.copied.done()
     with torch.no_grad():
         run.model[0].weight.zero_()  # is copied
@@ -299,7 +304,9 @@ def test_an_optimizer_that_swaps_parameters_outside_its_step_blocks(
         state["optimizer"] = run.optimizer
     run.optimizer.eval()
     weight = run.model[0].weight.detach().clone()
-    smckpt.async_save(state, checkpoint_id=tmp_path / "1", queue=run.queue, options=OVERLAP).wait()
+    smckpt.async_save(
+        state, checkpoint_id=tmp_path / "1", options=replace(OVERLAP, queue=run.queue)
+    ).wait()
     run.optimizer.train()
     target = {"model": Run(tmp_path).model.state_dict()}
     smckpt.load(target, checkpoint_id=tmp_path / "1")
@@ -329,7 +336,7 @@ def test_a_wrapper_with_the_modes_of_such_an_optimizer_overlaps(
     run = Run(tmp_path)
     state = {"optimizer": Wrapper(run.optimizer)}
     handle = smckpt.async_save(
-        state, checkpoint_id=tmp_path / "c", queue=run.queue, options=OVERLAP
+        state, checkpoint_id=tmp_path / "c", options=replace(OVERLAP, queue=run.queue)
     )
     assert handle is not None and handle.copied is not None and not handle.copied.done()
     late.let.set()
@@ -394,7 +401,7 @@ def test_a_state_of_which_nothing_can_be_late_blocks_and_auto_on_the_cpu_says_no
     run, state = Run(tmp_path), {"w": torch.randn(100), "step": 3}
     for options, said in ((OVERLAP, True), (smckpt.SaveOptions(staging="auto"), False)):
         caplog.clear()
-        smckpt.save(state, checkpoint_id=tmp_path / "c", queue=run.queue, options=options)
+        smckpt.save(state, checkpoint_id=tmp_path / "c", options=replace(options, queue=run.queue))
         assert ("take the state in sm_state_dict_type" in caplog.text) == said
     assert late.waits == 0
 

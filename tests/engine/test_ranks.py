@@ -89,7 +89,7 @@ def hsdp_cycle(folder: str) -> dict[str, Any]:
             checkpoint_id=f"{folder}/run/fsdp{shard}",
             process_group=group,
             step=step,
-            on_commit=lambda handle: commits.append(handle.number),
+            options=smckpt.SaveOptions(on_commit=lambda handle: commits.append(handle.number)),
         )
     done = smckpt.maybe_finalize_async_calls(process_group=group)
     other, fresh = model_on(mesh, seed=1)
@@ -101,7 +101,12 @@ def hsdp_cycle(folder: str) -> dict[str, Any]:
         with pytest.MonkeyPatch.context() as patch:
             listings = counted(patch, PosixStorage, "_scan")  # of a directory
             try:
-                smckpt.load(target, checkpoint_id=place, process_group=group, timeout=20)
+                smckpt.load(
+                    target,
+                    checkpoint_id=place,
+                    process_group=group,
+                    options=smckpt.LoadOptions(timeout=20),
+                )
             except errors.CheckpointError as error:
                 refused.append((type(error).__name__, "nowhere" in str(error), target["step"]))
     found = smckpt.latest_checkpoint(folder)
@@ -150,7 +155,9 @@ def told_by_parallel_state(folder: str) -> Any:
             state,
             checkpoint_id=f"{folder}/run/part{rank}",
             process_group=groups[rank],
-            parallel_state=smckpt.ParallelState(2, hybrid_shard_degree=2, rank=rank),
+            options=smckpt.SaveOptions(
+                parallel_state=smckpt.ParallelState(2, hybrid_shard_degree=2, rank=rank)
+            ),
             step=4,
         )
 
@@ -171,15 +178,13 @@ def saved_unequally(folder: str, group: Any) -> str:
     """One group makes a save without the other, in the queue of those that they make together."""
     said, rank = "", dist.get_rank()
     for save in range(2):
-        together = {} if save == rank == 0 else {"groups": [[0], [1]]}
+        together: dict[str, Any] = {} if save == rank == 0 else {"groups": [[0], [1]]}
         try:
             smckpt.save(
                 {"w": torch.zeros(2)},
                 checkpoint_id=f"{folder}/{'together' if together else 'alone'}/part{rank}",
                 process_group=group,
-                queue="apart",
-                options=smckpt.SaveOptions(timeout=30),
-                **together,
+                options=smckpt.SaveOptions(timeout=30, queue="apart", **together),
             )
         except errors.SaveFailedError as error:
             said += f"{error}\n"
@@ -190,8 +195,8 @@ def told_by_sharding(where: str, group: Any, without: int) -> tuple[str, float]:
     """One of two groups has no state in the first save; in the second it knows the other."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
     state = taken(*model_on(mesh), smckpt.LOCAL)
-    more: dict[str, Any] = {"process_group": group, "checkpoint_id": where, "queue": f"{without}"}
-    more["options"] = smckpt.SaveOptions(timeout=30)
+    more: dict[str, Any] = {"process_group": group, "checkpoint_id": where}
+    more["options"] = smckpt.SaveOptions(timeout=30, queue=f"{without}")
     began, said = time.monotonic(), ""
     for first in (True, False):
         try:
@@ -537,7 +542,10 @@ def membership(folder: str) -> Any:
         assert smckpt.load(state, checkpoint_id="x", process_group=first) is None
         return smckpt.maybe_finalize_async_calls(process_group=first)
     handle = smckpt.async_save(
-        {"a": torch.ones(1)}, checkpoint_id=f"{folder}/c", process_group=first, groups=[[0]]
+        {"a": torch.ones(1)},
+        checkpoint_id=f"{folder}/c",
+        process_group=first,
+        options=smckpt.SaveOptions(groups=[[0]]),
     )
     return handle.number
 

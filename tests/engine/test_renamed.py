@@ -54,7 +54,9 @@ def taken(model: Any, kind: Any) -> dict[str, Any]:
 
 def values_of(place: str) -> dict[str, Any]:
     """The saved model, whole, by name."""
-    loaded = smckpt.load(checkpoint_id=place, only=["model"], no_dist=True)
+    loaded = smckpt.load(
+        checkpoint_id=place, options=smckpt.LoadOptions(only=["model"]), no_dist=True
+    )
     assert loaded is not None
     model: dict[str, Any] = loaded["model"]
     return model
@@ -72,7 +74,11 @@ def renamed_everywhere(folder: str, hows: tuple[str, ...]) -> None:
                 for into in (smckpt.LOCAL, smckpt.SHARDED):
                     torch.manual_seed(7)
                     target = wrapped(New(), how)
-                    smckpt.load(taken(target, into), checkpoint_id=place, renamed=RENAMED)
+                    smckpt.load(
+                        taken(target, into),
+                        checkpoint_id=place,
+                        options=smckpt.LoadOptions(renamed=RENAMED),
+                    )
                     again = f"{folder}/again"
                     smckpt.save(taken(target, smckpt.SHARDED), checkpoint_id=again)
                     found = values_of(again)
@@ -99,10 +105,18 @@ def test_what_does_not_fit_is_named_and_nothing_is_changed(tmp_path: Path) -> No
     half = {"backbone.layers": "encoder"}
     for renamed in (None, half, {**half, "classifier": "heads"}, {**half, "class": "head"}):
         with pytest.raises(errors.KeysMismatchError, match="head"):
-            smckpt.load({"model": model.state_dict()}, checkpoint_id=tmp_path, renamed=renamed)
+            smckpt.load(
+                {"model": model.state_dict()},
+                checkpoint_id=tmp_path,
+                options=smckpt.LoadOptions(renamed=renamed),
+            )
     crossed = {"backbone.layers.0": "encoder.2", "classifier": "head"}
     with pytest.raises(errors.CheckpointError):
-        smckpt.load({"model": model.state_dict()}, checkpoint_id=tmp_path, renamed=crossed)
+        smckpt.load(
+            {"model": model.state_dict()},
+            checkpoint_id=tmp_path,
+            options=smckpt.LoadOptions(renamed=crossed),
+        )
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name])
 
@@ -119,7 +133,7 @@ def test_what_cannot_be_honoured_is_refused(tmp_path: Path) -> None:
         ({"model": model.state_dict()}, {"classifier": 3}, "renamed is"),
     ):
         with pytest.raises(errors.UsageError, match=why):
-            smckpt.load(target, checkpoint_id=tmp_path, renamed=renamed)  # type: ignore[arg-type]
+            smckpt.load(target, checkpoint_id=tmp_path, options=smckpt.LoadOptions(renamed=renamed))  # type: ignore[arg-type]
 
 
 def test_a_manager_restores_under_other_names(tmp_path: Path) -> None:

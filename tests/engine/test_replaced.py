@@ -139,7 +139,7 @@ def load_and_save(target: Any, where: dict[str, Any], saving: dict[str, Any]) ->
                 begun.append(other.submit(smckpt.save, state(2), **saving))
 
         with WhileLoading(save):
-            smckpt.load(target, **where, timeout=60)
+            smckpt.load(target, **where)
         begun[0].result()
 
 
@@ -149,10 +149,13 @@ def overtaken(folder: str) -> list[bool]:
     alone = [dist.new_group([r]) for r in range(2)][rank]
     one: dict[str, Any] = {"checkpoint_id": Path(folder, "one")}
     two: dict[str, Any] = {"checkpoint_id": Path(folder, f"two/{rank}"), "process_group": alone}
-    two["groups"] = [[0], [1]]
     out = []
     for where in (one, two):
-        saving = {**where, "coordinator_rank": 1} if where is one else where
+        groups = None if where is one else [[0], [1]]
+        saving = {**where, "options": smckpt.SaveOptions(groups=groups)}
+        where["options"] = smckpt.LoadOptions(timeout=60, groups=groups)
+        if where is one:
+            saving["coordinator_rank"] = 1
         smckpt.save(state(1), **saving)
         dist.barrier()
         act = replacing(saving["checkpoint_id"], 1, **saving)
@@ -160,7 +163,7 @@ def overtaken(folder: str) -> list[bool]:
         dist.barrier()
         if rank:
             with WhileLoading(act):
-                smckpt.load(target, **where, timeout=60)
+                smckpt.load(target, **where)
         else:
             load_and_save(target, where, saving)
         out.append(holds(target, 2))

@@ -32,8 +32,8 @@ UNDER = """
         return {"a": torch.full((SIZE,), float(step)), "b": {"c": torch.full((3,), float(step))}}
 
     def save(place, step):
-        smckpt.save(value(step), checkpoint_id=place, step=step, queue=f"q{step}",
-                    options=smckpt.SaveOptions(timeout=seconds(60)))
+        smckpt.save(value(step), checkpoint_id=place, step=step,
+                    options=smckpt.SaveOptions(queue=f"q{step}", timeout=seconds(60)))
 
     def load(place):
         target = value(0)

@@ -65,11 +65,16 @@ def groups_of_a_step(root: str) -> float:
     groups = [dist.new_group([0]), dist.new_group([1])]
     where = f"{root}/groups/step-1/part-{rank}"
     smckpt.save(
-        state(5.0 + rank), checkpoint_id=where, process_group=groups[rank], groups=[[0], [1]],
-        storage=OPTIONS, step=1,
+        state(5.0 + rank), checkpoint_id=where, process_group=groups[rank],
+        options=smckpt.SaveOptions(groups=[[0], [1]]), storage=OPTIONS, step=1,
     )  # fmt: skip
     target = state(0.0)
-    smckpt.load(target, checkpoint_id=where, process_group=groups[rank], groups=[[0], [1]])
+    smckpt.load(
+        target,
+        checkpoint_id=where,
+        process_group=groups[rank],
+        options=smckpt.LoadOptions(groups=[[0], [1]]),
+    )
     return target["a"][0].item()  # type: ignore[index, no-any-return]
 
 

@@ -684,38 +684,40 @@ def test_a_second_save_by_dcp_waits_for_the_first(tmp_path: Path) -> None:
 
 def test_arguments_that_dcp_does_not_know_are_refused(tmp_path: Path) -> None:
     asked = {
-        "step": 3,
         "groups": [[0]],
         "on_commit": print,
         "metadata": {"note": 1},
         "parallel_state": smckpt.ParallelState(1, rank=0),
         "allow_objects": [Path],
-        "options": smckpt.SaveOptions(),
+        "sweep": False,
     }
     for name, value in asked.items():
-        with pytest.raises(errors.UsageError, match=name):
+        options = smckpt.SaveOptions(queue="of DCP", **{name: value})
+        with pytest.raises(errors.UsageError, match=rf"SaveOptions\({name}=\) has no effect"):
             smckpt.async_save(
-                {"w": torch.ones(2)}, storage_writer=dcp.FileSystemWriter(tmp_path), **{name: value}
+                {"w": torch.ones(2)}, storage_writer=dcp.FileSystemWriter(tmp_path), options=options
             )
-    asked = {
-        "check_keys_matched": False,
-        "preverify": True,
-        "groups": [[0]],
-        "threads": 8,
-        "timeout": 3.0,
-    }
+    with pytest.raises(errors.UsageError, match="step= has no effect"):
+        smckpt.async_save({"w": torch.ones(2)}, storage_writer=dcp.FileSystemWriter("x"), step=3)
+    asked = {"preverify": True, "groups": [[0]], "threads": 8, "timeout": 3.0, "only": ["w"]}
+    reader = dcp.FileSystemReader(tmp_path)
     for name, value in asked.items():
-        with pytest.raises(errors.UsageError, match=name):
-            smckpt.load(
-                {"w": torch.ones(2)}, storage_reader=dcp.FileSystemReader(tmp_path), **{name: value}
-            )
+        with pytest.raises(errors.UsageError, match=rf"LoadOptions\({name}=\) has no effect"):
+            options = smckpt.LoadOptions(**{name: value})
+            smckpt.load({"w": torch.ones(2)}, storage_reader=reader, options=options)
+    with pytest.raises(errors.UsageError, match="check_keys_matched= has no effect"):
+        smckpt.load({"w": torch.ones(2)}, storage_reader=reader, check_keys_matched=False)
 
 
 def test_queues_of_saves_by_dcp_are_independent(tmp_path: Path) -> None:
     writer = Held(tmp_path / "1")
-    first = smckpt.async_save({"w": torch.ones(2)}, storage_writer=writer, queue="slow")
+    first = smckpt.async_save(
+        {"w": torch.ones(2)}, storage_writer=writer, options=smckpt.SaveOptions(queue="slow")
+    )
     smckpt.save(
-        {"w": torch.ones(2)}, storage_writer=dcp.FileSystemWriter(tmp_path / "2"), queue="fast"
+        {"w": torch.ones(2)},
+        storage_writer=dcp.FileSystemWriter(tmp_path / "2"),
+        options=smckpt.SaveOptions(queue="fast"),
     )
     assert not first.done()
     writer.go_on.set()

@@ -190,7 +190,9 @@ def test_it_is_so_in_a_store(s3_root: str, tmp_path: Path) -> None:
         return found.pop() if len(found) == 1 else found
 
     put(1.0)
-    smckpt.save(state(2.0), checkpoint_id=s3_root, queue="store")  # a worker with credentials
+    smckpt.save(
+        state(2.0), checkpoint_id=s3_root, options=smckpt.SaveOptions(queue="store")
+    )  # a worker with credentials
     assert read() == 2.0 and not store.names(".metadata", "__")
     put(3.0)
     assert read() == REFUSAL
@@ -207,9 +209,9 @@ def in_groups(root: str) -> list[Any]:
     own: dict[str, Any] = {
         "checkpoint_id": f"{root}/g{rank}",
         "process_group": group_at([rank]),
-        "groups": world,
     }
-    smckpt.save(state(2.0), **own)
+    smckpt.save(state(2.0), **own, options=smckpt.SaveOptions(groups=world))
+    own["options"] = smckpt.LoadOptions(groups=world, timeout=20)
     dist.barrier()
     seen = [loaded(lambda t: smckpt.load(t, **own))]
     seen.append(sorted(p.name for p in Path(root).rglob("*") if "metadata" in p.name))
@@ -217,7 +219,7 @@ def in_groups(root: str) -> list[Any]:
     if rank == 1:
         by_stock(f"{root}/g1", 3.0)
     dist.barrier()
-    seen.append(loaded(lambda t: smckpt.load(t, timeout=20, **own)))
+    seen.append(loaded(lambda t: smckpt.load(t, **own)))
     return seen
 
 

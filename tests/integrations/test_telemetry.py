@@ -10,6 +10,7 @@ import struct
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,11 +57,16 @@ def saves_and_a_load(folder: Path, name: str) -> list[Any]:
             with smckpt.sm_state_dict_type(model, smckpt.LOCAL):
                 state = {"model": model.state_dict()}
             place = folder / f"step_{step}"
-            smckpt.save(state, checkpoint_id=place, step=step, queue=name, options=options)
+            smckpt.save(state, checkpoint_id=place, step=step, options=replace(options, queue=name))
             with torch.no_grad():
                 model.weight[0, 0] = float("inf")
         with pytest.raises(smckpt.CheckpointError):
-            smckpt.save({"model": lambda: None}, checkpoint_id=place, step=3, queue=name)
+            smckpt.save(
+                {"model": lambda: None},
+                checkpoint_id=place,
+                step=3,
+                options=smckpt.SaveOptions(queue=name),
+            )
         for _ in range(3):  # the queue's thread tells, a moment after
             assert heard.acquire(timeout=seconds(60))
         smckpt.load(state, checkpoint_id=folder / "step_1")
@@ -227,7 +233,9 @@ def test_requests_that_s3_was_sent_again_are_counted(
     with faulty_proxy(s3_server.endpoint) as proxy:
         config = {"endpoint": proxy.endpoint}
         proxy.spoil("PUT", "503", 2, "data-")
-        smckpt.save(state, checkpoint_id=s3_root, queue="s3", storage=config)
+        smckpt.save(
+            state, checkpoint_id=s3_root, options=smckpt.SaveOptions(queue="s3"), storage=config
+        )
         save = told.get(timeout=seconds(60))
         proxy.spoil("GET", "500", 1, "data-")
         smckpt.load(state, checkpoint_id=s3_root, storage=config)

@@ -194,7 +194,7 @@ def assert_same(one: Any, other: Any) -> None:
 
 
 def state_of(place: Path, *keys: str) -> Any:
-    return smckpt.load(checkpoint_id=place, only=keys)
+    return smckpt.load(checkpoint_id=place, options=smckpt.LoadOptions(only=keys))
 
 
 def names(out: Path) -> list[str]:

@@ -92,7 +92,7 @@ def test_the_adapter_alone_is_saved_and_the_run_goes_on_exactly(tmp_path: Path, 
     base = sum(each.nbytes for each in one.model.state_dict().values())
     one.train()
     (found,) = smckpt.find_checkpoints(tmp_path / "run")
-    saved = smckpt.load(checkpoint_id=found, only=["model"])
+    saved = smckpt.load(checkpoint_id=found, options=smckpt.LoadOptions(only=["model"]))
     assert saved is not None
     nbytes = sum(each.nbytes for each in saved["model"].values())
     assert nbytes < base / 2, f"{nbytes} of {base}"
@@ -145,7 +145,7 @@ def test_the_best_adapter_is_there_at_the_end(tmp_path: Path) -> None:
     )  # fmt: skip
     made.train()
     best = made.state.best_model_checkpoint
-    held = smckpt.load(checkpoint_id=best, only=["model"])
+    held = smckpt.load(checkpoint_id=best, options=smckpt.LoadOptions(only=["model"]))
     assert held is not None and isinstance(made, SmckptTrainer)
     ended = weights(made.model)
     assert all(torch.equal(ended[key], each) for key, each in held["model"].items())

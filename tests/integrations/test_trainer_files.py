@@ -101,7 +101,13 @@ def test_stock_files_do_not_outlive_a_save_over_them(tmp_path: Path, step: int) 
     left = {*os.listdir(tmp_path / f"checkpoint-{step}")}
     old = {"model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth"}
     assert old <= stock and not old & left and "notes.txt" in left
-    assert smckpt.load(checkpoint_id=tmp_path / f"checkpoint-{step}", only=["trainer"]) is not None
+    assert (
+        smckpt.load(
+            checkpoint_id=tmp_path / f"checkpoint-{step}",
+            options=smckpt.LoadOptions(only=["trainer"]),
+        )
+        is not None
+    )
 
 
 def test_overridden_methods_are_called_as_stock_calls_them(tmp_path: Path) -> None:

@@ -61,7 +61,9 @@ class Opens(TrainerCallback):
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         directory = f"{args.output_dir}/checkpoint-{state.global_step}"
         loaded = AutoModelForCausalLM.from_pretrained(directory)
-        saved = smckpt.load(checkpoint_id=directory, only=["model"], no_dist=True)
+        saved = smckpt.load(
+            checkpoint_id=directory, options=smckpt.LoadOptions(only=["model"]), no_dist=True
+        )
         known = weights(loaded)
         self.seen.append(
             (state.global_step, all(torch.equal(known[k], v) for k, v in saved["model"].items()))

@@ -86,7 +86,7 @@ def test_the_best_checkpoint_is_kept_on_another_machine(
         one.train(resume_from_checkpoint=machine == "2")
         best.append(one.state.best_model_checkpoint)
     assert best == [f"{s3_root}/checkpoint-2"] * 2  # the loss falls
-    held = smckpt.load(checkpoint_id=best[0], only=["model"])
+    held = smckpt.load(checkpoint_id=best[0], options=smckpt.LoadOptions(only=["model"]))
     assert held is not None and torch.equal(
         held["model"]["lm_head.weight"], one.model.lm_head.weight
     )

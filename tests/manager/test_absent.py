@@ -24,7 +24,11 @@ def called(call: str, root: str, manager: CheckpointManager) -> str:
     try:
         if call == "load":
             target = {"a": torch.zeros(4)}
-            smckpt.load(target, checkpoint_id=f"{root}/plain", timeout=seconds(TIMEOUT))
+            smckpt.load(
+                target,
+                checkpoint_id=f"{root}/plain",
+                options=smckpt.LoadOptions(timeout=seconds(TIMEOUT)),
+            )
         elif call == "restore":
             manager.restore(into=state)
         elif call == "save":

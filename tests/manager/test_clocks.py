@@ -151,7 +151,8 @@ def _save_alone(root: str, step: int, keep: int | None) -> None:
 
     smckpt.save(
         {"a": torch.full((4,), float(step))}, checkpoint_id=f"{root}/{step}", step=step,
-        process_group=dist.new_group([0], use_local_synchronization=True), groups=[[0]],
+        process_group=dist.new_group([0], use_local_synchronization=True),
+        options=smckpt.SaveOptions(groups=[[0]]),
     )  # fmt: skip
     Retention(RunDirectory(open_storage(root), Template("{step}")), Keep(keep), None).tidy(
         str(step)

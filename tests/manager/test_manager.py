@@ -181,6 +181,7 @@ def test_a_failed_save_is_told_and_nothing_is_deleted(tmp_path: Path) -> None:
         {"interval": 0}, {"interval": 2.5}, {"interval": "often"},
         {"interval": datetime.timedelta(0)}, {"max_consecutive_failures": -1},
         {"max_consecutive_failures": 1, "options": SaveOptions(max_consecutive_failures=2)},
+        {"options": SaveOptions(queue="mine")},  # the manager has a queue of its own
         {"layout": "latest"}, {"keep_last_n": -1},
         {"keep_every": 2}, {"keep_best": ("loss", "best", 1)}, {"keep_best": ("loss", "min", 0)},
     ],

@@ -228,7 +228,12 @@ def test_what_the_checkpoint_lacks_stays_empty_and_is_named(
     empty = on_meta(Partly)
     target = taken(form, model=empty)
     with caplog.at_level(logging.WARNING, "smckpt"):
-        smckpt.load(target, checkpoint_id=tmp_path, check_keys_matched=False, renamed=renamed)
+        smckpt.load(
+            target,
+            checkpoint_id=tmp_path,
+            check_keys_matched=False,
+            options=smckpt.LoadOptions(renamed=renamed),
+        )
     assert empty.linear.bias.is_meta and isinstance(empty.linear.bias, nn.Parameter)
     weight = "old.weight" if renamed else "linear.weight"
     assert torch.equal(empty.linear.weight, full[weight])

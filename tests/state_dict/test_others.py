@@ -143,7 +143,7 @@ def full_load(
     """What differs after a load into a fresh optimizer of other rates, by all ranks."""
     model, optimizer = build(kind, 3)
     target = taken(model, optimizer, form, step=0)
-    smckpt.load(target, checkpoint_id=folder, timeout=60)
+    smckpt.load(target, checkpoint_id=folder, options=smckpt.LoadOptions(timeout=60))
     if twice:
         with smckpt.sm_state_dict_type(model, form):
             model.load_state_dict(target["model"])
@@ -163,7 +163,12 @@ def in_part(folder: str, kind: str, expected: dict[str, Any]) -> list[str]:
     form = smckpt.sm_state_dict_type(model, smckpt.FULL, config, only=lambda fqn: fqn != name)
     with form:
         target = {"model": model.state_dict()}
-    smckpt.load(target, checkpoint_id=folder, check_keys_matched=False, timeout=60)
+    smckpt.load(
+        target,
+        checkpoint_id=folder,
+        check_keys_matched=False,
+        options=smckpt.LoadOptions(timeout=60),
+    )
     now = {k: v for k, v in whole(model, optimizer).items() if k in expected}
     return differences(now, {**expected, first: fresh[first]})
 
@@ -179,7 +184,11 @@ def told_alone(folder: str) -> list[str]:
     log, handler = logging.getLogger("smckpt"), logging.StreamHandler(said)
     log.addHandler(handler)
     smckpt.load(
-        target, checkpoint_id=folder, process_group=group, check_keys_matched=False, timeout=60
+        target,
+        checkpoint_id=folder,
+        process_group=group,
+        check_keys_matched=False,
+        options=smckpt.LoadOptions(timeout=60),
     )
     log.removeHandler(handler)
     told = "call load_state_dict on all ranks" in said.getvalue()

@@ -125,7 +125,12 @@ def test_a_checkpoint_is_saved_and_loaded_by_one_rank(
     queue = secrets.token_hex(4)  # its worker starts now, and so has MSC_CONFIG of this test
     for root in (msc_root, f"local://{tmp_path}/local"):
         for step in (3, 4):  # the second sweeps the first
-            smckpt.save(state(float(step)), checkpoint_id=f"{root}/run", step=step, queue=queue)
+            smckpt.save(
+                state(float(step)),
+                checkpoint_id=f"{root}/run",
+                step=step,
+                options=smckpt.SaveOptions(queue=queue),
+            )
         target = state(0.0)
         newest = smckpt.latest_checkpoint(root)
         assert newest is not None

@@ -56,7 +56,12 @@ def saved_by_two(folder: str) -> list[torch.Tensor]:
             elif kind is smckpt.SHARDED:
                 smckpt.save(state, checkpoint_id=where)
             elif rank == 0:
-                smckpt.save(state, checkpoint_id=where, process_group=groups[0], queue="full")
+                smckpt.save(
+                    state,
+                    checkpoint_id=where,
+                    process_group=groups[0],
+                    options=smckpt.SaveOptions(queue="full"),
+                )
         dist.barrier()
         if rank == 0:
             full = {k: v.clone() for k, v in state["model"].items()}

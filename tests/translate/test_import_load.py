@@ -34,11 +34,15 @@ def zeroed(model: Any) -> Any:
 
 def load(model: Any, place: Path, degrees: Any, kind: Any = None) -> Any:
     if kind is None:
-        smckpt.load({"model": model.state_dict()}, checkpoint_id=place, parallel_state=degrees)
+        smckpt.load(
+            {"model": model.state_dict()},
+            checkpoint_id=place,
+            options=smckpt.LoadOptions(parallel_state=degrees),
+        )
         return model
     with sm_state_dict_type(model, kind):
         state = {"model": model.state_dict()}
-    smckpt.load(state, checkpoint_id=place, parallel_state=degrees)
+    smckpt.load(state, checkpoint_id=place, options=smckpt.LoadOptions(parallel_state=degrees))
     with sm_state_dict_type(model, kind):
         model.load_state_dict(state["model"])
     return model
@@ -49,7 +53,7 @@ def save(model: Any, place: Path, degrees: Any, kind: Any = None) -> None:
     if kind is not None:
         with sm_state_dict_type(model, kind):
             state = {"model": model.state_dict()}
-    smckpt.save(state, checkpoint_id=place, parallel_state=degrees)
+    smckpt.save(state, checkpoint_id=place, options=smckpt.SaveOptions(parallel_state=degrees))
 
 
 # -- on 4 ranks ------------------------------------------------------------------------------------

@@ -326,7 +326,7 @@ def _check_step(
                 f"save {manifest.number} of one group would be committed with save {first.number} "
                 "of another group, and the two may be different steps",
                 remedy="restart the job; all groups must save equally often, so give a save that "
-                "only some groups make a queue= of its own",
+                "only some groups make a SaveOptions(queue=) of its own",
                 path=url,
             )
         way = manifest.record

@@ -100,7 +100,7 @@ class ParallelCoordinates:
                 f"{row.key}: each rank saved a tensor of its own, and it is not known whose "
                 f"tensor this rank needs: {self.unknown}",
                 remedy="build the model with the degrees of the checkpoint, and pass them as "
-                "parallel_state=",
+                "LoadOptions(parallel_state=)",
                 path=url,
                 rank=rank,
             )
@@ -445,8 +445,8 @@ def ambiguous(name: str, one: Entry, other: Entry, url: str, rank: int) -> Topol
         f"{name} was saved by ranks {ranks(one)} and separately by ranks {ranks(other)}: the "
         "checkpoint does not say whether these are copies of one tensor or different tensors",
         remedy="load each group from its own directory, on the ranks and meshes that saved it; "
-        "to be able to reshard, save with parallel_state=, save DTensors, or include the replicas "
-        "in the mesh",
+        "to be able to reshard, save with SaveOptions(parallel_state=), save DTensors, or include "
+        "the replicas in the mesh",
         path=url,
         rank=rank,
     )

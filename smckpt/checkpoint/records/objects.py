@@ -195,8 +195,8 @@ class _Encoder:
                 remedy += "call smckpt.state_dict.register_value_class on its class on both sides"
             else:
                 remedy += (
-                    "pass allow_objects=[its type] and torch.serialization.add_safe_globals on "
-                    "both sides"
+                    "pass SaveOptions(allow_objects=[its type]), and call "
+                    "torch.serialization.add_safe_globals on both sides"
                 )
             raise StateError(
                 f"the {class_name(type(value))} at {path or 'the top'} cannot be stored without "

@@ -153,7 +153,7 @@ class Loader:
         with self._lock:
             number, self._numbers = self._numbers, self._numbers + 1
             count, self._loads = self._loads, self._loads + 1  # the other groups count too
-        meeting = self.membership.meeting(request.timeout)
+        meeting = self.membership.meeting(request.options.timeout)
         # Each concurrent load has a selector of its own. The selector of an earlier load already
         # knows most of this state.
         selector = self._selectors.pop() if self._selectors else Selector(self.group.rank)
@@ -161,7 +161,11 @@ class Loader:
             while True:
                 again = f"/again-{clock.begun_anew}" if clock.begun_anew else ""
                 rounds = Rounds(
-                    meeting, None, f"load/{number}{again}", f"load/{count}{again}", request.timeout
+                    meeting,
+                    None,
+                    f"load/{number}{again}",
+                    f"load/{count}{again}",
+                    request.options.timeout,
                 )
                 try:
                     with _untouched_on_failure(state_dict):
@@ -296,17 +300,21 @@ class Loader:
     def _step(self, entries: Sequence[Entry] | None, request: LoadRequest) -> Meeting | None:
         """The meeting of all groups of the step, for the rank that speaks for its group. Without
         entries (if the selection failed) it is known only if the caller named the groups."""
-        if entries is None and request.groups is None and request.parallel_state is None:
+        if (
+            entries is None
+            and request.options.groups is None
+            and request.options.parallel_state is None
+        ):
             return None
         partition = partition_of(
             self.group,
             entries or (),
-            groups=request.groups,
-            parallel_state=request.parallel_state,
+            groups=request.options.groups,
+            parallel_state=request.options.parallel_state,
         )
         if partition.alone or self.group.index != 0:
             return None
-        return self.membership.of_step(partition.groups, partition.mine, request.timeout)
+        return self.membership.of_step(partition.groups, partition.mine, request.options.timeout)
 
     def choose(self, target: LoadTarget, request: LoadRequest, rounds: Rounds) -> Chosen:
         """Choose the commit that this load follows. One rank of the group looks and sends the name
@@ -387,7 +395,7 @@ class Loader:
             return f"{100 * done[0] // done[1]}% is read from {request.directory} on this rank"
 
         # more than sixteen gained nothing on sixteen processors
-        threads = request.threads or min(max(share_of_processors(), 4), 16)
+        threads = request.options.threads or min(max(share_of_processors(), 4), 16)
         threads = max(threads, request.storage.read_threads)
         on_device = any(isinstance(buffer, OnDevice) for buffer in planned.memory.buffers)
         with (
@@ -400,7 +408,7 @@ class Loader:
                 planned.memory.buffers,
                 planned.catalogue.readers,
                 threads=threads,
-                preverify=request.preverify,
+                preverify=request.options.preverify,
                 progress=progress,
                 ring=ring,
             )

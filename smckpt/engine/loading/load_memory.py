@@ -214,7 +214,8 @@ def whole_state(
     if lacking := set(only or ()) - {str(path[0]) for path in leaves}:
         had = sorted({str(t.path[0]) for t in catalogue.logical.values()})
         raise KeysMismatchError(
-            f"only= names {sorted(lacking)}, which was not saved; the saved keys are {had[:12]}",
+            f"LoadOptions(only=) names {sorted(lacking)}, which was not saved; the saved keys are "
+            f"{had[:12]}",
             remedy="name top keys of the saved state",
             path=catalogue.url,
             rank=group.rank,
@@ -238,6 +239,7 @@ def _room(catalogue: Catalogue, path: Path, dtype: str, shape: Sequence[int]) ->
     except RuntimeError as error:  # torch has no class of its own for it
         raise MemoryBudgetError(
             f"there is no memory for {dotted(path)!r} {list(shape)}: {error}",
-            remedy="name the keys that are needed with only=, or load into sharded tensors",
+            remedy="name the keys that are needed with LoadOptions(only=), or load into sharded "
+            "tensors",
             path=catalogue.url,
         ) from error

@@ -27,67 +27,109 @@ from smckpt.state_dict.parts import make_state, match
 from smckpt.state_dict.restore import gathered_parts, make_extra_state
 from smckpt.state_dict.select import Selection, Selector
 from smckpt.storage import Access, Storage
+from smckpt.topology import ParallelState
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["LoadPlan", "LoadRequest", "LoadTarget", "plan_of", "refuse_spare", "unread"]
+__all__ = [
+    "LoadOptions",
+    "LoadPlan",
+    "LoadRequest",
+    "LoadTarget",
+    "plan_of",
+    "refuse_spare",
+    "unread",
+]
 
 log = logging.getLogger("smckpt")
 
 
 @dataclass(frozen=True)
+class LoadOptions:
+    """Options of a load. The defaults suit a cluster; each line says when to change it.
+
+    only: the top keys to load. With a target they are the target's; then no warning names what else
+        is saved. Name some to leave the others in the checkpoint.
+    renamed: the names that parameters or modules of the target have in the checkpoint, such as
+        {"backbone": "encoder"}; all that is below a module follows it. The first that fits counts.
+        For models: an optimizer's state is refused.
+    preverify: read everything twice, the first time only to check, so that a bad block leaves the
+        targets untouched.
+    threads: reading threads per rank; None: one for each of the host's processors that are this
+        rank's share, 4 to 16. A rank with one processor first reads in the calling thread, and
+        starts the others when it waits for a file system's data.
+    timeout: how many seconds each meeting of the ranks may take. Raise it for very slow storage;
+        lower it to notice a dead peer sooner.
+    groups: as in `SaveOptions`.
+    parallel_state: as in `SaveOptions`. If ranks saved plain tensors of their own (tensor or expert
+        parallelism), it decides whose tensors this rank takes. A job of another size must pass it.
+    """
+
+    only: Sequence[str] | None = None
+    renamed: Mapping[str, str] | None = None
+    preverify: bool = False
+    threads: int | None = None
+    timeout: float = 1800.0
+    groups: Sequence[Sequence[int]] | None = None
+    parallel_state: ParallelState | None = None
+
+    def __post_init__(self) -> None:
+        names = [name for pair in dict(self.renamed or {}).items() for name in pair]
+        count = "pass a positive number, or leave it out"
+        for field, right, remedy in (
+            ("only", not isinstance(self.only, str), "pass a list of top keys"),
+            (
+                "renamed",
+                all(isinstance(name, str) and name for name in names),
+                "pass {name in the target: name in the checkpoint}",
+            ),
+            ("preverify", isinstance(self.preverify, bool), "pass True or False"),
+            ("threads", self.threads is None or _positive(self.threads, int), count),
+            ("timeout", _positive(self.timeout, (int, float)), count),
+            (
+                "parallel_state",
+                isinstance(self.parallel_state, (ParallelState, type(None))),
+                "pass a smckpt.ParallelState",
+            ),
+        ):
+            if not right:
+                raise UsageError(f"{field} is {getattr(self, field)!r}", remedy=remedy)
+
+
+def _positive(value: Any, kinds: Any) -> bool:
+    return isinstance(value, kinds) and value > 0
+
+
+@dataclass(frozen=True)
 class LoadRequest:
-    """The checked arguments of a call of `load`. keys: its `check_keys_matched`. only: the top keys
-    to load; those of the target, if there is one. renamed: name in the target → name in the
-    checkpoint. refusal: why the call fails, for the peers."""
+    """The checked arguments of a call of `load`. keys: its `check_keys_matched`. refusal: why the
+    call fails, for the peers."""
 
     directory: str
     access: Access
     keys: bool | Literal["target"]
-    preverify: bool
-    threads: int | None
-    timeout: float
-    groups: Any
-    parallel_state: Any
-    only: Sequence[str] | None = None
-    renamed: Mapping[str, str] | None = None
+    options: LoadOptions
     refusal: Exception | None = None
 
     def __post_init__(self) -> None:
-        for name, value, kinds in (
-            ("threads", 1 if self.threads is None else self.threads, int),
-            ("timeout", self.timeout, (int, float)),
-        ):
-            if not isinstance(value, kinds) or value <= 0:
-                raise UsageError(
-                    f"{name} is {value!r}", remedy="pass a positive number, or leave it out"
-                )
         if self.keys not in (True, False, "target"):
             raise UsageError(
                 f"check_keys_matched is {self.keys!r}", remedy='pass True, False or "target"'
-            )
-        pairs = dict(self.renamed or {}).items()
-        if not all(isinstance(name, str) and name for pair in pairs for name in pair):
-            raise UsageError(
-                f"renamed is {self.renamed!r}",
-                remedy="pass {name in the target: name in the checkpoint}",
             )
 
     def refuse_target(self, target: Any) -> None:
         """
         Raises:
-            UsageError: an argument that this target, or none, cannot honour.
+            UsageError: an option that this target, or none, cannot honour.
         """
-        if isinstance(self.only, str) or (
-            self.only is not None and target is not None and {*self.only} != {*target}
-        ):
-            keys = "" if target is None else f", and there is a target with {[*target]}"
+        only, renamed = self.options.only, self.options.renamed
+        if only is not None and target is not None and {*only} != {*target}:
             raise UsageError(
-                f"only is {self.only!r}{keys}",
-                remedy="pass a list of top keys, without a target; or a target with those keys",
+                f"only is {only!r}, and there is a target with {[*target]}",
+                remedy="pass the keys without a target, or a target with those keys",
             )
-        if self.renamed is None:
+        if renamed is None:
             return
         if target is None:
             raise UsageError(
@@ -97,7 +139,7 @@ class LoadRequest:
         if any(True for _ in optimizer_dicts(target)):
             raise UsageError(
                 "renamed is given, and the target has an optimizer's state",
-                remedy="load the model alone with renamed=; its optimizer starts anew",
+                remedy="load the model alone with LoadOptions(renamed=); its optimizer starts anew",
             )
 
     @property
@@ -158,13 +200,15 @@ def plan_of(
     state_dict, selection = target.state_dict, target.selection
     saved = followed_rank(catalogue.object_ranks, group.rank, group.ranks)
     coordinates = ParallelCoordinates.of(
-        catalogue, request.parallel_state, group.rank, group.world_size
+        catalogue, request.options.parallel_state, group.rank, group.world_size
     )
     by_key = state_dict is not None and catalogue.kind == "LOCAL"
     objects: dict[str, tuple[Path, Any]] | None = None
     settled: frozenset[Path] = frozenset()
     if state_dict is None:
-        state_dict, tensors = whole_state(catalogue, saved, group, coordinates, request.only)
+        state_dict, tensors = whole_state(
+            catalogue, saved, group, coordinates, request.options.only
+        )
         selection = target.selector.select(tensors)
     else:
         assert selection is not None  # otherwise all ranks have raised
@@ -185,7 +229,7 @@ def plan_of(
         if renewed:
             selection = target.selector.select(state_dict)
         match(selection.objects, objects, request.strict)
-    by_key = by_key and selection.kind in ("LOCAL", None) and not request.renamed
+    by_key = by_key and selection.kind in ("LOCAL", None) and not request.options.renamed
     tops = tuple(sorted(map(str, state_dict)))
     if objects is not None and any(len(entry.path) == 1 for entry in selection.entries):
         tops = ("", *tops)  # tensors at the top are one part, called ""
@@ -217,8 +261,8 @@ def _read_plan(
     state_dict: Any,
 ) -> ReadPlan:
     rank, ranks = group.rank, group.ranks
-    if request.renamed:
-        entries = tuple(_as_saved(entry, request.renamed) for entry in selection.entries)
+    if request.options.renamed:
+        entries = tuple(_as_saved(entry, request.options.renamed) for entry in selection.entries)
         selection = replace(selection, entries=entries)
     other: CheckpointError | None = None
     if by_key:  # each rank compares its keys with those of one saved rank
@@ -261,7 +305,7 @@ def unread(planned: LoadPlan, request: LoadRequest) -> Iterator[torch.Tensor]:
         return
     missing = set(planned.plan.missing)
     for entry, tensor in zip(planned.selection.entries, planned.selection.tensors, strict=True):
-        saved = _as_saved(entry, request.renamed) if request.renamed else entry
+        saved = _as_saved(entry, request.options.renamed) if request.options.renamed else entry
         if not missing.isdisjoint((saved.key, *map(saved.logical_name, saved.fqns))):
             yield tensor
 
@@ -341,7 +385,7 @@ def _asked_for(
     tensors = (tensor.path for tensor in catalogue.logical.values())
     left = {str(path[0]) for path in tensors if not _under(path, tops)}
     left |= {str(path[0]) for path, _ in objects.values()} - {*tops}
-    if left and group.index == 0 and request.keys != "target" and request.only is None:
+    if left and group.index == 0 and request.keys != "target" and request.options.only is None:
         names = ", ".join(sorted(left)[:12])
         log.warning(
             "not loaded from %s, because the target has no such keys: %s", request.directory, names

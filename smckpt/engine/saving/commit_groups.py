@@ -119,8 +119,7 @@ class Steps:
             f"rank {rank} gave up save {number}, or made it without this group, before this rank "
             "joined it",
             remedy="find out what delayed this rank; give saves that not all groups make a "
-            "queue= of "
-            "their own",
+            "SaveOptions(queue=) of their own",
             rank=rank,
         )
         meeting.refuse(f"ticket/{number}", error)
@@ -145,6 +144,6 @@ def refuse_unequal(job: SaveJob, groups: dict[int, GroupSave]) -> None:
             f"group {names[0]} made {groups[most].least} saves in this queue without the other "
             f"groups of this step, group {names[1]} made {groups[least].most}: it is not known "
             "which saves belong together",
-            remedy="give saves that not all groups make a queue= of their own",
+            remedy="give saves that not all groups make a SaveOptions(queue=) of their own",
             path=job.request.directory,
         )

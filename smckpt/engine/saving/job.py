@@ -10,10 +10,11 @@ import operator
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from smckpt.calls import changed
 from smckpt.checkpoint.records.prefixes import prefix_sharding_for
 from smckpt.engine.groups import Partition
 from smckpt.engine.saving.alarms import Alarms, Last
@@ -24,6 +25,7 @@ from smckpt.meeting.group import Group
 from smckpt.staging.copies import Stager
 from smckpt.storage import Access, Storage
 from smckpt.storage.budget import Share
+from smckpt.topology import ParallelState
 
 __all__ = [
     "SaveHandle",
@@ -62,6 +64,15 @@ class SaveOptions:
     per_rank: globs of names of counters that differ between ranks on purpose, such as
         "optimizer.step" if each rank steps as it likes. Other counters that differ refuse the save,
         because a rank would bring another step than the others.
+    queue: a name. The saves of one queue are made in order; queues are independent. Give each
+        thread that saves a queue of its own.
+    metadata: a dict to record; JSON must be able to hold it.
+    groups: the groups (lists of global ranks) that make a step together. It is needed only if
+        neither `parallel_state` nor the model's sharding says so.
+    parallel_state: a `ParallelState`. It is recorded, and its replication groups make the step.
+    on_commit: called once after the commit, on the coordinator, in the background. An exception in
+        it is logged.
+    allow_objects: types that may be stored with `torch.save` although they are not plain data.
     """
 
     timeout: float = 1800.0
@@ -72,6 +83,12 @@ class SaveOptions:
     staging: Literal["block", "overlap", "auto"] = "block"
     alarms: Alarms = field(default_factory=Alarms)
     per_rank: tuple[str, ...] = ()
+    queue: str = "default"
+    metadata: dict[str, Any] | None = None
+    groups: Sequence[Sequence[int]] | None = None
+    parallel_state: ParallelState | None = None
+    on_commit: Callable[[SaveHandle], None] | None = None
+    allow_objects: Sequence[type] = ()
 
     def __post_init__(self) -> None:
         if self.timeout <= 0:
@@ -95,6 +112,17 @@ class SaveOptions:
         if isinstance(self.per_rank, str) or not all(isinstance(n, str) for n in self.per_rank):
             raise UsageError(f"per_rank is {self.per_rank!r}", remedy="pass a tuple of globs")
         object.__setattr__(self, "per_rank", tuple(self.per_rank))
+        for name, right in (
+            ("queue", isinstance(self.queue, str) and self.queue != ""),
+            ("metadata", isinstance(self.metadata, (dict, type(None)))),
+            ("parallel_state", isinstance(self.parallel_state, (ParallelState, type(None)))),
+            ("on_commit", self.on_commit is None or callable(self.on_commit)),
+            ("allow_objects", all(isinstance(kind, type) for kind in self.allow_objects)),
+        ):
+            if not right:
+                raise UsageError(
+                    f"{name} is {getattr(self, name)!r}", remedy="see smckpt.SaveOptions"
+                )
 
 
 @dataclass(frozen=True)
@@ -104,36 +132,12 @@ class SaveRequest:
     directory: str
     coordinator: int
     step: int | None
-    metadata: dict[str, Any]
-    topology: dict[str, Any] | None
-    groups: Any
-    parallel_state: Any
-    on_commit: Callable[[SaveHandle], None] | None
-    allow_objects: tuple[type, ...]
     options: SaveOptions
     access: Access
 
     def __post_init__(self) -> None:
-        for name, value, right in (
-            ("options", self.options, isinstance(self.options, SaveOptions)),
-            ("metadata", self.metadata, isinstance(self.metadata, dict)),
-            ("on_commit", self.on_commit, self.on_commit is None or callable(self.on_commit)),
-            ("allow_objects", self.allow_objects, all(map(_is_type, self.allow_objects))),
-        ):
-            if not right:
-                raise UsageError(
-                    f"{name} is {value!r}",
-                    remedy="see the arguments of smckpt.async_save",
-                    path=self.directory,
-                )
         if self.directory:
             prefix_sharding_for(self.storage)  # raises here, before anything is staged
-
-    @classmethod
-    def refused(cls, coordinator: int, options: Any, groups: Any) -> SaveRequest:
-        """The request for a call with impossible arguments, so that its peers hear of the error."""
-        known = options if isinstance(options, SaveOptions) else SaveOptions()
-        return cls("", coordinator, None, {}, None, groups, None, None, (), known, Access())
 
     @property
     def storage(self) -> Storage:
@@ -141,7 +145,7 @@ class SaveRequest:
         return self.access.open(self.directory)
 
     def recorded(self) -> dict[str, Any]:
-        """A copy of `step` and `metadata` as JSON values, so that the caller may change them later.
+        """A copy of what the part records, as JSON values, so that the caller may change it later.
 
         Raises:
             UsageError: JSON cannot hold them.
@@ -154,17 +158,15 @@ class SaveRequest:
                 remedy="pass a whole number",
             ) from None
         try:
-            metadata = json.loads(json.dumps(self.metadata, allow_nan=False))
+            metadata = json.loads(json.dumps(self.options.metadata or {}, allow_nan=False))
         except (TypeError, ValueError) as error:
             raise UsageError(
-                f"JSON cannot hold metadata=: {error}",
+                f"JSON cannot hold SaveOptions(metadata=): {error}",
                 remedy="pass text, finite numbers, lists and dicts; put other values in the state",
             ) from error
-        return {"step": step, "metadata": metadata}
-
-
-def _is_type(value: Any) -> bool:
-    return isinstance(value, type)
+        degrees = self.options.parallel_state
+        topology = None if degrees is None else degrees.to_json()
+        return {"step": step, "metadata": metadata, "topology": topology}
 
 
 @dataclass(frozen=True)
@@ -396,6 +398,12 @@ def options_of(options: SaveOptions | None, failures: int | None, timeout: float
         UsageError: they contradict each other.
     """
     given = SaveOptions(timeout=timeout) if options is None else options
+    own = "queue", "metadata", "groups", "parallel_state", "on_commit"
+    if names := [f"{name}=" for name in own if name in changed(given)]:
+        raise UsageError(
+            f"SaveOptions({', '.join(names)}) has no effect in the options of a manager",
+            remedy="leave it out: the manager's own arguments and those of its `save` say it",
+        )
     if failures is None:
         return given
     if given.max_consecutive_failures:

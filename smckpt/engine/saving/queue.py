@@ -91,7 +91,7 @@ class SaveQueue:
         if threading.current_thread() is self._thread:
             raise UsageError(
                 "on_commit began a save in its own queue, which would wait for itself",
-                remedy="save from the training loop, or with a queue= of its own",
+                remedy="save from the training loop, or with SaveOptions(queue=) of its own",
             )
         with self._front:
             return self._submit(state_dict, request, refusal)
@@ -333,11 +333,11 @@ class SaveQueue:
             bytes_text(committed.nbytes / max(seconds, 1e-9)),
             handle.checkpoint_id,
         )
-        if job.request.on_commit is None:
+        if job.request.options.on_commit is None:
             return
         handle._announced_by = threading.get_ident()
         try:
-            job.request.on_commit(handle)
+            job.request.options.on_commit(handle)
         except BaseException:  # also sys.exit, which would end this thread unnoticed
             log.exception("on_commit of save %d raised; the save is committed", handle.number)
         finally:

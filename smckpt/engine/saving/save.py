@@ -128,7 +128,7 @@ class Saver:
             job.moment = moment_of(
                 request.directory,
                 job.handle.step,
-                request.metadata,
+                request.options.metadata or {},
                 selection,
                 request.options.per_rank,
             )
@@ -177,8 +177,8 @@ class Saver:
             self._partition = partition_of(
                 self.group,
                 entries,
-                groups=request.groups,
-                parallel_state=request.parallel_state,
+                groups=request.options.groups,
+                parallel_state=request.options.parallel_state,
             )
             self._partition_from = entries, named
         job.partition = self._partition
@@ -302,7 +302,8 @@ class Saver:
             job.request = replace(job.request, coordinator=known)  # it tells the others
             raise UsageError(
                 f"coordinator_rank is {asked}, but it was {known} in earlier saves",
-                remedy="pass the same coordinator_rank in every save, or use another queue=",
+                remedy="pass the same coordinator_rank in every save, or another "
+                "SaveOptions(queue=)",
                 rank=self.group.rank,
             )
 
@@ -312,14 +313,15 @@ class Saver:
         request = job.request
         if refusal is not None and self._coordinator is not None:
             job.request = replace(request, coordinator=self._coordinator)
-        named = request.groups is not None or request.parallel_state is not None
+        options = request.options
+        named = options.groups is not None or options.parallel_state is not None
         known = self._partition_from[1] if self._partition_from is not None else None
         if self._partition is not None and (not named or _named(request) == known):
             return self._partition
         if not named:
             return Partition((self.group.ranks,), 0)
         return partition_of(
-            self.group, (), groups=request.groups, parallel_state=request.parallel_state
+            self.group, (), groups=options.groups, parallel_state=options.parallel_state
         )
 
     def _part(
@@ -329,7 +331,7 @@ class Saver:
         objects = {
             leaf.key: {
                 "path": list(leaf.path),
-                "value": encode_object(leaf.value, request.allow_objects, leaf.key),
+                "value": encode_object(leaf.value, request.options.allow_objects, leaf.key),
             }
             for leaf in selection.objects
         }
@@ -340,7 +342,6 @@ class Saver:
             kind=selection.kind,
             objects=objects,
             optimizers=selection.optimizers,
-            topology=request.topology,
             versions={"torch": str(torch.__version__)},
             **request.recorded(),
         )
@@ -427,7 +428,8 @@ class Saver:
 
 def _named(request: SaveRequest) -> object:
     """What the caller passed about groups."""
-    return request.parallel_state, repr(request.groups)  # the object: an id may be reused
+    options = request.options
+    return options.parallel_state, repr(options.groups)  # the object: an id may be reused
 
 
 def _changed(known: tuple[object, object] | None, now: tuple[object, object]) -> bool:

@@ -23,7 +23,6 @@ from smckpt.integrations.lightning.s3 import (
 from smckpt.integrations.lightning.saves import (
     Saves,
     device_of,
-    own_group,
     refuse_storage_options,
     written_by_lightning,
 )
@@ -54,7 +53,6 @@ class SmckptCheckpointIO(CheckpointIO):  # type: ignore[misc]
     ) -> None:
         self.async_checkpointing = async_checkpointing
         self.saves = Saves({"storage": storage})
-        self._own: dict[str, Any] | None = None
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
@@ -72,7 +70,7 @@ class SmckptCheckpointIO(CheckpointIO):  # type: ignore[misc]
             os.fspath(path),
             wait=not self.async_checkpointing,
             step=checkpoint.get("global_step"),
-            **self._own_group(),
+            no_dist=True,  # Lightning saves on rank 0 alone
         )
 
     def load_checkpoint(
@@ -100,7 +98,7 @@ class SmckptCheckpointIO(CheckpointIO):  # type: ignore[misc]
                     remedy="pass the path of a checkpoint; smckpt ls shows those below a directory",
                     path=location,
                 )
-            state = self.saves.load(location, **self._own_group())
+            state = self.saves.load(location, no_dist=True)
         except CheckpointNotFoundError as error:
             return self._other(location, map_location, weights_only, error)
         checkpoint = checkpoint_of(state, weights_only)
@@ -123,11 +121,6 @@ class SmckptCheckpointIO(CheckpointIO):  # type: ignore[misc]
             SaveFailedError: the last save was not committed.
         """
         self.saves.finish()
-
-    def _own_group(self) -> dict[str, Any]:
-        if self._own is None:
-            self._own = own_group()
-        return self._own
 
     def _other(
         self, location: str, map_location: Any, weights_only: bool | None, error: Exception

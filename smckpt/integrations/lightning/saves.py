@@ -17,21 +17,18 @@ from typing import Any
 
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
-from torch import distributed as dist
 
 import smckpt
 from smckpt.checkpoint.records.format import parse_name
 from smckpt.engine.saving.job import SaveHandle
 from smckpt.errors import CheckpointError, CheckpointNotFoundError, StorageError, UsageError
 from smckpt.integrations.replaced import remove_or_keep
-from smckpt.meeting.group import group_at
 from smckpt.storage import Storage, open_storage
 from smckpt.storage.urls import is_local, is_s3_url, local_path, parent_url
 
 __all__ = [
     "Saves",
     "device_of",
-    "own_group",
     "refuse_storage_options",
     "written_by_lightning",
 ]
@@ -39,6 +36,7 @@ __all__ = [
 log = logging.getLogger("smckpt")
 
 _QUEUE = "lightning"
+_OPTIONS = smckpt.SaveOptions(queue=_QUEUE)
 _REMOVAL_SECONDS = 600.0
 
 
@@ -74,7 +72,7 @@ class Saves:
             with contextlib.suppress(OSError):
                 os.makedirs(os.path.dirname(local_path(path)), exist_ok=True)
         handle = smckpt.async_save(
-            state, checkpoint_id=path, queue=_QUEUE, **self._s3(path), **arguments
+            state, checkpoint_id=path, options=_OPTIONS, **self._s3(path), **arguments
         )
         assert handle is not None
         self._settled = settled = threading.Event()
@@ -190,14 +188,6 @@ class Saves:
         storage = open_storage(path, **self._s3(path))
         storage.delete_many([one.name for one in storage.list() if parse_name(one.name)])
         storage.remove_directory()
-
-
-def own_group() -> dict[str, Any]:
-    """Arguments for a save or a load of this rank alone. Lightning saves on rank 0 alone."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return {}
-    own = [dist.get_rank()]
-    return {"process_group": group_at(own), "groups": [own]}
 
 
 def refuse_storage_options(given: Any) -> None:

@@ -114,7 +114,8 @@ class _ThroughSmckpt:
                 target[optimizer_key(index)] = self.optimizer_state(optimizer)
         strict = self.lightning_module.strict_loading
         self.saves.load(path, target, check_keys_matched=strict)
-        return rest_of(self.saves.load(path, only=LIGHTNING_KEYS), weights_only)
+        rest = self.saves.load(path, options=smckpt.LoadOptions(only=LIGHTNING_KEYS))
+        return rest_of(rest, weights_only)
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove it when the save that replaces it is committed."""

@@ -92,7 +92,7 @@ class State:
             self._undo = extend_torch_config(parallel_state=lambda: self.parallel).undo
 
     def of_step(self, process_group: Any) -> dict[str, Any]:
-        """The groups of a step with this one, as arguments of `smckpt.async_save` and `load`."""
+        """The groups of a step with this one, as options of a save or a load."""
         if self.parallel is None:
             return {}
         ranks, ranker = get_global_ranks(process_group), self.parallel.ranker

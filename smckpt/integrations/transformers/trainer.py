@@ -130,11 +130,12 @@ class SmckptTrainerMixin:
             stock_log.info(f"Saving model checkpoint to {directory}")
         self._note_best(run, step)
         self._note_callbacks()
+        after = self._after_commit(run, step, before, bool(writers) and not looked_at)
         handle = smckpt.async_save(
             self._state_to_save(),
             checkpoint_id=self._place(directory),
             step=step,
-            on_commit=self._after_commit(run, step, before, bool(writers) and not looked_at),
+            options=smckpt.SaveOptions(on_commit=after),
             **self.smckpt_arguments,
         )
         if looked_at:
@@ -470,10 +471,9 @@ class SmckptTrainerMixin:
         return keys
 
     def _load(self, target: Any, directory: str, **more: Any) -> Any:
-        only = more.pop("only", None if target is None else [*target])
-        return smckpt.load(
-            target, checkpoint_id=self._place(directory), only=only, **more, **self.smckpt_arguments
-        )
+        more["options"] = smckpt.LoadOptions(only=more.pop("only", target and [*target]))
+        place = self._place(directory)
+        return smckpt.load(target, checkpoint_id=place, **more, **self.smckpt_arguments)
 
     def _value(self, directory: str, key: str) -> Any:
         resumed = self._smckpt_resumed

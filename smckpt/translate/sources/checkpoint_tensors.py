@@ -67,7 +67,7 @@ def stages_of(catalogue: Catalogue, pp: int | None) -> int:
         if pp not in (None, 1):
             raise UsageError(
                 f"pp={pp}, but the checkpoint does not record which stage each rank belongs to",
-                remedy="save with parallel_state=, or export the files of ranks",
+                remedy="save with SaveOptions(parallel_state=), or export the files of ranks",
                 path=catalogue.url,
             )
         return 1
@@ -212,7 +212,8 @@ class CheckpointTensors:
             raise TopologyError(
                 f"ranks saved tensors of their own as {name}, but the checkpoint does not record "
                 "which tensor-parallel rank each belongs to",
-                remedy="save with parallel_state=, or export the files of single ranks",
+                remedy="save with SaveOptions(parallel_state=), or export the files of single "
+                "ranks",
                 path=self.url,
             )
 
@@ -267,9 +268,9 @@ class CheckpointTensors:
                     f"ranks {sources[0].holders[0]} and {source.holders[0]} are both (tp, ep) "
                     f"{block.source[1:]} in the recorded topology, but their {block.source.name} "
                     "differ",
-                    remedy="save with the job's true parallel_state= (and its order=: Megatron "
-                    "counts expert-parallel before context-parallel ranks), or export the ranks' "
-                    "files",
+                    remedy="save with the job's true SaveOptions(parallel_state=) (and its order=: "
+                    "Megatron counts expert-parallel before context-parallel ranks), or export the "
+                    "ranks' files",
                     path=self.url,
                 )
 

@@ -53,8 +53,8 @@ class Degrees:
             raise UsageError(
                 f"tp={tp}, ep={ep} and etp={etp} need {least} ranks, but {tp * columns} are "
                 "recorded",
-                remedy="save with a parallel_state= whose tensor- and expert-parallel degrees "
-                "have that product",
+                remedy="save with SaveOptions(parallel_state=) whose tensor- and expert-parallel "
+                "degrees have that product",
             )
         return cls(tp, ep, etp, columns)
 

@@ -86,7 +86,7 @@ def test_a_load_takes_no_image_of_the_state_on_the_host(tmp_path: Path) -> None:
     smckpt.save(saved, checkpoint_id=tmp_path / "c")
     target = {"w": torch.zeros(1 << 30, dtype=torch.int32, device="cuda")}
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    smckpt.load(target, checkpoint_id=tmp_path / "c", threads=8)
+    smckpt.load(target, checkpoint_id=tmp_path / "c", options=smckpt.LoadOptions(threads=8))
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     assert torch.equal(target["w"], saved["w"])
     assert grown < 1 << 20  # KiB: its 13 slots have 208 MiB

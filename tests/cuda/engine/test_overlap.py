@@ -55,12 +55,10 @@ def begin(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[
         return Busy(device) if device.type == "cuda" else None
 
     monkeypatch.setattr(api._RUNTIME, "overlap", Overlap(stream_of))
-    queue, options = f"overlap-{next(QUEUES)}", smckpt.SaveOptions(staging="auto")
+    options = smckpt.SaveOptions(staging="auto", queue=f"overlap-{next(QUEUES)}")
 
     def begun(state: dict[str, Any], name: str = "c") -> Any:
-        handle = smckpt.async_save(
-            state, checkpoint_id=tmp_path / name, queue=queue, options=options
-        )
+        handle = smckpt.async_save(state, checkpoint_id=tmp_path / name, options=options)
         assert handle is not None
         return handle
 

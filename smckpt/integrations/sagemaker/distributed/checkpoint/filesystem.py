@@ -83,7 +83,7 @@ class DistributedFileSystemWriter(smckpt.DistributedFileSystemWriter):
         return super().write_data(plan, planner)
 
     def hooked(self, process_group: Any, coordinator_rank: int | None) -> dict[str, Any]:
-        """The arguments of `smckpt.async_save` that run the hooks before the write."""
+        """The options of a save that run the hooks before the write."""
         import torch.distributed as dist
 
         ranks = smckpt.get_global_ranks(process_group)
@@ -97,7 +97,7 @@ class DistributedFileSystemWriter(smckpt.DistributedFileSystemWriter):
             copy_all(copies)
             self._run(self._before)
 
-        return {"options": smckpt.SaveOptions(stager=stager)}
+        return {"stager": stager}
 
     def after(self, handle: smckpt.SaveHandle) -> Future[None]:
         """Start the hooks that follow the commit."""

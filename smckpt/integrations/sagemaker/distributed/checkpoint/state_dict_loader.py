@@ -34,7 +34,7 @@ def load(
     Raises:
         As `smckpt.load`.
     """
-    told = state.of_step(process_group) if planner is None else {}
+    options = smckpt.LoadOptions(**state.of_step(process_group)) if planner is None else None
     smckpt.load(
         state_dict,
         checkpoint_id=checkpoint_id,
@@ -43,6 +43,6 @@ def load(
         process_group=process_group,
         check_keys_matched=check_keys_matched,
         coordinator_rank=coordinator_rank,
+        options=options,
         storage=store_options(s3_region, s3client_config),
-        **told,
     )

@@ -62,13 +62,13 @@ def async_save(
             remedy="pass an AsyncCallsQueue() of torch.sagemaker, or leave it out",
         )
     chosen = queue or DEFAULT_ASYNC_REQUEST_QUEUE
-    told: dict[str, Any] = {}
+    given: dict[str, Any] = {}
     if planner is None and isinstance(
         storage_writer, (type(None), smckpt.DistributedFileSystemWriter)
     ):
-        told = state.of_step(process_group)
+        given = state.of_step(process_group)
         if isinstance(storage_writer, DistributedFileSystemWriter):
-            told |= storage_writer.hooked(process_group, coordinator_rank)
+            given |= storage_writer.hooked(process_group, coordinator_rank)
     handle = smckpt.async_save(
         state_dict,
         checkpoint_id=checkpoint_id,
@@ -76,9 +76,8 @@ def async_save(
         planner=planner,
         process_group=process_group,
         coordinator_rank=coordinator_rank,
-        queue=chosen.name,
+        options=smckpt.SaveOptions(queue=chosen.name, **given),
         storage=store_options(s3_region, s3client_config),
-        **told,
     )
     if handle is not None and isinstance(storage_writer, DistributedFileSystemWriter):
         chosen.follow(storage_writer.after(handle))

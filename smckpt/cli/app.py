@@ -19,6 +19,7 @@ import click
 from smckpt._version import __version__
 from smckpt.cli.browse import browse
 from smckpt.cli.compare import diff
+from smckpt.cli.keeper import keeper
 from smckpt.cli.models.convert import convert, import_, mtp, parallel_of, reshard, threads
 from smckpt.cli.models.publish import apply, follow_run, publish, reload
 from smckpt.cli.models.verify import verify
@@ -106,6 +107,7 @@ _SECTIONS = {
         "run": "with smckpt behind another system's names",
         "prove": "killed and resumed: is it exact?",
         "chaos": "killed in the middle of its saves",
+        "keeper": "a service that holds a job's last steps in memory",
     },
 }
 
@@ -386,7 +388,7 @@ def export(
 
 
 for command in (
-    *(apply, browse, chaos, convert, diff, doctor, import_, ls, prove),
+    *(apply, browse, chaos, convert, diff, doctor, import_, keeper, ls, prove),
     *(prune, publish, reload, repair, reshard, run, status, verify),
 ):
     app.add_command(command)

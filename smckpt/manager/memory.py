@@ -43,6 +43,7 @@ __all__ = ["MEMORY_QUEUE", "Memory", "MemoryTier", "Tiers"]
 log = logging.getLogger("smckpt")
 
 MEMORY_QUEUE = "manager-memory"
+SERVICE = "SMCKPT_KEEPER"  # the name of the keepers that run as services (`smckpt keeper`)
 _PROGRAM = (
     "import sys; sys.path.insert(0, sys.argv[1]); "
     "from smckpt.storage.memory.keeper import main; main(sys.argv[2])"
@@ -109,14 +110,23 @@ class MemoryTier:
         if memory is None:
             return
 
-        def named(_: Callable[[], Any]) -> str:
+        def named(_: Callable[[], Any]) -> list[Any]:
+            if service := os.environ.get(SERVICE):
+                if memory.budget is not None:
+                    raise UsageError(
+                        f"budget of Memory has no effect on the keepers of {SERVICE}={service}",
+                        remedy="leave it out: `smckpt keeper --budget` says it",
+                    )
+                return [service, True]
             job = os.environ.get("TORCHELASTIC_RUN_ID") or os.environ.get("SLURM_JOB_ID")
             job = job or f"{socket.gethostname()}-{os.getpid()}"
-            return f"{''.join(c if c.isalnum() else '-' for c in job)}-{self._run}".lower()
+            return [f"{''.join(c if c.isalnum() else '-' for c in job)}-{self._run}".lower(), False]
 
         def mine() -> list[Any]:
             try:
-                return [_keeper_here(job, memory.budget), ""]
+                if not is_service:
+                    _start_here(job, memory.budget)
+                return [asked_locally(job, {"do": "hello"})["own"], ""]
             except (CheckpointError, OSError) as error:
                 return [None, str(error)]
 
@@ -137,14 +147,14 @@ class MemoryTier:
         def first(brought: Callable[[], dict[int, str]]) -> str:
             return next((error for error in brought().values() if error), "")
 
-        job = meeting.round(f"{point}/job", lambda: None, named, timeout=timeout)
+        job, is_service = meeting.round(f"{point}/job", lambda: None, named, timeout=timeout)
         peers, failed = meeting.round(f"{point}/keepers", mine, all_of, timeout=timeout)
         failed = failed or meeting.round(f"{point}/joined", joined, first, timeout=timeout)
         if failed:
             log.warning("no step is kept in memory: %s", failed)
             self.memory = None
             return
-        self.root = f"keeper://{job}"
+        self.root = f"keeper://{job}/{self._run}" if is_service else f"keeper://{job}"
         self.steps = RunDirectory(open_storage(self.root), self._template)
         self.retention = Retention(self.steps, Keep(memory.keep), None)
         prepare_queue(MEMORY_QUEUE, process_group)
@@ -249,25 +259,19 @@ def _order(one: FoundCheckpoint | Damaged) -> float:
     return -math.inf if one.step is None else -one.step
 
 
-def _keeper_here(job: str, budget: int | None) -> list[Any]:
-    """This host's keeper, as `Peer` has it. It is started if there is none."""
-    with contextlib.ExitStack() as stack:
-        local = listening(job)
-        if local is not None:
-            stack.enter_context(local)
-            _start(local, budget if budget is not None else free_memory() // 2)
-    found: list[Any] = asked_locally(job, {"do": "hello"})["own"]
-    return found
-
-
-def _start(local: socket.socket, budget: int) -> None:
-    # Under torchrun the parent is the agent, which outlives the ranks; otherwise the job is this
-    # process.
-    of_job = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
-    ends = os.pidfd_open(of_job)
-    try:
+def _start_here(job: str, budget: int | None) -> None:
+    """Start this host's keeper, if there is none."""
+    local = listening(job)
+    if local is None:
+        return
+    with local, contextlib.ExitStack() as stack:
+        # Under torchrun the parent is the agent, which outlives the ranks; otherwise the job is
+        # this process.
+        of_job = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
+        ends = os.pidfd_open(of_job)
+        stack.callback(os.close, ends)
         asked = {
-            "budget": budget,
+            "budget": budget if budget is not None else free_memory() // 2,
             "address": _address(),
             "local": local.fileno(),
             "ends": [ends],
@@ -281,8 +285,6 @@ def _start(local: socket.socket, budget: int) -> None:
             cwd="/",
             start_new_session=True,  # it outlives this rank
         )
-    finally:
-        os.close(ends)
 
 
 def _address() -> str:

@@ -176,6 +176,37 @@ def pod() -> dict[str, Any]:
     return spec
 
 
+def of_systemd() -> list[str]:
+    lines = (LAUNCHERS / "keeper.service").read_text().splitlines()
+    (start,) = [line for line in lines if line.startswith("ExecStart=")]
+    return start.partition("/usr/bin/env ")[2].split()
+
+
+def of_the_daemon_set() -> list[str]:
+    spec = yaml.safe_load((LAUNCHERS / "keeper.yaml").read_text())["spec"]["template"]["spec"]
+    command = spec["containers"][0]["command"]
+    assert isinstance(command, list)
+    return command
+
+
+@pytest.mark.parametrize("command", [of_systemd(), of_the_daemon_set()])
+def test_the_keepers_command_runs_until_it_is_told_to_end(
+    command: list[str], environment: dict[str, str]
+) -> None:
+    hosts = {"${HOST_IP}": "127.0.0.1", "$(HOST_IP)": "127.0.0.1", "train": f"l{os.getpid()}"}
+    with subprocess.Popen(
+        [hosts.get(word, word) for word in command],
+        env=environment, stdout=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        try:
+            assert process.stdout is not None
+            assert re.match(r"keeper l\d+ at 127.0.0.1:\d+, 512.0 GiB", process.stdout.readline())
+            process.terminate()
+            assert process.wait(seconds(20)) == 0
+        finally:
+            process.kill()
+
+
 def run(command: list[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         command,

@@ -23,7 +23,7 @@ from tests.support.hosts import Host, hosts
 from tests.support.limits import seconds
 
 SCRIPT = """
-import datetime, hashlib, json, os, sys, time
+import datetime, faulthandler, hashlib, json, os, sys, time
 import torch, torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -49,6 +49,7 @@ def say(line):
         with open(reached, "a") as file:
             file.write(json.dumps(line) + "\\n")
 
+faulthandler.dump_traceback_later(100, file=open(f"{reached}.stack{rank}", "w"))
 say(["met"])
 with CheckpointManager(root, interval=disk, memory=Memory(interval=5), timeout=60) as manager:
     step = manager.restore(into=state)

@@ -6,10 +6,11 @@ import datetime
 import json
 import os
 import select
+import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 import smckpt
 from smckpt import CheckpointManager, Memory, UsageError
 from smckpt.manager import schedule
+from smckpt.manager.memory import SERVICE
 from tests.support.hosts import Host, hosts
 from tests.support.limits import seconds
 
@@ -157,6 +159,63 @@ def test_a_time_and_auto_decide_for_memory_as_for_the_root(
         assert float(state["w"][0]) == newest
     assert smckpt.find_checkpoints(tmp_path) == []
     assert (interval == "auto") == ("memory: interval=" in caplog.text)
+
+
+SERVED = """
+import sys, torch
+from smckpt import CheckpointManager, Memory
+state = {"w": torch.zeros(4)}
+with CheckpointManager(sys.argv[1], memory=Memory(5), signals=(), random=False) as manager:
+    step = manager.restore(into=state)
+    print("from", step, state["w"].tolist())
+    state["w"] += 1
+    if manager.should_save(step + 5):
+        manager.save(step + 5, state).wait()
+"""
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    name = f"k{os.getpid()}"
+    command = [sys.executable, "-m", "smckpt.cli", "keeper", name, "--address", "127.0.0.1"]
+    with subprocess.Popen(
+        [*command, "--budget", "0.1"], stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith(f"keeper {name} at 127.0.0.1:")
+        yield name, process
+        process.kill()
+
+
+def test_a_keeper_that_is_a_service_outlives_the_job(
+    tmp_path: Path, service: tuple[str, subprocess.Popen[str]]
+) -> None:
+    name, process = service
+
+    def job() -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-c", SERVED, str(tmp_path)], env={**os.environ, SERVICE: name},
+            capture_output=True, text=True, timeout=seconds(60),
+        )  # fmt: skip
+
+    assert [job().stdout for _ in range(2)] == [
+        "from 0 [0.0, 0.0, 0.0, 0.0]\n", "from 5 [1.0, 1.0, 1.0, 1.0]\n"
+    ]  # fmt: skip
+    process.terminate()
+    assert process.wait(seconds(20)) == 0
+    after = job()
+    assert after.stdout == "from 0 [0.0, 0.0, 0.0, 0.0]\n"
+    assert "no step is kept in memory: " in after.stderr
+    assert f"the keeper of job {name} on " in after.stderr
+
+
+def test_a_budget_for_a_service_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SERVICE, "nobody")
+    with (
+        pytest.raises(UsageError, match="budget of Memory has no effect"),
+        CheckpointManager(str(tmp_path), memory=Memory(1, budget=1 << 20)) as manager,
+    ):
+        manager.restore(into={"w": torch.zeros(1)})
 
 
 def test_without_room_in_memory_the_step_is_saved_on_disk_and_the_log_says_why(

@@ -10,13 +10,12 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from smckpt.checkpoint.commits.contents import contents_of, what_is_missing
-from smckpt.checkpoint.commits.discover import FoundCheckpoint, found_at
+from smckpt.checkpoint.commits.discover import FoundCheckpoint, found_at, walk
 from smckpt.checkpoint.commits.pins import finish_removals, remove_checkpoint
 from smckpt.checkpoint.commits.template import Template
-from smckpt.checkpoint.records.prefixes import is_prefix
 from smckpt.errors import (
     CheckpointError,
     CheckpointPinnedError,
@@ -34,6 +33,7 @@ __all__ = ["Damaged", "RetentionPolicy", "RunDirectory", "Whole"]
 log = logging.getLogger("smckpt")
 
 Whole = Callable[[FoundCheckpoint], bool]
+Result = TypeVar("Result")
 
 
 class RetentionPolicy(Protocol):
@@ -96,22 +96,18 @@ class RunDirectory:
     def _walk(self) -> tuple[list[tuple[int, str]], list[Damaged]]:
         """The directories that fit the template, newest first; and what stands in their way: a
         directory that cannot be listed, a file or a link with a step's name."""
-        subpaths, damaged = [""], list[Damaged]()
-        for level in range(self.template.depth):
-            above, subpaths = subpaths, []
-            for subpath in above:
-                try:
-                    here = self.root.join(subpath) if subpath else self.root
-                    names = here.list_dirs()
-                    subpaths += [
-                        f"{subpath}/{n}" if subpath else n for n in names if not is_prefix(n)
-                    ]
-                    if level == self.template.depth - 1 and here.is_file_system:
-                        damaged += self._no_directories(here, subpath, names)
-                except StorageError as error:
-                    if not subpath or error.of_store:
-                        raise
-                    damaged.append(Damaged(None, subpath, error))
+        subpaths, damaged = list[str](), list[Damaged]()
+        for here, names, error in walk(self.root, self.template.depth):
+            subpath = relative_url(here.url, self.root.url)
+            level = subpath.count("/") + 1 if subpath else 0
+            if isinstance(error, StorageError) and (not level or error.of_store):
+                raise error
+            if error is not None:
+                damaged.append(Damaged(None, subpath, error))
+            elif level == self.template.depth:
+                subpaths.append(subpath)
+            elif level == self.template.depth - 1 and here.is_file_system:
+                damaged += self._no_directories(here, subpath, names)
         steps = ((self.template.step_of(subpath), subpath) for subpath in subpaths)
         found = sorted(
             ((step, subpath) for step, subpath in steps if step is not None), reverse=True
@@ -140,33 +136,38 @@ class RunDirectory:
         Raises:
             StorageError: the store as a whole failed, so that it may hold a newer step.
         """
+        return self._each(self._found)
+
+    def _each(self, look: Callable[[int, str], Result | None]) -> Iterator[Result | Damaged]:
         places, damaged = self._walk()
         present = {subpath for _, subpath in places}
         self._known = {subpath: one for subpath, one in self._known.items() if subpath in present}
         for step, subpath in places:
             while damaged and (damaged[0].step is None or damaged[0].step > step):
                 yield damaged.pop(0)
-            known = self._known.get(subpath)
-            if known is None:
-                try:
-                    known = twice(partial(found_at, self.root.join(subpath)))
-                except StorageError as error:
+            try:
+                found = twice(partial(look, step, subpath))
+            except CheckpointError as error:
+                if isinstance(error, StorageError):
                     if error.of_store:
                         raise
                     self.root.list_dirs()  # raises if no step can be read
-                    yield Damaged(step, subpath, error)
-                    continue
-                except CheckpointError as error:
-                    yield Damaged(step, subpath, error)
-                    continue
-            if known is None:
-                continue  # an unfinished save
-            if known.step != step:
-                log.warning("%s is skipped: it holds step %s", known, known.step)
+                yield Damaged(step, subpath, error)
                 continue
-            self._known[subpath] = known
-            yield known
+            if found is not None:
+                yield found
         yield from damaged
+
+    def _found(self, step: int, subpath: str) -> FoundCheckpoint | None:
+        """The commit of a step's directory; None: an unfinished save."""
+        found = self._known.get(subpath) or found_at(self.root.join(subpath))
+        if found is None:
+            return None
+        if found.step != step:
+            log.warning("%s is skipped: it holds step %s", found, found.step)
+            return None
+        self._known[subpath] = found
+        return found
 
     def all(self, *, sure: bool = False) -> list[FoundCheckpoint]:
         """The committed steps, oldest first, without damaged ones. The log names each of those
@@ -176,11 +177,33 @@ class RunDirectory:
             sure: raise if the store can read none of the steps, so that it does not look as if
                 there were none.
         """
-        found: list[FoundCheckpoint] = []
-        unread: list[StorageError] = []
-        for one in self.newest_first():
-            if isinstance(one, FoundCheckpoint):
-                found.append(one)
+        return [*self._read(self.newest_first(), sure)][::-1]
+
+    def newest(self) -> FoundCheckpoint | None:
+        """The newest committed step that can be read; None: there is none.
+
+        Raises:
+            StorageError: the store as a whole fails, or can read none of the steps.
+        """
+        return self.first(self._found)
+
+    def first(self, look: Callable[[int, str], Result | None]) -> Result | None:
+        """The first result of `look` at the steps' directories, newest first, as `newest` takes
+        the first commit.
+
+        Args:
+            look: called with the step and the path from the root. What raises `CheckpointError` is
+                passed over.
+        """
+        return next(self._read(self._each(look), True), None)
+
+    def _read(self, each: Iterator[Result | Damaged], sure: bool) -> Iterator[Result]:
+        """Those that could be read. The log names each of the others once."""
+        found, unread = False, list[StorageError]()
+        for one in each:
+            if not isinstance(one, Damaged):
+                found = True
+                yield one
                 continue
             if (key := (one.subpath, one.error.message)) not in self._logged:
                 self._logged.add(key)
@@ -189,7 +212,6 @@ class RunDirectory:
                 unread.append(one.error)
         if sure and unread and not found:
             raise unread[0]
-        return found[::-1]
 
     def keep(
         self,

@@ -157,13 +157,13 @@ KEEPING = [
         RETENTION + "test_where_a_policy_of_the_user_fails_nothing_goes",
     ),
     of(
-        "resume: the Trainer passes over a step that cannot be read", "integrations/transformers/resume.py",
-        "                if error.of_store:\n                    raise\n                log.warning(", "                raise\n                log.warning(",
+        "resume: the Trainer passes over a step that cannot be read", "checkpoint/commits/run_directory.py",
+        "                    if error.of_store:\n                        raise\n", "                    raise\n",
         DOORS + "test_the_trainer_takes_an_older_step_than_one_that_cannot_be_read",
     ),
     of(
-        "resume: the Trainer does not begin anew where it can read no step", "integrations/transformers/resume.py",
-        "        if unread:\n            raise unread[0]\n", "",
+        "resume: the Trainer does not begin anew where it can read no step", "checkpoint/commits/run_directory.py",
+        "        if sure and unread and not found:\n", "        if False:\n",
         DOORS + "test_the_trainer_does_not_begin_anew_where_a_folder_cannot_be_listed",
     ),
     of(

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from smckpt.checkpoint.commits.discover import FoundCheckpoint, find_checkpoints
     from smckpt.checkpoint.commits.pins import pinned
     from smckpt.checkpoint.commits.remove import RemoveReport
+    from smckpt.checkpoint.commits.run_directory import RetentionPolicy
     from smckpt.checkpoint.upkeep.verify import verify_checkpoint
     from smckpt.engine.api import (
         LoadEvent,
@@ -57,8 +58,10 @@ if TYPE_CHECKING:
     )
     from smckpt.full import FullStateDictConfig, extend_torch_config, sm_state_dict_type
     from smckpt.integrations.dcp import DistributedFileSystemReader, DistributedFileSystemWriter
+    from smckpt.manager.keeping.retention import Best, Every
     from smckpt.manager.manager import CheckpointManager
     from smckpt.manager.memory import Memory
+    from smckpt.manager.notice import Signals
     from smckpt.state_dict import FULL, LOCAL, SHARDED, SMStateDictType, init_optim_state
     from smckpt.storage import StoreOptions, register_store
     from smckpt.storage.urls import build_s3_url, is_s3_url, parse_s3_url
@@ -82,6 +85,7 @@ __all__ = [
     "SHARDED",
     "Adapter",
     "Alarms",
+    "Best",
     "CheckpointError",
     "CheckpointManager",
     "CheckpointNotFoundError",
@@ -90,6 +94,7 @@ __all__ = [
     "CorruptCheckpointError",
     "DistributedFileSystemReader",
     "DistributedFileSystemWriter",
+    "Every",
     "FormatVersionError",
     "FoundCheckpoint",
     "FullStateDictConfig",
@@ -104,11 +109,13 @@ __all__ = [
     "PeerError",
     "RemoveReport",
     "ReplicationGroup",
+    "RetentionPolicy",
     "SMStateDictType",
     "SaveEvent",
     "SaveFailedError",
     "SaveHandle",
     "SaveOptions",
+    "Signals",
     "StateError",
     "StorageError",
     "StoreOptions",
@@ -151,6 +158,7 @@ __all__ = [
 _HOMES = {
     "smckpt.checkpoint.commits.discover": ("FoundCheckpoint", "find_checkpoints"),
     "smckpt.checkpoint.commits.remove": ("RemoveReport",),
+    "smckpt.checkpoint.commits.run_directory": ("RetentionPolicy",),
     "smckpt.checkpoint.upkeep.verify": ("verify_checkpoint",),
     "smckpt.engine.saving.alarms": ("Alarms",),
     "smckpt.engine.api": (
@@ -174,7 +182,9 @@ _HOMES = {
     "smckpt.errors": tuple(name for name in __all__ if name.endswith("Error")),
     "smckpt.full": ("FullStateDictConfig", "extend_torch_config", "sm_state_dict_type"),
     "smckpt.manager.manager": ("CheckpointManager",),
+    "smckpt.manager.keeping.retention": ("Best", "Every"),
     "smckpt.manager.memory": ("Memory",),
+    "smckpt.manager.notice": ("Signals",),
     "smckpt.checkpoint.commits.pins": ("pinned",),
     "smckpt.state_dict": ("FULL", "LOCAL", "SHARDED", "SMStateDictType", "init_optim_state"),
     "smckpt.storage": ("StoreOptions", "register_store"),

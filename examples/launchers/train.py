@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from smckpt import CheckpointManager
+from smckpt import CheckpointManager, Signals
 
 
 def main(root: str, steps: int = 1000) -> None:
@@ -34,7 +34,9 @@ def main(root: str, steps: int = 1000) -> None:
     state = {"model": model, "optimizer": optimizer}
     # seconds for the last save after a signal, if the launcher waits longer than torchrun does
     grace = float(os.environ["GRACE"]) if "GRACE" in os.environ else None
-    with CheckpointManager(root, interval=10, keep_last_n=3, grace=grace) as manager:
+    with CheckpointManager(
+        root, interval=10, keep_last_n=3, signals=Signals(grace=grace)
+    ) as manager:
         step = manager.restore(into=state)
         print(f"rank {dist.get_rank()} begins at step {step}", flush=True)
         while step < steps:

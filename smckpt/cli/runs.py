@@ -38,7 +38,7 @@ def best_of(_: Any, __: Any, text: str | None) -> Any:
     mode, _, count = rest.partition(":")
     if not count.isdigit():
         raise click.BadParameter("write METRIC:min:N or METRIC:max:N")
-    return Best(metric, mode, int(count))
+    return Best(metric, int(count), mode)
 
 
 @click.command()
@@ -262,7 +262,6 @@ def _run_at(root: Storage, newest: Any) -> dict[str, Any] | None:
 @click.option("--keep-last", type=click.IntRange(1), required=True, help="The newest N steps.")
 @click.option("--keep-every", type=click.IntRange(1), help="Also multiples of this number.")
 @click.option("--keep-best", callback=best_of, help="Also the N best: METRIC:min:N.")
-@click.option("--layout", default="{step}", show_default=True, help="Names of steps' directories.")
 @click.option("--dry-run", is_flag=True, help="List the steps to delete, and delete nothing.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @as_json
@@ -271,24 +270,26 @@ def prune(
     keep_last: int,
     keep_every: int | None,
     keep_best: Any,
-    layout: str,
     dry_run: bool,
     yes: bool,
     as_json: bool,
 ) -> None:
-    """Delete the steps of any run below ROOT that the rules do not keep.
+    """Delete the steps of any run below ROOT that the rules do not keep. ROOT may end in the names
+    of the steps' directories, such as run/step-{step}.
 
     It deletes nothing if the newest step is not whole, and keeps steps that a reader has pinned. It
     finishes deletions that were cut short.
     """
     from smckpt.checkpoint.commits.run_directory import RunDirectory
-    from smckpt.checkpoint.commits.template import Template
-    from smckpt.manager.keeping.retention import Keep, Retention
+    from smckpt.checkpoint.commits.template import rooted
+    from smckpt.manager.keeping.retention import Every, policies_of
     from smckpt.storage import open_storage
 
-    run = RunDirectory(open_storage(root), Template(layout))
-    retention = Retention(run, Keep(keep_last, keep_every, keep_best), None)
-    doomed = retention.doomed()
+    top, template = rooted(root)
+    run = RunDirectory(open_storage(top), template)
+    every = [Every(keep_every)] if keep_every else []
+    best = [keep_best] if keep_best else []
+    doomed = run.doomed(policies_of(keep_last, (*every, *best)))
     size = bytes_text(sum(one.nbytes for one in doomed))
     if dry_run or not doomed:
         gone: list[Any] = []
@@ -299,7 +300,7 @@ def prune(
                 abort=True,
                 err=True,
             )
-        gone = [one for one in doomed if retention.remove(one)]
+        gone = [one for one in doomed if run.remove(one)]
     if not dry_run:
         run.finish()
     if as_json:

@@ -297,10 +297,11 @@ def _to_load(accelerator: Any, input_dir: Any) -> tuple[str, bool]:
     at = "" if input_dir is None else os.fspath(input_dir)
     if not at and accelerator.project_configuration.automatic_checkpoint_naming:
         run = _run(accelerator)
-        newest = [one.step for one in run.all(sure=True)[-1:] if one.step is not None]
+        newest = run.newest()
         places = run.places()
         stock = (one for one, subpath in places if stock_files(f"{_folder(accelerator)}/{subpath}"))
-        number = max([*newest, *stock], default=None)
+        committed = [] if newest is None else [newest.step or 0]
+        number = max([*committed, *stock], default=None)
         if number is None:
             number = places[0][0] if places else None
         if number is None and is_local(_folder(accelerator)):

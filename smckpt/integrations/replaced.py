@@ -16,6 +16,7 @@ from smckpt.checkpoint.commits.remove import remove_probes
 from smckpt.checkpoint.commits.run_directory import RunDirectory
 from smckpt.checkpoint.commits.template import Template
 from smckpt.errors import CheckpointNotFoundError, CheckpointPinnedError
+from smckpt.manager.keeping.retention import Newest
 from smckpt.storage import access_to
 from smckpt.translate.conversion.stock.format import is_stock
 
@@ -80,15 +81,13 @@ def run_directory(root: str, template: str, arguments: Mapping[str, Any]) -> Run
 
 
 def keep_last(run: RunDirectory, count: int, newest: int) -> None:
-    """Remove the steps before the last `count`, and what killed saves have left.
+    """Remove the steps before the last `count`, as `CheckpointManager(keep_last_n=count)` does, and
+    what killed saves have left.
 
     Args:
-        newest: the step that was just committed. Later ones, of a run that went back, stay.
+        newest: the step that was just committed.
     """
-    here = [one for one in run.all() if one.step is not None and one.step <= newest]
-    for one in here[:-count]:
-        run.remove(one)
-    run.finish()
+    run.keep((Newest(count),), run.template.place(newest))
     remove_probes(run.root, [subpath for step, subpath in run.places() if step < newest])
 
 

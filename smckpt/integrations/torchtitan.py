@@ -206,8 +206,8 @@ class SmckptCheckpointManager(CheckpointManager):  # type: ignore[misc]
                 if smckpt.is_s3_url(directory)
                 else super(SmckptCheckpointManager, self)._find_load_step(directory)
             )
-            own = self._run(directory).all(sure=True)[-1:]
-            return max([theirs, *(one.step for one in own if one.step is not None)])
+            own = self._run(directory).newest()
+            return theirs if own is None or own.step is None else max(theirs, own.step)
 
         return over_group().round("newest step", lambda: None, lambda _: look())
 

@@ -283,7 +283,7 @@ class DistributedCheckpointer:
 
     def _newest(self, adapter_only: bool) -> smckpt.FoundCheckpoint | None:
         runs = [self._run(prefix, adapter_only) for prefix in ("epoch", "step")]
-        newest = [one for run in runs for one in run.all(sure=True)[-1:]]
+        newest = [one for run in runs if (one := run.newest()) is not None]
         return max(newest, key=lambda one: one.committed_at, default=None)
 
 

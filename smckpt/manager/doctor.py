@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from smckpt.checkpoint.commits.choose import choose_commit, commits_at
 from smckpt.checkpoint.commits.contents import what_is_missing
-from smckpt.checkpoint.commits.discover import DEPTH, FoundCheckpoint, find_checkpoints, found_at
+from smckpt.checkpoint.commits.discover import (
+    DEPTH,
+    FoundCheckpoint,
+    find_checkpoints,
+    found_at,
+    walk,
+)
 from smckpt.checkpoint.commits.foreign import natural_order
 from smckpt.checkpoint.commits.leases import leases_at
 from smckpt.checkpoint.records.format import ParsedName, parse_name
-from smckpt.checkpoint.records.prefixes import is_prefix
 from smckpt.checkpoint.upkeep.unfinished import Refusal, UnfinishedStep, unfinished_step
 from smckpt.errors import CheckpointError, CheckpointNotFoundError
 from smckpt.storage import Storage
@@ -67,7 +72,7 @@ def examine(root: Storage, depth: int = DEPTH) -> list[Condition]:
     root.list_dirs()
     found = [
         condition
-        for storage, unread in _directories(root, depth)
+        for storage, _, unread in walk(root, depth)
         if (condition := _condition(root, storage, unread)) is not None
     ]
     return sorted(
@@ -75,19 +80,6 @@ def examine(root: Storage, depth: int = DEPTH) -> list[Condition]:
         key=lambda one: (one.step is not None, one.step or 0, natural_order(one.place)),
         reverse=True,
     )
-
-
-def _directories(storage: Storage, depth: int) -> Iterator[tuple[Storage, CheckpointError | None]]:
-    """All directories at and below this one; with the error of each that cannot be listed."""
-    try:
-        below = storage.list_dirs() if depth else ()
-    except CheckpointError as error:
-        yield storage, error
-        return
-    yield storage, None
-    for name in below:
-        if not is_prefix(name):
-            yield from _directories(storage.join(name), depth - 1)
 
 
 def _condition(root: Storage, storage: Storage, unread: CheckpointError | None) -> Condition | None:

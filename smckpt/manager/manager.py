@@ -17,8 +17,8 @@ from typing import Any
 
 from smckpt.calls import alone
 from smckpt.checkpoint.commits.discover import FoundCheckpoint
-from smckpt.checkpoint.commits.run_directory import RunDirectory
-from smckpt.checkpoint.commits.template import Template
+from smckpt.checkpoint.commits.run_directory import RetentionPolicy, RunDirectory
+from smckpt.checkpoint.commits.template import rooted
 from smckpt.engine.api import (
     async_save,
     leave_queue,
@@ -31,11 +31,11 @@ from smckpt.engine.loading.load_plan import LoadOptions
 from smckpt.engine.saving.job import SaveHandle, SaveOptions, Timings, options_of
 from smckpt.errors import UsageError
 from smckpt.manager.groups import agreed_group
-from smckpt.manager.keeping.retention import Best, Keep, Retention
+from smckpt.manager.keeping.retention import Best, Retention, policies_of
 from smckpt.manager.keeping.rivals import Rivals
 from smckpt.manager.keeping.room import meet_about_room
 from smckpt.manager.memory import Memory, MemoryTier, Tiers
-from smckpt.manager.notice import Watch, called
+from smckpt.manager.notice import Signals, Watch, called, signals_of
 from smckpt.manager.record import mark_of, recorded, save_seconds_of
 from smckpt.manager.resume import resume
 from smckpt.manager.schedule import Interval, Schedule
@@ -55,7 +55,6 @@ from smckpt.meeting.round import Round
 from smckpt.state_dict import LOCAL, SHARDED
 from smckpt.storage import StoreOptions, access_to
 from smckpt.storage.urls import Below, is_below, normal_url
-from smckpt.topology import ParallelState
 
 __all__ = ["CheckpointManager"]
 
@@ -81,37 +80,31 @@ class CheckpointManager:
     the job's store, without collectives. A step counts once all of its groups have committed.
 
     Args:
-        root: a directory, or s3://bucket/prefix. Each step gets a directory of its own below it.
+        root: a directory, or s3://bucket/prefix. Each step gets a directory of its own below it,
+            named "{step}". The root may end in other names: "run/step_{step:08d}",
+            "run/{epoch}/{step}"; also those of a step's groups, by their coordinates:
+            "run/{step}/tp{tp}_ep{ep}_fsdp{fsdp}".
         keep_last_n: N keeps the newest N steps that are committed and whole. 0 keeps the newest
             alone, which no rule deletes. None keeps all. Deletion runs in the background on rank 0,
             after a newer step is committed and whole. It spares checkpoints that a reader has
             `pinned`. It deletes only what this run has saved; a run that restores a step also
             takes over what the run before it saved.
-        keep_every: keep the multiples of this number of steps too.
-        keep_best: (metric, "min" or "max", n): keep the n best too, by the `metrics` that `save`
-            was given. `best` uses the same metric.
+        keep: policies that keep other steps too: `Every(1000)`, `Best("loss", 3)`, or one of your
+            own (`RetentionPolicy`). `best` uses the first `Best`.
         interval: when `should_save` is true. A number of steps: at each multiple of it. A
             `datetime.timedelta`: at the first step after so much time since the last save, by rank
             0's clock. "auto": likewise, after a time that follows from how long a save holds
             training up and how often this run has failed (docs/manager.md). None: never.
         memory: keep the last steps in the hosts' memory too; `should_save` is true for those as
             well, and `save` copies such a step there alone (docs/recovery.md).
-        layout: names of the steps' directories: "{step}", "step_{step:08d}", "{epoch}/{step}"; also
-            of the groups' below them, by their coordinates: "{step}/tp{tp}_ep{ep}_fsdp{fsdp}".
-        signals: signals that ask the job to end. One signal on one rank is enough: the ranks agree,
-            through the job's store, on a last step. `should_save` is true for it, and `save` waits
-            for its commit and raises SystemExit. An empty tuple installs no handler.
-        grace: seconds from the signal until the process ends, whatever it is doing. After `close`
-            it holds in the exit handlers alone. None: 25 after SIGTERM (torchrun and Kubernetes
-            kill 30 s after it), 110 after any other signal.
-        exit_status: exit status of a process that ends after a signal.
+        signals: signals that ask the job to end, or `Signals` with the time and the exit status
+            too. One signal on one rank is enough: the ranks agree, through the job's store, on a
+            last step. `should_save` is true for it, and `save` waits for its commit and raises
+            SystemExit. An empty tuple installs no handler.
         random: also save and restore the random generators of Python, NumPy, torch and the device.
-        max_consecutive_failures: how many failed saves in a row are only logged. None: as `options`
-            says.
-        parallel_state: the degrees of the job, where tensor-, expert- or pipeline-parallel ranks
-            hold plain tensors of their own, which no mesh describes. It is recorded. Ranks with the
-            same coordinates save together. None: the model's meshes tell.
-        options: options of each save; see `SaveOptions`.
+        options: options of each save; see `SaveOptions`. Give its `parallel_state` where tensor-,
+            expert- or pipeline-parallel ranks hold plain tensors of their own, which no mesh
+            describes. Ranks with the same coordinates save together.
         timeout: seconds for each round of the ranks; without `options` for each stage of a save.
         storage: as in `async_save`.
 
@@ -124,41 +117,34 @@ class CheckpointManager:
         root: str | os.PathLike[str],
         *,
         keep_last_n: int | None = None,
-        keep_every: int | None = None,
-        keep_best: tuple[str, str, int] | None = None,
+        keep: Sequence[RetentionPolicy] = (),
         interval: Interval | None = None,
         memory: Memory | None = None,
-        layout: str = "{step}",
-        signals: Sequence[str] = ("SIGTERM", "SIGUSR1"),
-        grace: float | None = None,
-        exit_status: int = 143,
+        signals: Signals | Sequence[str] = ("SIGTERM", "SIGUSR1"),
         random: bool = True,
-        max_consecutive_failures: int | None = None,
-        parallel_state: ParallelState | None = None,
         options: SaveOptions | None = None,
         timeout: float = 1800.0,
         storage: StoreOptions | Mapping[str, Any] | None = None,
     ) -> None:
-        self.root = normal_url(os.fspath(root))
+        top, self._template = rooted(os.fspath(root))
+        self.root = normal_url(top)
         self._store_options = storage
-        self._template = Template(layout)
-        self._best = None if keep_best is None else Best(*keep_best)
-        self._keep = Keep(keep_last_n, keep_every, self._best)
-        own = options_of(options, max_consecutive_failures, timeout)
-        self._options = replace(own, queue=QUEUE, parallel_state=parallel_state)
+        self._policies = policies_of(keep_last_n, keep)
+        self._options = replace(options_of(options, timeout), queue=QUEUE)
         self._random, self._timeout = random, timeout
         self._access = access_to(self.root, storage=self._store_options)
         group = group_of(None)
         assert group is not None
-        digest = hashlib.sha256(f"{self.root}\0{layout}".encode()).hexdigest()[:12]
+        digest = hashlib.sha256(f"{self.root}\0{self._template.text}".encode()).hexdigest()[:12]
         self._membership = Membership(group, f"manager/{digest}")
         self._rank, self._world = group.rank, group.world_size
-        self._degrees = parallel_state
+        self._degrees = self._options.parallel_state
         self._steps = RunDirectory(self._access.open(self.root), self._template)
         self._rivals = Rivals(self._steps)
-        self._retention = Retention(self._steps, self._keep, secrets.token_hex(6), self._rivals)
+        run = secrets.token_hex(6)
+        self._retention = Retention(self._steps, self._policies, run, self._rivals)
         self._schedule = Schedule(self._membership, interval, timeout)
-        self._watch = Watch(self._membership, signals, grace, exit_status, timeout)
+        self._watch = Watch(self._membership, signals_of(signals), timeout)
         of_memory = memory.interval if memory is not None else None
         second = Schedule(self._membership, of_memory, timeout, self._schedule)
         self._memory = MemoryTier(memory, self.root, self._template, self._options, second)
@@ -201,7 +187,7 @@ class CheckpointManager:
                 tensors and plain values beside them. It has the same keys on all ranks.
             metrics: numbers, such as {"loss": 2.1}. Those of rank 0 count.
             metadata: JSON values to record. The keys "manager" and "metrics" are reserved.
-            epoch: needed where the layout has {epoch}.
+            epoch: needed where the names of the steps' directories have {epoch}.
 
         Before the manager's first save the ranks compute the size of a step. Rank 0 logs it with
         the free space, and warns if the steps that the rules keep do not fit.
@@ -234,7 +220,7 @@ class CheckpointManager:
             live = Failed(error)  # async_save tells the peers, who count this save too, and raises
         if not self._prepared:
             meeting, point = self._membership.meeting(self._timeout), f"room/{next(self._rounds)}"
-            run = self.root, self._keep, self._retention.nbytes, self._degrees
+            run = self.root, self._policies, self._retention.nbytes, self._degrees
             line = self._watch.save_seconds, self._timeout
             meet_about_room(meeting, point, live, group, *run, *line)
             self._prepared = True
@@ -392,17 +378,19 @@ class CheckpointManager:
         return found[-1] if found else None
 
     def best(self) -> FoundCheckpoint | None:
-        """The best committed step by `keep_best`'s metric, or None. All ranks call it.
+        """The best committed step by the first `Best` of `keep=`, or None. All ranks call it.
 
         Raises:
-            UsageError: the manager was made without keep_best.
+            UsageError: the manager was made without one.
         """
-        if self._best is None:
+        best = next((one for one in self._policies if isinstance(one, Best)), None)
+        if best is None:
             raise UsageError(
                 "best() needs a metric",
-                remedy='make the manager with keep_best=("loss", "min", 1)',
+                remedy='make the manager with keep=[Best("loss")]; or call '
+                'Best("loss").ranked(manager.all())',
             )
-        ranked = self._best.ranked(self.all())
+        ranked = best.ranked(self.all())
         return ranked[0] if ranked else None
 
     @alone("CheckpointManager.all", outer=True)

@@ -29,7 +29,7 @@ from smckpt.engine.api import leave_queue, maybe_finalize_async_calls, prepare_q
 from smckpt.engine.groups import ReplicationGroup
 from smckpt.engine.saving.job import SaveHandle, SaveOptions
 from smckpt.errors import CheckpointError, SaveFailedError, StorageError, UsageError
-from smckpt.manager.keeping.retention import Keep, Retention
+from smckpt.manager.keeping.retention import Newest, Retention
 from smckpt.manager.schedule import Interval, Schedule, refused
 from smckpt.meeting.round import Meeting
 from smckpt.staging.arena import free_memory
@@ -156,7 +156,7 @@ class MemoryTier:
             return
         self.root = f"keeper://{job}/{self._run}" if is_service else f"keeper://{job}"
         self.steps = RunDirectory(open_storage(self.root), self._template)
-        self.retention = Retention(self.steps, Keep(memory.keep), None)
+        self.retention = Retention(self.steps, (Newest(memory.keep),), None)
         prepare_queue(MEMORY_QUEUE, process_group)
         if meeting.member == 0:
             have = min(memory.replicas, len(peers) - 1)

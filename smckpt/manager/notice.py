@@ -27,11 +27,12 @@ from functools import partial
 from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
+from smckpt.errors import UsageError
 from smckpt.meeting.membership import Membership
 from smckpt.meeting.round import Meeting
 from smckpt.meeting.store import OverStore
 
-__all__ = ["Notice", "Watch", "called"]
+__all__ = ["Notice", "Signals", "Watch", "called", "signals_of"]
 
 T = TypeVar("T")
 
@@ -43,6 +44,41 @@ RANKS_A_SECOND = 4000  # how many ranks may ask the store, one process, for a no
 GRACE = {"SIGTERM": 25.0}  # torchrun and Kubernetes kill 30 seconds after it
 _SAVE_FACTOR = 1.5  # a last save may take so many times as long as the one before
 LONG_GRACE = 110.0  # SageMaker gives two minutes; with Slurm the user chooses the time
+
+
+@dataclass(frozen=True)
+class Signals:
+    """Signals that ask a job to end, and how it ends.
+
+    Args:
+        names: the signals, such as "SIGTERM". Without any, no handler is installed.
+        grace: seconds from the signal until the process ends, whatever it is doing. After
+            `CheckpointManager.close` it holds in the exit handlers alone. None: 25 after SIGTERM
+            (torchrun and Kubernetes kill 30 s after it), 110 after any other signal.
+        exit_status: exit status of a process that ends after a signal.
+    """
+
+    names: tuple[str, ...] = ("SIGTERM", "SIGUSR1")
+    grace: float | None = None
+    exit_status: int = 143
+
+    def __post_init__(self) -> None:
+        if isinstance(self.names, str) or not all(
+            name in signal.Signals.__members__ for name in self.names
+        ):
+            raise UsageError(
+                f"signals is {self.names!r}",
+                remedy='give their names in a tuple, such as ("SIGTERM", "SIGUSR1")',
+            )
+        if self.grace is not None and not self.grace > 0:
+            raise UsageError(f"grace is {self.grace!r}", remedy="give seconds above 0")
+        if type(self.exit_status) is not int or not 0 <= self.exit_status < 256:
+            raise UsageError(f"exit_status is {self.exit_status!r}", remedy="give 0 to 255")
+        object.__setattr__(self, "names", tuple(self.names))
+
+
+def signals_of(given: Signals | Sequence[str]) -> Signals:
+    return given if isinstance(given, Signals) else Signals(given)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -59,22 +95,12 @@ class Watch:
     """This rank's flag, its thread, and the decision of the ranks.
 
     Args:
-        signals: signals that ask the job to end.
-        grace: seconds from the notice until the process ends. None: by signal.
-        status: exit status of the process then.
+        timeout: seconds for the round of the ranks.
     """
 
-    def __init__(
-        self,
-        membership: Membership,
-        signals: Sequence[str],
-        grace: float | None,
-        status: int,
-        timeout: float,
-    ) -> None:
+    def __init__(self, membership: Membership, signals: Signals, timeout: float) -> None:
         self._membership = membership
-        self._grace = grace
-        self._status = status
+        self._grace, self._status = signals.grace, signals.exit_status
         self._timeout = timeout
         self._flag: str | None = None  # set by the handler
         self.notice: Notice | None = None
@@ -96,9 +122,9 @@ class Watch:
         self._pid = os.getpid()
         world = membership.group.world_size
         self._pause = max(POLL_SECONDS, world / RANKS_A_SECOND)
-        if not signals:
+        if not signals.names:
             return
-        self._install([signal.Signals[name] for name in signals])
+        self._install([signal.Signals[name] for name in signals.names])
         watch = weakref.ref(self)
         os.register_at_fork(
             before=partial(called, Watch.hold_signals, watch),

@@ -196,3 +196,10 @@ def test_a_save_that_was_killed_before_it_wrote_is_seen(root: Path, name: str) -
     (root / "40" / "probe-0123456789ab.json").write_bytes(b"x")
     done = command(name, root)
     assert "40: unfinished: a save has tried the directory" in done.stdout, done.stdout
+
+
+def test_prune_takes_a_root_that_ends_in_the_names_of_steps(tmp_path: Path) -> None:
+    for step in (1, 2):
+        Group(tmp_path / f"step-{step}", (0,), session=f"{step:012x}").save(step=step)
+    command("prune", f"{tmp_path}/step-{{step}}", "--keep-last", "1", "--yes")
+    assert [path.name for path in tmp_path.iterdir()] == ["step-2"]

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import smckpt
-from smckpt import CheckpointManager, errors, find_checkpoints
+from smckpt import CheckpointManager, Signals, errors, find_checkpoints
 from smckpt.meeting.membership import _over
 from tests.support import child
 from tests.support.launch import run_ranks
@@ -146,7 +146,7 @@ def test_a_child_does_not_speak_for_the_rank_that_forked_it(tmp_path: Path) -> N
 def test_a_signal_to_a_child_is_no_notice_to_its_parent(tmp_path: Path) -> None:
     state: dict[str, Any] = {"model": torch.nn.Linear(2, 2)}
     before = signal.getsignal(signal.SIGTERM)
-    with CheckpointManager(tmp_path, grace=600) as manager:
+    with CheckpointManager(tmp_path, signals=Signals(grace=600)) as manager:
         manager.save(1, state).wait()
         pid = os.fork()
         if pid == 0:

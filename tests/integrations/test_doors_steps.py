@@ -43,7 +43,7 @@ def names(root: Path) -> list[str]:
 
 
 def test_the_last_steps_stay_and_what_killed_saves_left_goes(tmp_path: Path) -> None:
-    saved(tmp_path, "step-{step}", 1, 2, 3, 4, 9)
+    saved(tmp_path, "step-{step}", 9, 1, 2, 3, 4)  # the run went back from step 9
     run = run_directory(str(tmp_path), "step-{step}", {})
     one = run.all()[0]
     assert killed_at(2, lambda: run.remove(one))
@@ -60,6 +60,16 @@ def test_a_rotation_leaves_what_a_reader_has_pinned(tmp_path: Path) -> None:
         assert names(tmp_path) == ["step-1", "step-3"]
     keep_last(run, 1, 3)
     assert names(tmp_path) == ["step-3"]
+
+
+def test_a_rotation_removes_nothing_unless_the_newest_step_is_whole(tmp_path: Path) -> None:
+    saved(tmp_path, "step-{step}", 1, 2, 3)
+    next((tmp_path / "step-3").glob("data-*")).unlink()
+    keep_last(run_directory(str(tmp_path), "step-{step}", {}), 1, 3)
+    assert names(tmp_path) == ["step-1", "step-2", "step-3"]
+    saved(tmp_path, "step-{step}", 4)
+    keep_last(run_directory(str(tmp_path), "step-{step}", {}), 2, 4)  # step 3 does not count
+    assert names(tmp_path) == ["step-2", "step-3", "step-4"]
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from smckpt.checkpoint.commits.discover import found_at
 from smckpt.checkpoint.commits.run_directory import RunDirectory
 from smckpt.checkpoint.commits.template import Template
 from smckpt.checkpoint.upkeep.repair import repair_checkpoint
-from smckpt.manager.keeping.retention import Keep, Retention
+from smckpt.manager.keeping.retention import Newest, Retention
 from smckpt.storage import open_storage
 from tests.support import synthetic
 from tests.support.kills import SAMPLE_OR_ALL, copied, everything, fresh, killed_everywhere
@@ -44,7 +44,7 @@ def root(where: str, request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 def tidied(place: str) -> None:
-    Retention(RunDirectory(open_storage(place), Template("{step}")), Keep(1), RUN).tidy("20")
+    Retention(RunDirectory(open_storage(place), Template("{step}")), (Newest(1),), RUN).tidy("20")
 
 
 @WHERE

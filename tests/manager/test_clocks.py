@@ -146,7 +146,7 @@ def _save_alone(root: str, step: int, keep: int | None) -> None:
     """By rank 0 alone, with the manager's own rules for what is deleted."""
     from smckpt.checkpoint.commits.run_directory import RunDirectory
     from smckpt.checkpoint.commits.template import Template
-    from smckpt.manager.keeping.retention import Keep, Retention
+    from smckpt.manager.keeping.retention import Retention, policies_of
     from smckpt.storage import open_storage
 
     smckpt.save(
@@ -154,9 +154,8 @@ def _save_alone(root: str, step: int, keep: int | None) -> None:
         process_group=dist.new_group([0], use_local_synchronization=True),
         options=smckpt.SaveOptions(groups=[[0]]),
     )  # fmt: skip
-    Retention(RunDirectory(open_storage(root), Template("{step}")), Keep(keep), None).tidy(
-        str(step)
-    )
+    run = RunDirectory(open_storage(root), Template("{step}"))
+    Retention(run, policies_of(keep, ()), None).tidy(str(step))
 
 
 @pytest.mark.long

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import inspect
 import os
 import random
 import shutil
@@ -25,6 +26,7 @@ from smckpt import (
 )
 from smckpt.engine.api import _RUNTIME
 from smckpt.errors import CheckpointError, CorruptCheckpointError, KeysMismatchError, UsageError
+from smckpt.manager.keeping.retention import Best, Every
 from smckpt.manager.manager import QUEUE
 from tests.support.launch import run_ranks
 
@@ -120,7 +122,7 @@ def test_an_older_checkpoint_lacks_newer_keys_and_they_stay_as_they_are(tmp_path
 
 def test_metrics_are_recorded_and_the_best_is_found(tmp_path: Path) -> None:
     state = objects(0)
-    rules: dict[str, Any] = {"keep_last_n": 1, "keep_best": ("loss", "min", 1)}
+    rules: dict[str, Any] = {"keep_last_n": 1, "keep": [Every(10), Best("loss")]}
     first = torch.tensor(2.0, requires_grad=True)  # as a loss is
     with CheckpointManager(tmp_path, **rules) as manager, warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -156,9 +158,8 @@ def test_failures_that_are_allowed_end_no_run(tmp_path: Path) -> None:
     state = objects(0)
     (tmp_path / "1").write_text("in the way")
     (tmp_path / "2").write_text("in the way")
-    with CheckpointManager(
-        tmp_path, max_consecutive_failures=2, options=SaveOptions(timeout=100)
-    ) as manager:
+    patient = SaveOptions(timeout=100, max_consecutive_failures=2)
+    with CheckpointManager(tmp_path, options=patient) as manager:
         for step in (1, 2, 3):
             manager.save(step, state)
     assert [one.step for one in find_checkpoints(tmp_path)] == [3]
@@ -179,16 +180,20 @@ def test_a_failed_save_is_told_and_nothing_is_deleted(tmp_path: Path) -> None:
     "wrong",
     [
         {"interval": 0}, {"interval": 2.5}, {"interval": "often"},
-        {"interval": datetime.timedelta(0)}, {"max_consecutive_failures": -1},
-        {"max_consecutive_failures": 1, "options": SaveOptions(max_consecutive_failures=2)},
+        {"interval": datetime.timedelta(0)}, {"root": "run/{epoch}"}, {"root": "run/{step:8d}"},
         {"options": SaveOptions(queue="mine")},  # the manager has a queue of its own
-        {"layout": "latest"}, {"keep_last_n": -1},
-        {"keep_every": 2}, {"keep_best": ("loss", "best", 1)}, {"keep_best": ("loss", "min", 0)},
+        {"keep_last_n": -1}, {"keep": [Every(2)]}, {"keep_last_n": 1, "keep": Every(2)},
+        {"keep_last_n": 1, "keep": [Every]}, {"keep_last_n": 1, "keep": [1000]},
+        {"signals": "SIGTERM"}, {"signals": ["SIGMUND"]},
     ],
 )  # fmt: skip
 def test_an_argument_that_cannot_be_is_refused(tmp_path: Path, wrong: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
-        CheckpointManager(tmp_path, **wrong)
+        CheckpointManager(**{"root": tmp_path, **wrong})
+
+
+def test_a_manager_has_few_arguments() -> None:
+    assert len(inspect.signature(CheckpointManager).parameters) <= 10
 
 
 def test_a_call_that_cannot_be_is_refused(tmp_path: Path) -> None:
@@ -203,7 +208,7 @@ def test_a_call_that_cannot_be_is_refused(tmp_path: Path) -> None:
         ):
             with pytest.raises(UsageError):
                 manager.save(step, given, **more)
-        with pytest.raises(UsageError, match="keep_best"):
+        with pytest.raises(UsageError, match="needs a metric"):
             manager.best()
         manager.save(2, state)  # and it goes on
     assert [one.step for one in find_checkpoints(tmp_path)] == [2]
@@ -315,18 +320,18 @@ def sliced(degrees: Any, seed: int) -> dict[str, Any]:
     return {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
 
 
-def save_slices(root: str, layout: str) -> list[Any]:
+def save_slices(root: str) -> list[Any]:
     degrees = ParallelState(4, tensor_parallel_degree=2, hybrid_shard_degree=1)
     state = sliced(degrees, 1)
-    with CheckpointManager(root, parallel_state=degrees, layout=layout) as manager:
+    with CheckpointManager(root, options=SaveOptions(parallel_state=degrees)) as manager:
         manager.save(1, state)
     return state["model"].weight.tolist()
 
 
-def restore_slices(root: str, layout: str, replicas: int, ranks: int) -> list[Any] | str:
+def restore_slices(root: str, replicas: int, ranks: int) -> list[Any] | str:
     degrees = ParallelState(ranks, tensor_parallel_degree=ranks // replicas, hybrid_shard_degree=1)
     state = sliced(degrees, 2)
-    with CheckpointManager(root, parallel_state=degrees, layout=layout) as manager:
+    with CheckpointManager(root, options=SaveOptions(parallel_state=degrees)) as manager:
         try:
             assert manager.restore(into=state) == 1
         except CheckpointError as error:
@@ -335,7 +340,7 @@ def restore_slices(root: str, layout: str, replicas: int, ranks: int) -> list[An
 
 
 @pytest.mark.parametrize(
-    ("layout", "groups"),
+    ("names", "groups"),
     [
         ("{step}", {"tp0", "tp1"}),
         pytest.param(
@@ -346,17 +351,17 @@ def restore_slices(root: str, layout: str, replicas: int, ranks: int) -> list[An
     ],
 )
 def test_ranks_that_hold_plain_slices_save_with_their_replicas_by_the_degrees(
-    tmp_path: Path, layout: str, groups: set[str]
+    tmp_path: Path, names: str, groups: set[str]
 ) -> None:
-    root = str(tmp_path / "run")
-    saved = run_ranks(save_slices, 4, root, layout)
+    root = f"{tmp_path}/run/{names}"
+    saved = run_ranks(save_slices, 4, root)
     assert saved[0] != saved[1] and saved[:2] == saved[2:]
-    assert groups < set(os.listdir(root + "/1"))
-    assert run_ranks(restore_slices, 4, root, layout, 2, 4) == saved
-    assert run_ranks(restore_slices, 2, root, layout, 1, 2) == saved[:2]  # without replicas
-    if layout != "{step}":  # a run that names its groups otherwise
-        assert run_ranks(restore_slices, 4, root, "{step}", 2, 4) == saved
-    for told in run_ranks(restore_slices, 4, root, layout, 4, 4):  # without slices
+    assert groups < set(os.listdir(tmp_path / "run" / "1"))
+    assert run_ranks(restore_slices, 4, root, 2, 4) == saved
+    assert run_ranks(restore_slices, 2, root, 1, 2) == saved[:2]  # without replicas
+    if names != "{step}":  # a run that names its groups otherwise
+        assert run_ranks(restore_slices, 4, str(tmp_path / "run"), 2, 4) == saved
+    for told in run_ranks(restore_slices, 4, root, 4, 4):  # without slices
         assert "build the model with the degrees of the checkpoint" in told
 
 
@@ -366,19 +371,19 @@ SMP = "llama_v2-{step}steps/tp{tp}_ep{ep}_fsdp{fsdp}"
 def save_as_smp(root: str) -> list[float]:
     """Each rank is a group; the losses of the two steps that follow step 1."""
     state = sharded(1, 1)
-    with CheckpointManager(root, keep_last_n=1, layout=SMP) as manager:
+    with CheckpointManager(f"{root}/{SMP}", keep_last_n=1) as manager:
         manager.save(0, state).wait()
         sharded_step(state)
         manager.save(1, state)
         losses = [sharded_step(state), sharded_step(state)]
         with pytest.raises(UsageError, match=r"differ in \['fsdp'\] too"):
-            CheckpointManager(root + "/other", layout="{step}/tp{tp}").save(1, state)
+            CheckpointManager(root + "/other/{step}/tp{tp}").save(1, state)
     return losses
 
 
 def go_on_as_smp(root: str) -> list[float]:
     state = sharded(1, 2)
-    with CheckpointManager(root, layout=SMP) as manager:
+    with CheckpointManager(f"{root}/{SMP}") as manager:
         assert manager.restore(into=state) == 1
         losses = [sharded_step(state), sharded_step(state)]
         manager.save(3, state)
@@ -399,7 +404,9 @@ def test_groups_are_named_as_in_smps_published_example(tmp_path: Path) -> None:
 def test_the_degrees_of_another_job_are_refused(tmp_path: Path) -> None:
     state = objects(0)
     with (
-        CheckpointManager(tmp_path, parallel_state=ParallelState(8, rank=0)) as manager,
+        CheckpointManager(
+            tmp_path, options=SaveOptions(parallel_state=ParallelState(8, rank=0))
+        ) as manager,
         pytest.raises(UsageError, match="8 ranks, the job 1"),
     ):
         manager.save(1, state)

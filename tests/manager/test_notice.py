@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from smckpt import CheckpointManager, find_checkpoints
+from smckpt import CheckpointManager, Signals, find_checkpoints
 from smckpt.errors import UsageError
 from smckpt.manager import notice
 from tests.support import child
@@ -30,7 +30,7 @@ def test_one_process_saves_once_more_and_exits(tmp_path: Path) -> None:
     step, deadline = 0, time.monotonic() + seconds(60)
     with (
         pytest.raises(SystemExit) as ended,
-        CheckpointManager(tmp_path, interval=1000, exit_status=99) as manager,
+        CheckpointManager(tmp_path, interval=1000, signals=Signals(exit_status=99)) as manager,
     ):
         while time.monotonic() < deadline:
             step += 1
@@ -50,7 +50,7 @@ def test_a_handler_that_was_there_is_called_too(tmp_path: Path) -> None:
     heard = []
     before = signal.signal(signal.SIGUSR1, lambda number, frame: heard.append(number))
     try:
-        with CheckpointManager(tmp_path, grace=60) as manager:
+        with CheckpointManager(tmp_path, signals=Signals(grace=60)) as manager:
             os.kill(os.getpid(), signal.SIGUSR1)
             deadline = time.monotonic() + seconds(20)
             while not manager.should_save(len(heard)) and time.monotonic() < deadline:
@@ -99,7 +99,7 @@ def ends(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_a_manager_that_is_closed_ends_no_process(tmp_path: Path, ends: list[int]) -> None:
-    with CheckpointManager(tmp_path, grace=seconds(60), signals=("SIGUSR1",)) as manager:
+    with CheckpointManager(tmp_path, signals=Signals(("SIGUSR1",), seconds(60))) as manager:
         manager.should_save(1)
         os.kill(os.getpid(), signal.SIGUSR1)
         assert manager.should_save(2)
@@ -113,7 +113,7 @@ def test_a_manager_that_is_closed_ends_no_process(tmp_path: Path, ends: list[int
 def test_an_open_manager_ends_the_process_when_the_time_is_over(
     tmp_path: Path, ends: list[int]
 ) -> None:
-    with CheckpointManager(tmp_path, grace=0.3, exit_status=7, signals=("SIGUSR1",)) as manager:
+    with CheckpointManager(tmp_path, signals=Signals(("SIGUSR1",), 0.3, 7)) as manager:
         os.kill(os.getpid(), signal.SIGUSR1)
         deadline = time.monotonic() + seconds(60)
         while not ends and time.monotonic() < deadline:
@@ -135,7 +135,7 @@ def test_a_thread_that_fails_leaves_no_loop_waiting(
         handled.wait(seconds(30))
         raise RuntimeError("not one of ours")
 
-    with CheckpointManager(tmp_path, exit_status=7, signals=("SIGUSR1",)) as manager:
+    with CheckpointManager(tmp_path, signals=Signals(("SIGUSR1",), exit_status=7)) as manager:
         assert not manager.should_save(1)
         monkeypatch.setattr(notice, "_told", broken)
         signal.raise_signal(signal.SIGUSR1)
@@ -169,7 +169,7 @@ def test_managers_leave_no_descriptors_and_no_threads(tmp_path: Path) -> None:
     child.run(
         """
         import os, sys, threading
-        from smckpt import CheckpointManager
+        from smckpt import CheckpointManager, Signals
 
         def left():
             return sorted(os.listdir("/proc/self/fd")), threading.active_count()
@@ -205,7 +205,7 @@ def run_until_told(root: str) -> tuple[Any, int]:
 
     rank, step, code = dist.get_rank(), 0, None
     state = {"model": torch.nn.Linear(2, 2)}
-    manager = CheckpointManager(root, grace=120)
+    manager = CheckpointManager(root, signals=Signals(grace=120))
     try:
         while step < 3000:
             dist.all_reduce(torch.ones(1))
@@ -233,12 +233,12 @@ def test_a_signal_on_one_rank_is_enough(tmp_path: Path) -> None:
 DEAD = """
 import datetime, os, signal, sys, torch
 import torch.distributed as dist
-from smckpt import CheckpointManager
+from smckpt import CheckpointManager, Signals
 
 dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=300))
 rank, step = dist.get_rank(), 0
 state = {"model": torch.nn.Linear(2, 2)}
-with CheckpointManager(sys.argv[1], grace=float(sys.argv[2])) as manager:
+with CheckpointManager(sys.argv[1], signals=Signals(grace=float(sys.argv[2]))) as manager:
     while True:
         if step == 3 and rank == 2:
             print("stopped", flush=True)

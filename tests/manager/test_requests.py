@@ -8,7 +8,7 @@ import pytest
 
 from smckpt.checkpoint.commits.run_directory import RunDirectory
 from smckpt.checkpoint.commits.template import Template
-from smckpt.manager.keeping.retention import Keep, Retention
+from smckpt.manager.keeping.retention import Newest, Retention
 from smckpt.storage import open_storage
 from tests.support.copies import contents
 from tests.support.proxy import faulty_proxy
@@ -26,7 +26,7 @@ def requests_of_a_deletion(root: str, ranks: int, server: Server) -> tuple[int, 
     files = len(contents(f"{root}/1"))
     with faulty_proxy(server.endpoint) as proxy, pytest.MonkeyPatch.context() as patch:
         patch.setenv("SMCKPT_S3_ENDPOINT", proxy.endpoint)
-        keeper = Retention(RunDirectory(open_storage(root), Template("{step}")), Keep(1), "r")
+        keeper = Retention(RunDirectory(open_storage(root), Template("{step}")), (Newest(1),), "r")
         assert len(keeper.tidy(str(STEPS + 1))) == STEPS
         kinds = Counter(_kind(line) for line in proxy.seen)
     assert {way.split("/")[0] for way in contents(root)} == {str(STEPS + 1)}

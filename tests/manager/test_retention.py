@@ -11,6 +11,8 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ from smckpt.errors import (
     StorageError,
     UsageError,
 )
-from smckpt.manager.keeping.retention import Best, Keep, Retention
+from smckpt.manager.keeping.retention import Best, Every, Newest, Retention, policies_of
 from smckpt.manager.keeping.rivals import Rivals
 from smckpt.storage import open_storage
 from smckpt.storage.disk.posix import PosixStorage
@@ -51,8 +53,8 @@ def saved(root: Path, *steps: int, run: str | None = RUN, **metrics: float) -> N
         group.save(step=step, metadata=recorded(run, **metrics))
 
 
-def keeper(root: Path | str, last: int | None = 1, **rules: Any) -> Retention:
-    return Retention(steps_of(root), Keep(last, **rules), RUN)
+def keeper(root: Path | str, last: int = 1) -> Retention:
+    return Retention(steps_of(root), (Newest(last),), RUN)
 
 
 def steps_of(root: Path) -> RunDirectory:
@@ -73,57 +75,100 @@ def found(step: int, at: int | None = None, **metrics: float) -> FoundCheckpoint
     )  # fmt: skip
 
 
-def kept_of(keep: Keep, all_of: list[FoundCheckpoint], bad: tuple[int, ...] = ()) -> list[int]:
-    stay = keep.kept(all_of, lambda one: one.step not in bad)
-    return [one.step or 0 for one in all_of if one.path in stay]
+def kept_of(policy: Any, steps: list[FoundCheckpoint], bad: tuple[int, ...] = ()) -> list[int]:
+    stay = policy.kept(steps, lambda one: one.step not in bad)
+    return [one.step or 0 for one in steps if one in stay]
 
 
 def test_the_newest_n_stay_and_those_that_are_not_whole_do_not_count() -> None:
     line = [found(step) for step in (10, 20, 30, 40, 50)]
-    assert kept_of(Keep(None), line) == [10, 20, 30, 40, 50]
-    assert kept_of(Keep(2), line) == [40, 50]
-    assert kept_of(Keep(2), line, bad=(50,)) == [30, 40, 50]
-    assert kept_of(Keep(2), line, bad=(40, 30)) == [20, 30, 40, 50]
-    assert kept_of(Keep(1), line, bad=(10, 20, 30, 40, 50)) == [10, 20, 30, 40, 50]
-    assert kept_of(Keep(9), line) == [10, 20, 30, 40, 50]
+    assert kept_of(Newest(2), line) == [40, 50]
+    assert kept_of(Newest(2), line, bad=(50,)) == [30, 40, 50]
+    assert kept_of(Newest(2), line, bad=(40, 30)) == [20, 30, 40, 50]
+    assert kept_of(Newest(1), line, bad=(10, 20, 30, 40, 50)) == [10, 20, 30, 40, 50]
+    assert kept_of(Newest(9), line) == [10, 20, 30, 40, 50]
 
 
-def test_zero_keeps_none_but_the_newest() -> None:
-    assert kept_of(Keep(0), [found(step) for step in (10, 20, 30)]) == [30]
+def test_the_arguments_of_a_manager_are_policies() -> None:
+    best = Best("loss", 3)
+    assert policies_of(None, ()) == ()
+    assert policies_of(3, (best,)) == (Newest(3), best)
+    assert policies_of(0, ()) == (Newest(1),)  # no rule deletes the newest
 
 
 def test_every_kth_stays_and_so_do_the_best() -> None:
     line = [found(step, loss=loss) for step, loss in ((10, 3.0), (15, 1.0), (20, 2.0), (25, 9.0))]
-    assert kept_of(Keep(1, every=10), line) == [10, 20, 25]
-    assert kept_of(Keep(1, best=Best("loss", "min", 1)), line) == [15, 25]
-    assert kept_of(Keep(1, best=Best("loss", "min", 1)), line, bad=(15,)) == [15, 20, 25]
-    assert kept_of(Keep(1, best=Best("loss", "max", 2)), line) == [10, 25]
-    assert kept_of(Keep(1, best=Best("nothing", "max", 2)), line) == [25]
+    assert kept_of(Every(10), line) == [10, 20]
+    assert kept_of(Best("loss"), line) == [15]
+    assert kept_of(Best("loss"), line, bad=(15,)) == [15, 20]
+    assert kept_of(Best("loss", 2, "max"), line) == [10, 25]
+    assert kept_of(Best("nothing", 2, "max"), line) == []
 
 
 def test_a_metric_that_is_no_number_is_never_the_best() -> None:
     line = [found(1, loss=float("nan")), found(2, loss=5.0), found(3, loss=float("-inf")), found(4)]
-    assert Best("loss", "min").ranked(line) == [line[1]]
+    assert Best("loss").ranked(line) == [line[1]]
     equal = [found(1, loss=1.0), found(2, loss=1.0)]
-    assert Best("loss", "max").ranked(equal)[0] == "/r/2"
+    assert Best("loss", mode="max").ranked(equal)[0] == "/r/2"
 
 
 def test_after_a_step_back_what_is_saved_since_stays() -> None:
     """Steps 40 and 50 are of a line that was left at 20; the run saved 30 just now."""
     line = [found(10, 1), found(20, 2), found(40, 3), found(50, 4), found(30, 5)]
-    assert kept_of(Keep(1), line) == [50, 30]
-    assert kept_of(Keep(2), line) == [40, 50, 30]
+    assert kept_of(Newest(1), line) == [50, 30]
+    assert kept_of(Newest(2), line) == [40, 50, 30]
 
 
 @pytest.mark.parametrize(
-    "rule",
-    [{"last": -1}, {"last": 1.0}, {"last": True}, {"last": 1, "every": 0}, {"every": 5}],
+    "policy",
+    [
+        partial(Newest, 0), partial(Newest, 1.0), partial(Newest, True), partial(Every, 0),
+        partial(Best, "loss", 1, "least"), partial(Best, "loss", 0), partial(Best, 3),
+    ],
+)  # fmt: skip
+def test_a_policy_that_cannot_be_is_refused(policy: Callable[[], Any]) -> None:
+    with pytest.raises(UsageError):
+        policy()
+
+
+@dataclass(frozen=True)
+class Mine:
+    """A user's policy."""
+
+    choose: Callable[[Any, Any], Any]
+
+    def kept(self, steps: Any, whole: Any) -> Any:
+        return self.choose(steps, whole)
+
+
+def test_a_policy_of_the_user_keeps_steps_beside_the_others(tmp_path: Path) -> None:
+    for step, loss in ((10, 3.0), (15, 1.0), (20, 2.0), (25, 9.0), (30, 9.0)):
+        saved(tmp_path, step, loss=loss)
+    next((tmp_path / "15").glob("data-*")).unlink()
+    low = Mine(
+        lambda steps, whole: (
+            one for one in steps if one.metadata["metrics"]["loss"] < 2.5 and whole(one)
+        )
+    )
+    gone = Retention(steps_of(tmp_path), (Newest(1), Every(25), low), RUN).tidy("30")
+    assert [one.step for one in gone] == [10, 15]
+
+
+@pytest.mark.parametrize(
+    ("choose", "says"),
+    [
+        (lambda steps, whole: 1 / 0, "raised ZeroDivisionError: division by zero"),
+        (lambda steps, whole: None, "raised TypeError"),
+        (lambda steps, whole: [20], "keeps '20', which is none of the steps"),
+    ],
 )
-def test_a_rule_that_cannot_be_is_refused(rule: dict[str, Any]) -> None:
-    with pytest.raises(UsageError):
-        Keep(**rule)
-    with pytest.raises(UsageError):
-        Best("loss", "least")
+def test_where_a_policy_of_the_user_fails_nothing_goes(
+    tmp_path: Path, choose: Any, says: str
+) -> None:
+    saved(tmp_path, 10, 20, 30)
+    with pytest.raises(UsageError, match=says):
+        Retention(steps_of(tmp_path), (Newest(1), Mine(choose)), RUN).tidy("30")
+    assert steps(tmp_path) == [10, 20, 30]
 
 
 # -- on disk -------------------------------------------------------------------------------------
@@ -415,7 +460,7 @@ def test_a_directory_is_listed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             step=step, metadata=recorded()
         )
     deleting = keeper(tmp_path)
-    deleting.doomed("30")  # reads the steps
+    deleting._steps.all()  # reads the steps
     listed: Counter[str] = Counter()
     scan = PosixStorage._scan
 
@@ -486,15 +531,15 @@ def test_a_mark_that_leads_elsewhere_deletes_nothing(tmp_path: Path) -> None:
 ENDS = """
 import atexit, logging, sys, threading
 import torch, smckpt
-from smckpt.manager.keeping.retention import Retention
+from smckpt.checkpoint.commits.run_directory import RunDirectory
 logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
-began, remove = threading.Event(), Retention.remove
+began, remove = threading.Event(), RunDirectory.remove
 def late(self, one):
     began.set()
     atexit.register(threading.current_thread().join, 10)  # it goes on until it ends
     threading.main_thread().join()  # the process is at its exit
     return remove(self, one)
-Retention.remove = late
+RunDirectory.remove = late
 def run(manager):
     for step in (1, 2):
         manager.save(step, {"a": torch.ones(4)}).wait()
@@ -518,7 +563,7 @@ def test_a_deletion_that_the_end_of_the_process_cuts_short_is_no_error(
     )  # fmt: skip
     assert done.returncode == 143, done.stderr
     assert "ERROR" not in done.stderr and "Traceback" not in done.stderr
-    Retention(steps_of(tmp_path / "run"), Keep(1), None).tidy("2")
+    Retention(steps_of(tmp_path / "run"), (Newest(1),), None).tidy("2")
     assert steps(tmp_path / "run") == [2]
 
 

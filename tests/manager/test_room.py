@@ -15,7 +15,7 @@ import torch
 from smckpt import CheckpointManager, ParallelState, find_checkpoints
 from smckpt.errors import StorageError
 from smckpt.manager.keeping import room
-from smckpt.manager.keeping.retention import Best, Keep
+from smckpt.manager.keeping.retention import Best, Every, Newest
 from smckpt.manager.keeping.room import Outlook, Room, degrees_text, room_at
 from tests.support.launch import run_ranks
 
@@ -59,11 +59,11 @@ def test_what_the_rules_keep_must_fit_too(tmp_path: Path, left: Any, caplog: Any
 
 def test_the_best_are_kept_too_and_what_this_run_has_saved_may_go(caplog: Any, left: Any) -> None:
     left(100)
-    keep = Keep(2, None, Best("loss", "min", 3))
+    keep = (Newest(2), Best("loss", 3), Every(1000))
     room.check_room("/run", {0: 20, 1: 10}, 2, keep, lambda: 80, Outlook("", None))
     assert not caplog.records
     room.check_room("/run", {0: 20, 1: 10}, 2, keep, lambda: 79, Outlook("", None))
-    assert "keep up to 5 steps, and one more while it is written: 180 B" in caplog.text
+    assert "keep up to 5 steps, and those of Every(steps=1000), and one more" in caplog.text
 
 
 def test_where_nobody_tells_nothing_is_refused(tmp_path: Path, left: Any, caplog: Any) -> None:

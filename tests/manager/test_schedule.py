@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from smckpt import CheckpointManager, find_checkpoints
+from smckpt import CheckpointManager, Signals, find_checkpoints
 from smckpt.engine.saving.job import Timings
 from smckpt.errors import PeerError
 from smckpt.manager import schedule
@@ -133,7 +133,7 @@ def test_auto_measures_once_and_then_keeps_to_the_rule(clock: Clock, caplog: Any
 def run_with(root: Path, interval: Any, end: str = "") -> dict[str, Any]:
     """One attempt that saves one step more; what that step says of the run."""
     state = {"model": torch.nn.Linear(2, 2)}
-    with CheckpointManager(root, interval=interval, signals=("SIGUSR1",), grace=600) as manager:
+    with CheckpointManager(root, interval=interval, signals=Signals(("SIGUSR1",), 600)) as manager:
         step = manager.restore(into=state) + 1
         if end:
             manager.should_save(step)

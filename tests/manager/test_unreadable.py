@@ -157,15 +157,14 @@ def test_a_store_that_reads_no_step_is_no_empty_store(tmp_path: Path, code: int)
 def test_a_directory_of_steps_that_cannot_be_listed_costs_what_is_below_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    layout = {"layout": "{epoch}/{step}"}
-    with manager(tmp_path, **layout) as ours:
+    with manager(f"{tmp_path}/{{epoch}}/{{step}}") as ours:
         for epoch, step in ((1, 1), (2, 2)):
             ours.save(step, state(step), epoch=epoch).wait()
     with (
         caplog.at_level(logging.WARNING, "smckpt"),
         failing("scandir", errno.EIO, tmp_path / "2"),
     ):
-        assert restored(tmp_path, **layout) == (1, 1.0, 1)
+        assert restored(f"{tmp_path}/{{epoch}}/{{step}}") == (1, 1.0, 1)
     assert "lost: what is below 2" in caplog.text
 
 

@@ -6,7 +6,7 @@ import errno
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any
@@ -21,7 +21,7 @@ from smckpt.storage import Storage, StoreOptions, access_to
 from smckpt.storage.faults import twice
 from smckpt.storage.urls import is_local, local_path, normal_url, relative_url
 
-__all__ = ["FoundCheckpoint", "find_checkpoints", "in_order", "latest"]
+__all__ = ["FoundCheckpoint", "find_checkpoints", "in_order", "latest", "walk"]
 
 log = logging.getLogger("smckpt")
 
@@ -125,22 +125,42 @@ def find_checkpoints(
 def found_below(top: Storage, depth: int = DEPTH, *, sure: bool = False) -> list[FoundCheckpoint]:
     """`find_checkpoints` for a directory that is already open."""
     top.list_dirs()  # raises if the root cannot be read: it must not look empty
-    found = []
-    refused: dict[str, CheckpointError] = {}  # directory → error, so that each is logged once
-    for storage in _directories(top, depth, sure, refused):
+    found: list[FoundCheckpoint] = []
+    unread: list[CheckpointError] = []
+    for storage, _, error in walk(top, depth):
         try:
+            if error is not None:
+                raise error
             look = partial(found_at, storage, group=storage is top)
             one = twice(look) if sure else look()
         except CheckpointError as error:
-            _pass_over(error, sure)
-            refused[storage.url] = error
+            if sure and isinstance(error, StorageError) and error.of_store:
+                raise
+            log.warning("skipped: %s", error)
+            unread += [error] if _may_be_ours(error) else []
             continue
         if one is not None:
             found.append(one)
-    unread = [error for error in refused.values() if _may_be_ours(error)]
     if sure and unread and not found:
         raise unread[0]
     return in_order(_once(found))
+
+
+def walk(
+    storage: Storage, depth: int
+) -> Iterator[tuple[Storage, Sequence[str], CheckpointError | None]]:
+    """All directories at this one and down to `depth` levels below, with the names of those in
+    each (of the lowest level none), or with the error of one that cannot be listed. Those that hold
+    ranks' files of the checkpoints beside them are left out."""
+    try:
+        below = twice(storage.list_dirs) if depth else ()
+    except CheckpointError as error:
+        yield storage, (), error
+        return
+    names = [name for name in below if not is_prefix(name)]
+    yield storage, names, None
+    for name in names:
+        yield from walk(storage.join(name), depth - 1)
 
 
 def _once(found: list[FoundCheckpoint]) -> list[FoundCheckpoint]:
@@ -181,13 +201,6 @@ def latest(root: Storage, depth: int = DEPTH) -> FoundCheckpoint | None:
     """
     found = found_below(root, depth, sure=True)
     return found[-1] if found else None
-
-
-def _pass_over(error: CheckpointError, sure: bool) -> None:
-    """Log why a directory is skipped. With `sure`, raise if others cannot be read either."""
-    if sure and isinstance(error, StorageError) and error.of_store:
-        raise error
-    log.warning("skipped: %s", error)
 
 
 def _may_be_ours(error: CheckpointError) -> bool:
@@ -271,22 +284,3 @@ def _found(storage: Storage, commit: Commit) -> FoundCheckpoint:
 def _as_text(url: str) -> str:
     """A location without the slash at its end, so that `/name` can be appended."""
     return url[:-1] if url.endswith("/") and normal_url(url[:-1]) == url else url
-
-
-def _directories(
-    root: Storage, depth: int, sure: bool, refused: dict[str, CheckpointError]
-) -> Iterator[Storage]:
-    yield root
-    if depth == 0:
-        return
-    try:
-        names = root.list_dirs()
-    except CheckpointError as error:
-        if root.url not in refused:
-            _pass_over(error, sure)
-            refused[root.url] = error
-        return
-    for name in names:
-        if is_prefix(name):  # it holds ranks' files of the checkpoints beside it
-            continue
-        yield from _directories(root.join(name), depth - 1, sure, refused)

@@ -7,29 +7,51 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
+from typing import Protocol, TypeVar
 
-from smckpt.checkpoint.commits.contents import contents_of
-from smckpt.checkpoint.commits.discover import FoundCheckpoint, found_at
+from smckpt.checkpoint.commits.contents import contents_of, what_is_missing
+from smckpt.checkpoint.commits.discover import FoundCheckpoint, found_at, walk
 from smckpt.checkpoint.commits.pins import finish_removals, remove_checkpoint
 from smckpt.checkpoint.commits.template import Template
-from smckpt.checkpoint.records.prefixes import is_prefix
 from smckpt.errors import (
     CheckpointError,
     CheckpointPinnedError,
     CheckpointReplacedError,
     CorruptCheckpointError,
     StorageError,
+    UsageError,
 )
 from smckpt.storage import Storage
 from smckpt.storage.faults import twice
 from smckpt.storage.urls import file_url, relative_url
 
-__all__ = ["Damaged", "RunDirectory"]
+__all__ = ["Damaged", "RetentionPolicy", "RunDirectory", "Whole"]
 
 log = logging.getLogger("smckpt")
+
+Whole = Callable[[FoundCheckpoint], bool]
+Result = TypeVar("Result")
+
+
+class RetentionPolicy(Protocol):
+    """Says which steps of a run stay. A step that no policy keeps is deleted.
+
+    Rank 0 calls it in a thread, after each commit of the run. Where it raises, nothing is deleted.
+    """
+
+    def kept(self, steps: Sequence[FoundCheckpoint], whole: Whole) -> Iterable[FoundCheckpoint]:
+        """Those of `steps` that stay.
+
+        Args:
+            steps: the run's committed steps, oldest first. `step`, `committed_at` and
+                `metadata["metrics"]` are those of the save.
+            whole: whether every file of a step is there, in its full size. It lists the step's
+                directory. Do not count a step that is not whole: it cannot be restored.
+        """
+        ...
 
 
 @dataclass(frozen=True)
@@ -60,6 +82,7 @@ class RunDirectory:
         self.root = root
         self.template = template
         self._known: dict[str, FoundCheckpoint] = {}
+        self._finished = False  # the removals that were cut short
         self._logged: set[tuple[str, str]] = set()  # of damaged ones: path and message
 
     def places(self) -> list[tuple[int, str]]:
@@ -73,22 +96,18 @@ class RunDirectory:
     def _walk(self) -> tuple[list[tuple[int, str]], list[Damaged]]:
         """The directories that fit the template, newest first; and what stands in their way: a
         directory that cannot be listed, a file or a link with a step's name."""
-        subpaths, damaged = [""], list[Damaged]()
-        for level in range(self.template.depth):
-            above, subpaths = subpaths, []
-            for subpath in above:
-                try:
-                    here = self.root.join(subpath) if subpath else self.root
-                    names = here.list_dirs()
-                    subpaths += [
-                        f"{subpath}/{n}" if subpath else n for n in names if not is_prefix(n)
-                    ]
-                    if level == self.template.depth - 1 and here.is_file_system:
-                        damaged += self._no_directories(here, subpath, names)
-                except StorageError as error:
-                    if not subpath or error.of_store:
-                        raise
-                    damaged.append(Damaged(None, subpath, error))
+        subpaths, damaged = list[str](), list[Damaged]()
+        for here, names, error in walk(self.root, self.template.depth):
+            subpath = relative_url(here.url, self.root.url)
+            level = subpath.count("/") + 1 if subpath else 0
+            if isinstance(error, StorageError) and (not level or error.of_store):
+                raise error
+            if error is not None:
+                damaged.append(Damaged(None, subpath, error))
+            elif level == self.template.depth:
+                subpaths.append(subpath)
+            elif level == self.template.depth - 1 and here.is_file_system:
+                damaged += self._no_directories(here, subpath, names)
         steps = ((self.template.step_of(subpath), subpath) for subpath in subpaths)
         found = sorted(
             ((step, subpath) for step, subpath in steps if step is not None), reverse=True
@@ -117,33 +136,38 @@ class RunDirectory:
         Raises:
             StorageError: the store as a whole failed, so that it may hold a newer step.
         """
+        return self._each(self._found)
+
+    def _each(self, look: Callable[[int, str], Result | None]) -> Iterator[Result | Damaged]:
         places, damaged = self._walk()
         present = {subpath for _, subpath in places}
         self._known = {subpath: one for subpath, one in self._known.items() if subpath in present}
         for step, subpath in places:
             while damaged and (damaged[0].step is None or damaged[0].step > step):
                 yield damaged.pop(0)
-            known = self._known.get(subpath)
-            if known is None:
-                try:
-                    known = twice(partial(found_at, self.root.join(subpath)))
-                except StorageError as error:
+            try:
+                found = twice(partial(look, step, subpath))
+            except CheckpointError as error:
+                if isinstance(error, StorageError):
                     if error.of_store:
                         raise
                     self.root.list_dirs()  # raises if no step can be read
-                    yield Damaged(step, subpath, error)
-                    continue
-                except CheckpointError as error:
-                    yield Damaged(step, subpath, error)
-                    continue
-            if known is None:
-                continue  # an unfinished save
-            if known.step != step:
-                log.warning("%s is skipped: it holds step %s", known, known.step)
+                yield Damaged(step, subpath, error)
                 continue
-            self._known[subpath] = known
-            yield known
+            if found is not None:
+                yield found
         yield from damaged
+
+    def _found(self, step: int, subpath: str) -> FoundCheckpoint | None:
+        """The commit of a step's directory; None: an unfinished save."""
+        found = self._known.get(subpath) or found_at(self.root.join(subpath))
+        if found is None:
+            return None
+        if found.step != step:
+            log.warning("%s is skipped: it holds step %s", found, found.step)
+            return None
+        self._known[subpath] = found
+        return found
 
     def all(self, *, sure: bool = False) -> list[FoundCheckpoint]:
         """The committed steps, oldest first, without damaged ones. The log names each of those
@@ -153,11 +177,33 @@ class RunDirectory:
             sure: raise if the store can read none of the steps, so that it does not look as if
                 there were none.
         """
-        found: list[FoundCheckpoint] = []
-        unread: list[StorageError] = []
-        for one in self.newest_first():
-            if isinstance(one, FoundCheckpoint):
-                found.append(one)
+        return [*self._read(self.newest_first(), sure)][::-1]
+
+    def newest(self) -> FoundCheckpoint | None:
+        """The newest committed step that can be read; None: there is none.
+
+        Raises:
+            StorageError: the store as a whole fails, or can read none of the steps.
+        """
+        return self.first(self._found)
+
+    def first(self, look: Callable[[int, str], Result | None]) -> Result | None:
+        """The first result of `look` at the steps' directories, newest first, as `newest` takes
+        the first commit.
+
+        Args:
+            look: called with the step and the path from the root. What raises `CheckpointError` is
+                passed over.
+        """
+        return next(self._read(self._each(look), True), None)
+
+    def _read(self, each: Iterator[Result | Damaged], sure: bool) -> Iterator[Result]:
+        """Those that could be read. The log names each of the others once."""
+        found, unread = False, list[StorageError]()
+        for one in each:
+            if not isinstance(one, Damaged):
+                found = True
+                yield one
                 continue
             if (key := (one.subpath, one.error.message)) not in self._logged:
                 self._logged.add(key)
@@ -166,16 +212,65 @@ class RunDirectory:
                 unread.append(one.error)
         if sure and unread and not found:
             raise unread[0]
-        return found[::-1]
 
-    def remove(self, found: FoundCheckpoint) -> bool:
-        """Delete a checkpoint; False, with a line in the log, if a reader has pinned it or a newer
-        commit has taken its place.
+    def keep(
+        self,
+        policies: Sequence[RetentionPolicy],
+        newest: str,
+        of_run: Callable[[FoundCheckpoint], bool] | None = None,
+    ) -> list[FoundCheckpoint]:
+        """Delete the steps that no policy keeps, as `doomed` finds them, and finish removals that
+        were cut short; returns those deleted. Without a policy all stay."""
+        gone = [one for one in self.doomed(policies, newest, of_run) if self.remove(one)]
+        if policies and not self._finished:
+            self._finished = self.finish()
+        return gone
+
+    def doomed(
+        self,
+        policies: Sequence[RetentionPolicy],
+        newest: str | None = None,
+        of_run: Callable[[FoundCheckpoint], bool] | None = None,
+    ) -> list[FoundCheckpoint]:
+        """The steps that no policy keeps, oldest first; none where the newest is not whole.
+
+        Args:
+            newest: the directory of the newest commit, relative to the root. None: that of the
+                newest step.
+            of_run: whether a step is the run's. Others stay. None: all are.
 
         Raises:
-            CheckpointError: the store refused, or a link leads to the files. `finish` deletes the
-                rest.
+            UsageError: a policy fails.
         """
+        if not policies:
+            return []
+        found = [one for one in self.all() if of_run is None or of_run(one)]
+        subpaths = {self.subpath_of(one): one for one in found}
+        last = subpaths.get(newest) if newest is not None else (found[-1] if found else None)
+        if last is None:
+            log.warning("old checkpoints stay: the newest one is not found")
+            return []
+        whole = cache(self._is_whole)  # a policy may ask again
+        if not whole(last):
+            return []  # `whole` has logged why
+        # The newest commit stays, also where its step and its clock make it look like an old one:
+        # the run went back to an older step, and the clock was set back.
+        stay = {last.path}.union(*(_kept(policy, found, whole) for policy in policies))
+        return [one for one in found if one.path not in stay]
+
+    def _is_whole(self, one: FoundCheckpoint) -> bool:
+        """Whether every file that the checkpoint names is there, in its full size."""
+        try:
+            missing = what_is_missing(self.root.join(self.subpath_of(one)), one.identity)
+        except CheckpointError as error:
+            missing = str(error)
+        if missing:
+            log.warning("%s is not whole and does not count as kept: %s", one, missing)
+        return not missing
+
+    def remove(self, found: FoundCheckpoint) -> bool:
+        """Delete a checkpoint; False, with a line in the log, if a reader has pinned it, a newer
+        commit has taken its place, or the store refuses. `finish` deletes the rest."""
         subpath = self.subpath_of(found)
         try:
             contents = contents_of(self.root.join(subpath), found.identity)
@@ -184,6 +279,10 @@ class RunDirectory:
             remove_checkpoint(contents)
         except (CheckpointPinnedError, CheckpointReplacedError) as error:
             log.info("the checkpoint of step %s stays: %s", found.step, error)
+            return False
+        except CheckpointError as error:
+            log.warning("%s stays for now: %s", found, error)
+            self._finished = False
             return False
         finally:
             self._known.pop(subpath, None)
@@ -214,3 +313,21 @@ class RunDirectory:
     def changed(self, subpath: str) -> None:
         """Read this directory again: this run saved there or deleted from it."""
         self._known.pop(subpath, None)
+
+
+def _kept(policy: RetentionPolicy, found: Sequence[FoundCheckpoint], whole: Whole) -> set[str]:
+    """The paths of the steps that one policy keeps."""
+    try:
+        kept = {str(one) for one in policy.kept(tuple(found), whole)}
+    except Exception as error:  # the user's code
+        raise UsageError(
+            f"the retention policy {policy!r} raised {type(error).__name__}: {error}",
+            remedy="correct its method `kept`; until then nothing is deleted",
+        ) from error
+    if unknown := kept.difference(found):
+        raise UsageError(
+            f"the retention policy {policy!r} keeps {min(unknown)!r}, which is none of the steps "
+            "that it was given",
+            remedy="return steps of the list; until then nothing is deleted",
+        )
+    return kept

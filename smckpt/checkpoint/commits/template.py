@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 from smckpt.errors import UsageError
 
-__all__ = ["Template"]
+__all__ = ["Template", "rooted"]
 
 _FIELD = re.compile(r"\{(step|epoch)(?::0([1-9]\d?)d)?\}")
 _PLACE = re.compile(r"\{(pp|tp|ep|fsdp)\}")  # of a rank, in the names of the groups
+_BRACE = re.compile(r"\{(step|epoch|pp|tp|ep|fsdp)\b")  # where a template begins in a path
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,10 @@ class Template:
         elif re.search(r"\}\d*\{", self.text) or re.search(r"\}\d|\d\{", self.text):
             wrong = "a digit next to a number looks like a part of it"
         if wrong:
-            raise UsageError(f"layout is {self.text!r}: {wrong}", remedy='such as "step_{step}"')
+            raise UsageError(
+                f"the template of the steps' directories is {self.text!r}: {wrong}",
+                remedy='such as "step_{step}"',
+            )
 
     @property
     def steps(self) -> str:
@@ -73,9 +77,9 @@ class Template:
         lacking = sorted(set(place) - set(_PLACE.findall(self.group)))
         if lacking:
             raise UsageError(
-                f"layout is {self.text!r}, and the groups of a step differ in {lacking} too",
+                f"the template is {self.text!r}, and the groups of a step differ in {lacking} too",
                 remedy="name that in its last directory, such as {tp}; or leave that directory "
-                "out, and pass parallel_state= if the job has one",
+                "out, and pass SaveOptions(parallel_state=) if the job has one",
             )
         return _PLACE.sub(lambda match: str(place.get(match[1], 0)), self.group)
 
@@ -91,7 +95,7 @@ class Template:
             number = numbers[match[1]]
             if type(number) is not int or number < 0:
                 raise UsageError(
-                    f"{match[1]} is {number!r}, and the layout {self.text!r} needs it",
+                    f"{match[1]} is {number!r}, and the template {self.text!r} needs it",
                     remedy=f"pass a whole number from 0 as {match[1]}=",
                 )
             return f"{number:0{match[2] or 1}d}"
@@ -111,3 +115,17 @@ class Template:
         numbers = {name: int(text) for name, text in found.groupdict().items()}
         written = self.place(numbers["step"], numbers.get("epoch"))
         return numbers["step"] if written == place else None
+
+
+def rooted(path: str) -> tuple[str, Template]:
+    """The root of a run, and the template of the directories below it: of "run/step_{step}"
+    "run/" and "step_{step}". A path without such names is a root with the template "{step}".
+
+    Raises:
+        UsageError: the names do not make a template.
+    """
+    field = _BRACE.search(path)
+    if field is None:
+        return path, Template("{step}")
+    at = path.rfind("/", 0, field.start()) + 1
+    return path[:at] or ".", Template(path[at:].rstrip("/"))

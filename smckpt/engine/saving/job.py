@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from smckpt.calls import changed
@@ -391,28 +391,20 @@ class SaveJob:
         self.handle.finish(self.handle.timings or self.timings(), error)
 
 
-def options_of(options: SaveOptions | None, failures: int | None, timeout: float) -> SaveOptions:
+def options_of(options: SaveOptions | None, timeout: float) -> SaveOptions:
     """The options of a manager's saves, from its arguments.
 
     Raises:
         UsageError: they contradict each other.
     """
     given = SaveOptions(timeout=timeout) if options is None else options
-    own = "queue", "metadata", "groups", "parallel_state", "on_commit"
+    own = "queue", "metadata", "groups", "on_commit"
     if names := [f"{name}=" for name in own if name in changed(given)]:
         raise UsageError(
             f"SaveOptions({', '.join(names)}) has no effect in the options of a manager",
             remedy="leave it out: the manager's own arguments and those of its `save` say it",
         )
-    if failures is None:
-        return given
-    if given.max_consecutive_failures:
-        raise UsageError(
-            f"max_consecutive_failures is {failures!r}, and "
-            f"{given.max_consecutive_failures} in options",
-            remedy="give it once",
-        )
-    return replace(given, max_consecutive_failures=failures)
+    return given
 
 
 def bytes_text(count: float) -> str:

@@ -13,7 +13,6 @@ import io
 import mmap
 import os
 import random
-import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -25,13 +24,14 @@ from transformers import TrainerCallback
 from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.utils import GENERATION_CONFIG_NAME, logging
 
+from smckpt.checkpoint.commits.template import Template
 from smckpt.checkpoint.records.format import parse_name
 from smckpt.state_dict.fsdp1 import Fsdp1View
 from smckpt.storage import Storage
 from smckpt.translate.conversion.stock.format import is_stock
 
 __all__ = [
-    "STEP",
+    "STEPS",
     "adapter_only",
     "empty_store",
     "files_of_run",
@@ -45,7 +45,7 @@ __all__ = [
     "set_rng_state",
 ]
 
-STEP = re.compile(r"checkpoint-(\d+)")
+STEPS = Template("checkpoint-{step}")
 
 _PIECE = 64 << 20
 

@@ -18,6 +18,7 @@ from accelerate.utils import broadcast_object_list
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import get_last_checkpoint as stock_last_checkpoint
 
+from smckpt.checkpoint.commits.run_directory import RunDirectory
 from smckpt.checkpoint.reading.committed import open_catalogue
 from smckpt.checkpoint.records.format import parse_name
 from smckpt.errors import (
@@ -29,8 +30,8 @@ from smckpt.errors import (
     as_checkpoint_error,
     error_from_json,
 )
-from smckpt.integrations.replaced import remove_or_keep, stock_files
-from smckpt.integrations.transformers.files import STEP, empty_store
+from smckpt.integrations.replaced import remove_or_keep, run_directory, stock_files
+from smckpt.integrations.transformers.files import STEPS, empty_store
 from smckpt.storage import Storage, access_to
 from smckpt.storage.faults import twice
 from smckpt.storage.urls import is_local
@@ -98,10 +99,14 @@ class Checkpoints:
 
     def steps(self, run: str) -> list[int]:
         """The steps that have a directory, whole or not, oldest first."""
-        names = set(os.listdir(run)) if os.path.isdir(run) else set()
-        if self.elsewhere(run):
-            names |= {*self.storage(run).list_dirs()}
-        return sorted(int(found[1]) for found in map(STEP.fullmatch, names) if found)
+        return sorted({step for one in self._runs(run) for step, _ in one.places()})
+
+    def _runs(self, run: str) -> list[RunDirectory]:
+        """Where smckpt has its checkpoints, and where the Trainer has its own."""
+        return [
+            run_directory(place, STEPS.text, self.arguments)
+            for place in dict.fromkeys((self.place(run), run))
+        ]
 
     def keys(self, directory: str) -> tuple[str, ...] | None:
         """The top keys of what smckpt committed; None: nothing whole.
@@ -140,24 +145,17 @@ class Checkpoints:
         Raises:
             StorageError: the store as a whole fails, or can read none of them.
         """
-        unread: list[StorageError] = []
-        for step in reversed(self.steps(run)):
-            directory = f"{run.rstrip('/')}/checkpoint-{step}"
+
+        def look(step: int, name: str) -> tuple[int, StepToResume] | None:
+            directory = f"{run.rstrip('/')}/{name}"
             if directory in lost:
-                continue
-            try:
-                keys = twice(partial(self.keys, directory))
-            except StorageError as error:
-                if error.of_store:
-                    raise
-                log.warning("%s is passed over: %s", directory, error)
-                unread.append(error)
-                continue
-            if keys is not None or is_whole_stock(directory):
-                return StepToResume(directory, keys)
-        if unread:
-            raise unread[0]
-        return None
+                return None
+            keys = self.keys(directory)
+            whole = keys is not None or is_whole_stock(directory)
+            return (step, StepToResume(directory, keys)) if whole else None
+
+        found = [one for each in self._runs(run) if (one := each.first(look)) is not None]
+        return max(found, key=lambda one: one[0])[1] if found else None
 
     def choose(self, asked: str | bool, lost: Collection[str] = ()) -> StepToResume | None:
         """The checkpoint to resume from: the requested one if it is whole, else the newest whole
@@ -247,8 +245,7 @@ def get_last_checkpoint(folder: str | os.PathLike[str]) -> str | None:
 
 
 def _step_of(directory: str) -> int | None:
-    named = STEP.fullmatch(os.path.basename(directory.rstrip("/")))
-    return int(named[1]) if named else None
+    return STEPS.step_of(os.path.basename(directory.rstrip("/")))
 
 
 def next_step(

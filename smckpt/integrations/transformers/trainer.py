@@ -19,7 +19,7 @@ import smckpt
 from smckpt.errors import CheckpointError, SaveFailedError, UsageError
 from smckpt.integrations.replaced import remove_stale, stamps, stock_files
 from smckpt.integrations.transformers.files import (
-    STEP,
+    STEPS,
     adapter_only,
     empty_store,
     files_of_run,
@@ -183,7 +183,7 @@ class SmckptTrainerMixin:
             now = stamps(directory)
             written = {name: now[name] for name in now if before.get(name) != now[name]}
             where = access_to(directory, **self.smckpt_arguments).open(directory)
-            send(where, directory, {name: 0 for name in written if not STEP.fullmatch(name)})
+            send(where, directory, {name: 0 for name in written if STEPS.step_of(name) is None})
 
     def _note_best(self, run: str, step: int) -> None:
         best = self.state.best_global_step
@@ -267,9 +267,8 @@ class SmckptTrainerMixin:
         def rotate() -> None:
             if not limit or limit < 0:
                 return
-            kept = {step}
-            if best is not None and (found := STEP.fullmatch(os.path.basename(best))):
-                kept.add(int(found[1]))
+            # the Trainer's rule: it counts directories, its own too, and the best among the limit
+            kept = {step, STEPS.step_of(os.path.basename(best or ""))} - {None}
             steps = [one for one in checkpoints.steps(run) if one <= step and one not in kept]
             for old in steps[: max(len(steps) - max(limit - len(kept), 0), 0)]:
                 directory = os.path.join(run, f"checkpoint-{old}")

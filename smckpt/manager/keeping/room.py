@@ -10,11 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from smckpt.checkpoint.commits.run_directory import RetentionPolicy
 from smckpt.engine.groups import ReplicationGroup
 from smckpt.engine.saving.job import bytes_text
 from smckpt.errors import StorageError
 from smckpt.layout.image import compile_layout
-from smckpt.manager.keeping.retention import Keep
+from smckpt.manager.keeping.retention import Best, Newest
 from smckpt.meeting.round import Meeting
 from smckpt.state_dict.select import Selector
 from smckpt.storage.disk import lustre
@@ -162,7 +163,7 @@ def check_room(
     root: str,
     bytes_of_ranks: Mapping[int, int],
     replicas: int,
-    keep: Keep,
+    policies: Sequence[RetentionPolicy],
     saved: Callable[[], int],
     outlook: Outlook,
 ) -> None:
@@ -171,8 +172,9 @@ def check_room(
     Args:
         bytes_of_ranks: bytes of a step by rank.
         replicas: ranks that hold the same shards.
-        saved: bytes of the steps that this run has saved already, all of which the rules may
-            delete one day.
+        policies: those that keep steps; without any, all stay.
+        saved: bytes of the steps that this run has saved already, all of which the policies may
+            let go one day.
         outlook: for the line in the log.
 
     Raises:
@@ -198,16 +200,18 @@ def check_room(
             path=root,
         )
     _warn_of_full_targets(root, max(bytes_of_ranks.values()))
-    if keep.last is None:
+    if not policies:
         return
-    stay = max(keep.last, 1) + (keep.best.count if keep.best else 0)
+    counted = [one for one in policies if isinstance(one, (Newest, Best))]
+    others = [repr(one) for one in policies if one not in counted]
+    stay = sum(one.count for one in counted)
     needed = (stay + 1) * step  # the newest is committed before the oldest is deleted
     if needed > room.nbytes + saved():
         log.warning(
-            "the rules keep up to %d steps%s, and one more while it is written: %s, but there are "
-            "%s. Saves will fail: free space, or keep fewer",
+            "the policies keep up to %d steps%s, and one more while it is written: %s, but there "
+            "are %s. Saves will fail: free space, or keep fewer",
             stay,
-            ", and each that keep_every names" if keep.every else "",
+            f", and those of {', '.join(others)}" if others else "",
             bytes_text(needed),
             left,
         )
@@ -247,7 +251,7 @@ def meet_about_room(
     live: Mapping[str, Any],
     group: ReplicationGroup,
     root: str,
-    keep: Keep,
+    policies: Sequence[RetentionPolicy],
     saved: Callable[[], int],
     degrees: ParallelState | None,
     save_seconds: float | None,
@@ -269,6 +273,6 @@ def meet_about_room(
         found = brought()
         text = degrees_text(degrees, [name for _, name in found.values()])
         sizes = {rank: size for rank, (size, _) in found.items()}
-        check_room(root, sizes, len(group.ranks), keep, saved, Outlook(text, save_seconds))
+        check_room(root, sizes, len(group.ranks), policies, saved, Outlook(text, save_seconds))
 
     meeting.round(point, mine, decide, timeout=timeout)

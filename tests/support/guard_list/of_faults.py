@@ -238,8 +238,8 @@ DISKS = [
         DISK + "test_whatever_call_fails_all_ranks_hear_it_and_the_next_save_works",
     ),
     of(
-        "disk: a deletion that the disk refuses ends no run", "manager/keeping/retention.py",
-        '            log.warning("%s stays for now: %s", one, error)\n            self._finished = False\n            return False\n', "            raise SystemExit from error\n",
+        "disk: a deletion that the disk refuses ends no run", "checkpoint/commits/run_directory.py",
+        '            log.warning("%s stays for now: %s", found, error)\n            self._finished = False\n            return False\n', "            raise SystemExit from error\n",
         "tests/manager/test_faulty_disk.py",
     ),
     of(
@@ -323,13 +323,13 @@ TWO_JOBS = [
 
 WRONG_CLOCKS = [
     of(
-        "clock: the newest commit stays", "manager/keeping/retention.py",
-        "stay = self._keep.kept(found, whole) | {one.path}", "stay = self._keep.kept(found, whole)",
+        "clock: the newest commit stays", "checkpoint/commits/run_directory.py",
+        "stay = {last.path}.union(", "stay = set[str]().union(",
         RETENTION + "test_what_was_saved_last_stays_though_step_and_clock_say_it_is_old",
     ),
     of(
         "clock: the newest by step stays", "manager/keeping/retention.py",
-        "for order in (by_step, by_time):", "for order in (by_time,):",
+        "for order in (by_step, by_time)", "for order in (by_time,)",
         CLOCKS + "test_each_run_goes_on_from_the_newest_step_whatever_clocks_say",
     ),
     of(

@@ -23,6 +23,7 @@ from smckpt.full.live import (
 )
 from smckpt.full.wire import Attempt, anywhere
 from smckpt.layout.containers import items_of
+from smckpt.layout.entries import Path
 from smckpt.layout.strided import Box
 from smckpt.state_dict.fsdp1 import Fsdp1View
 from smckpt.state_dict.of_optimizers.bindings import bind, has_no_elements, walked
@@ -34,7 +35,13 @@ from smckpt.state_dict.tags import (
     set_tag,
     tag_of,
 )
-from smckpt.state_dict.tensors import dtensor_parts, is_dtensor, is_flattening
+from smckpt.state_dict.tensors import (
+    dtensor_parts,
+    flagged,
+    flags_of,
+    is_dtensor,
+    is_flattening,
+)
 from smckpt.state_dict.views import ModelView
 
 __all__ = [
@@ -211,6 +218,7 @@ def full_optimizer(
 ) -> OptimizerStateDict:
     """The whole optimizer state by name, gathered tensor by tensor; its groups on every rank."""
     state: dict[str, Any] = {}
+    whole: set[Path] = set()
     attempt, all_groups = Attempt(state), view.groups()
     sharded: Any = attempt(lambda: bind(optimizer, "SHARDED", view).take())
     attempt.settle(all_groups)
@@ -219,14 +227,24 @@ def full_optimizer(
         attempt.settle(all_groups)
         state = _fsdp1_full_state(view, optimizer, wishes)
     else:
+        on_mesh = sharded["param_groups"].binding.shapes_on_mesh()
         for attempt.step, (fqn, slots) in enumerate(sharded["state"].items()):
-            whole = walked(slots, lambda value, _: _gathered(value, wishes, attempt))
+
+            def gather(value: torch.Tensor, at: Path, fqn: str = fqn) -> Any:
+                if fqn in on_mesh and value.dim() and not is_dtensor(value):
+                    whole.add((fqn, *at))
+                found = _gathered(value, wishes, attempt)
+                return found if found is None else flagged(found, flags_of(value))
+
+            gathered = walked(slots, gather)
             if _holds(wishes):
-                state[fqn] = whole
+                state[fqn] = gathered
         attempt.settle(all_groups)
     groups: ParamGroups = sharded["param_groups"]  # on all ranks: each needs its learning rates
     if gathers():  # otherwise the tensors are live, as in SHARDED state
-        groups.binding = replace(groups.binding, kind="FULL", holds=_holds(wishes))
+        groups.binding = replace(
+            groups.binding, kind="FULL", holds=_holds(wishes), whole=frozenset(whole)
+        )
     return OptimizerStateDict(state=FullStateDict(state), param_groups=groups)
 
 
@@ -248,7 +266,7 @@ def _fsdp1_full_state(
         FullOptimStateDictConfig(**how),
     )
     out: dict[str, Any] = {}
-    numbers, tensors = _of_all_ranks(view, optimizer)
+    numbers, tensors, flags = _of_all_ranks(view, optimizer)
     with kind, _stock_optimizers():
         stock = stock_optimizer_state(optimizer)
         # One state tensor after the other: with use_orig_params=True torch gathers all state
@@ -265,20 +283,25 @@ def _fsdp1_full_state(
             for fqn, slots in gathered.get("state", {}).items():
                 its = out.setdefault(view.name(fqn), {})
                 for slot, value in slots.items():
-                    its[slot] = value.clone() if isinstance(value, torch.Tensor) else value
+                    its[slot] = value
+                    if isinstance(value, torch.Tensor):
+                        its[slot] = flagged(value.clone(), flags.get(slot, ""))
     for fqn, slots in numbers.items() if _holds(wishes) else ():
         whole = out.setdefault(fqn, {})
         for slot, (value, device) in slots.items():
-            there = isinstance(value, torch.Tensor) and not wishes.offload_to_cpu
-            whole[slot] = value.to(device) if there else value
+            whole[slot] = value
+            if isinstance(value, torch.Tensor):
+                there = value if wishes.offload_to_cpu else value.to(device)
+                whole[slot] = flagged(there, flags.get(slot, ""))
     return out
 
 
 def _of_all_ranks(
     view: ModelView, optimizer: torch.optim.Optimizer
-) -> tuple[dict[str, dict[str, Any]], list[str]]:
-    """The numbers that all ranks keep for each parameter, with their devices, and the names of the
-    tensors that torch gathers, in one order. Ranks without elements of a parameter do not count.
+) -> tuple[dict[str, dict[str, Any]], list[str], dict[str, str]]:
+    """The numbers that all ranks keep for each parameter, with their devices; the names of the
+    tensors that torch gathers, in one order; and what tensors of a name are to autograd. Ranks
+    without elements of a parameter do not count.
 
     Raises:
         UsageError: ranks have different numbers, of a parameter or among the options of a group.
@@ -288,8 +311,11 @@ def _of_all_ranks(
     binding = bind(optimizer, "SHARDED", view)
     mine: dict[str, dict[str, Any]] = {}
     tensors: set[str] = set()
+    flags: dict[str, str] = {}
     for index, parameter in enumerate(binding.parameters()):
         for slot, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, torch.Tensor) and (flag := flags_of(value)):
+                flags[slot] = flag
             if isinstance(value, torch.Tensor) and value.dim():
                 tensors.add(slot)
             elif not has_no_elements(parameter):
@@ -302,9 +328,9 @@ def _of_all_ranks(
         for number, group in enumerate(optimizer.param_groups)
     }
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (mine, options, sorted(tensors)))
+    dist.all_gather_object(everyone, (mine, options, sorted(tensors), flags))
     numbers: dict[str, dict[str, Any]] = {}
-    for rank, (theirs, groups, _) in enumerate(everyone):
+    for rank, (theirs, groups, _, _) in enumerate(everyone):
         for name, slots in {**theirs, **groups}.items():
             for slot, found in slots.items():
                 first = numbers.setdefault(name, {}).setdefault(slot, found)
@@ -314,8 +340,9 @@ def _of_all_ranks(
                         f"for {name}: rank {rank} has {found[0]!r}, an earlier one {first[0]!r}",
                         remedy="save LOCAL or SHARDED, or use fully_shard",
                     )
-    names = sorted({slot for _, _, slots in everyone for slot in slots})
-    return {k: v for k, v in numbers.items() if k not in options}, names
+    names = sorted({slot for _, _, slots, _ in everyone for slot in slots})
+    flags = {slot: flag for *_, theirs in everyone for slot, flag in theirs.items()}
+    return {k: v for k, v in numbers.items() if k not in options}, names, flags
 
 
 def _refuse_odd(optimizer: torch.optim.Optimizer) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from smckpt.state_dict.of_optimizers.optimizers import in_common, of_no_paramete
 from smckpt.state_dict.of_optimizers.own_methods import hand_over
 from smckpt.state_dict.of_optimizers.slots import SavedSlot, room
 from smckpt.state_dict.select import geometry_of
-from smckpt.state_dict.tensors import is_dtensor, order_of
+from smckpt.state_dict.tensors import flags_of, is_dtensor, order_of
 from smckpt.state_dict.views import ModelView
 
 __all__ = ["load_full_optimizer", "put_full_optimizer"]
@@ -119,8 +120,9 @@ def _wanted(outlined: Any, parameter: torch.Tensor | None) -> Any:
     if isinstance(outlined, _Coming):
         mesh = parameter is not None and is_dtensor(parameter) and outlined.shape
         shape = tuple(outlined.shape)
-        dtype, local = getattr(torch, outlined.dtype), None if mesh else shape
-        return SavedSlot(dtype, shape, local, order=outlined.order)
+        local = None if mesh and "whole" not in outlined.flags else shape
+        dtype = getattr(torch, outlined.dtype)
+        return SavedSlot(dtype, shape, local, order=outlined.order, flags=outlined.flags)
     if (pairs := items_of(outlined)) is None:
         return outlined
     items = {key: _wanted(child, parameter) for key, child in pairs}
@@ -160,26 +162,27 @@ def _fill(target: torch.Tensor, value: torch.Tensor, fqn: str) -> None:
 
 def _outline(given: Mapping[str, Any]) -> dict[str, Any]:
     """The facts that all ranks need before rank 0 sends the tensors."""
-    state = {
-        fqn: walked(
-            slots,
-            lambda v, _: _Coming(
-                tuple(v.shape), str(v.dtype).removeprefix("torch."), v.device.type, order_of(v)
-            ),
-        )
-        for fqn, slots in given.get("state", {}).items()
-    }
+    known: frozenset[Path] = getattr(_binding_of(given), "whole", frozenset())
+
+    def coming(fqn: Any, v: torch.Tensor, at: Path) -> _Coming:
+        flags = flags_of(v) + "whole" * ((fqn, *at) in known)
+        dtype = str(v.dtype).removeprefix("torch.")
+        return _Coming(tuple(v.shape), dtype, v.device.type, order_of(v), flags)
+
+    state = {fqn: walked(v, partial(coming, fqn)) for fqn, v in given.get("state", {}).items()}
     return {"state": state, "param_groups": [dict(g) for g in given.get("param_groups", [])]}
 
 
 @dataclass(frozen=True)
 class _Coming:
-    """A tensor that rank 0 will send. (smckpt's own classes are no containers of a state.)"""
+    """A tensor that rank 0 will send. flags: as in a `SavedSlot`. (smckpt's own classes are no
+    containers of a state.)"""
 
     shape: tuple[int, ...]
     dtype: str
     device: str
     order: tuple[int, ...] | None
+    flags: str
 
 
 def _from_rank0(whole: Mapping[str, Any], fqn: str, at: Path, coming: _Coming, wire: Wire) -> Any:

@@ -230,7 +230,8 @@ def _key(text: Any) -> Any:
 
 def order_kind(order: tuple[int, ...]) -> str:
     """The kind of an array whose dimensions lie in another order in memory: "order:1,0". What an
-    optimizer's tensor is to autograd follows a semicolon: "order:1,0;grad", ";gradparameter"."""
+    optimizer's tensor is to autograd follows a semicolon: "order:1,0;grad", ";gradparameter"; and
+    "whole" if a mesh divided its parameter, but not the tensor."""
     return "order:" + ",".join(map(str, order))
 
 

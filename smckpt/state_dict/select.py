@@ -28,6 +28,7 @@ from smckpt.layout.mesh import Mesh
 from smckpt.state_dict.model_views import names_in_state
 from smckpt.state_dict.modes import neutral
 from smckpt.state_dict.of_optimizers.bindings import (
+    Binding,
     is_optimizer_dict,
     optimizer_dicts,
     stock_record,
@@ -99,7 +100,7 @@ class _Walk:
     kinds: set[str] = field(default_factory=set)
     containers: dict[Path, str] = field(default_factory=dict)
     stateful: list[tuple[Path, Any]] = field(default_factory=list)  # not asked yet
-    owners: list[tuple[Path, Any]] = field(default_factory=list)  # optimizers; None if unknown
+    owners: list[tuple[Path, Binding | None]] = field(default_factory=list)  # of optimizers
     gathered: bool = False
     fresh: bool = False  # in what an optimizer keeps
     unmade: list[tuple[str, str]] = field(default_factory=list)
@@ -144,7 +145,7 @@ class Selector:
                 for path, value in found:
                     self._visit(value.state_dict(), path, walk)
                     if is_optimizer(value):
-                        walk.owners.append((path, value))
+                        walk.owners.append((path, Binding(value, "LOCAL", {})))
                         known = names_in_state(modules) if known is None else known
                         if names := names_of(value, known):
                             walk.optimizers[dotted(path)] = names_record(names)
@@ -188,11 +189,17 @@ class Selector:
                 optimizers[dotted(path)] = record
             if binding is not None and binding.held:
                 kinds.add(binding.kind)
-            walk.owners.append((path, None if binding is None else binding.optimizer))
-        states = {(*path, "state") for path, _ in walk.owners}
+            walk.owners.append((path, binding))
+        states = {(*path, "state"): binding for path, binding in walk.owners}
+        on_mesh = {at: each.shapes_on_mesh() if each else {} for at, each in states.items()}
         for path, tensor in walk.tensors:  # a new optimizer has none whose flags could be kept
-            flags = flags_of(tensor)
-            if flags and any(path[:depth] in states for depth in range(1, len(path))):
+            above = next((path[:n] for n in range(1, len(path)) if path[:n] in states), None)
+            if above is None:
+                continue
+            binding, at = states[above], path[len(above) :]
+            whole = on_mesh[above].get(at[0]) == tensor.shape and not is_dtensor(tensor)
+            whole |= binding is not None and at in binding.whole
+            if flags := flags_of(tensor) + "whole" * whole:
                 walk.containers[path] = f"{walk.containers.get(path, '')};{flags}"
         if len(entries) != len(self._last) or any(
             a is not b for a, b in zip(entries, self._last, strict=True)
@@ -200,7 +207,7 @@ class Selector:
             self._last = tuple(entries)
             pairs = list(zip(entries, tags, strict=True))
             self._parameters = frozenset(e.key for e, tag in pairs if _is_parameter(e, tag))
-            self._stepped = frozenset(e.key for e, tag in pairs if _is_stepped(e, tag, states))
+            self._stepped = frozenset(e.key for e, tag in pairs if _is_stepped(e, tag, {*states}))
         kind = "LOCAL" if "LOCAL" in kinds else min(kinds, default=None)
         return Selection(
             kind,
@@ -211,7 +218,10 @@ class Selector:
             walk.containers,
             self._parameters,
             self._stepped,
-            next((type(each).__name__ for _, each in walk.owners if _swaps(each)), ""),
+            next(
+                (type(e.optimizer).__name__ for _, e in walk.owners if e and _swaps(e.optimizer)),
+                "",
+            ),
             walk.gathered or "FULL" in kinds,
             tuple(walk.unmade),
         )

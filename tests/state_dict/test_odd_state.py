@@ -548,7 +548,7 @@ class GradKeeper(torch.optim.Optimizer):
             }
 
 
-@pytest.mark.parametrize("form", ["object", "LOCAL", "SHARDED", "no target"])
+@pytest.mark.parametrize("form", ["object", "LOCAL", "SHARDED", "FULL", "no target"])
 def test_a_fresh_optimizer_gets_state_that_asks_for_gradients(tmp_path: Path, form: str) -> None:
     """torch's own pair keeps what the tensors are to autograd."""
 
@@ -557,7 +557,7 @@ def test_a_fresh_optimizer_gets_state_that_asks_for_gradients(tmp_path: Path, fo
         return model, GradKeeper(model.parameters())
 
     def put(do: Any, model: nn.Module, optimizer: GradKeeper) -> None:
-        if form in ("LOCAL", "SHARDED"):
+        if form in ("LOCAL", "SHARDED", "FULL"):
             with smckpt.sm_state_dict_type(model, getattr(smckpt, form)):
                 do({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
         else:

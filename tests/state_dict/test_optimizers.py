@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 import smckpt
 from tests.support import trainer_optimizers
@@ -111,3 +117,79 @@ def test_the_trainers_optimizers_resume_through_smckpt() -> None:
 @pytest.mark.long
 def test_all_of_the_trainers_optimizers_resume_through_smckpt() -> None:
     check_trainer(trainer_optimizers.everyone())
+
+
+class Whole(torch.optim.Optimizer):
+    """Keeps the whole moment of a parameter on each rank, as Muon for FSDP2 is often written, and
+    tensors that ask for gradients."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            whole = p.grad.full_tensor()
+            if not self.state[p]:
+                self.state[p] = {
+                    "moment": torch.zeros_like(whole),
+                    "table": torch.ones(3),
+                    "known": nn.Parameter(torch.zeros_like(p).detach()),
+                    "rates": [torch.zeros_like(p).detach().requires_grad_()],
+                }
+            slots = self.state[p]
+            slots["moment"].lerp_(whole, 0.5)
+            slots["table"].add_(torch.ones(3))
+            for kept in (slots["known"], *slots["rates"]):
+                kept.add_(p.grad)
+            cut = distribute_tensor(slots["moment"], p.device_mesh, p.placements)
+            p.sub_(cut * slots["table"].sum().item() + slots["known"], alpha=0.1)
+
+
+def whole_and_cut(directory: str, kind: str | None) -> list[str]:
+    mesh = init_device_mesh("cpu", (2,))
+
+    def run() -> tuple[nn.Module, Whole]:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4)
+        fully_shard(model, mesh=mesh)
+        return model, Whole(model.parameters())
+
+    def train(model: nn.Module, optimizer: Whole) -> None:
+        optimizer.zero_grad()
+        model(torch.ones(4)).square().sum().backward()
+        optimizer.step()
+
+    def put(do: Any, model: nn.Module, optimizer: Whole) -> None:
+        if kind is None:
+            do({"model": model, "optimizer": optimizer}, checkpoint_id=directory)
+            return
+        with smckpt.sm_state_dict_type(model, getattr(smckpt, kind)):
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            do(state, checkpoint_id=directory)
+
+    def seen(optimizer: Whole) -> list[Any]:
+        return [
+            (type(t), t.requires_grad, (t.to_local() if isinstance(t, DTensor) else t).tolist())
+            for slots in optimizer.state.values()
+            for t in (*slots.values(), *slots["rates"])
+            if isinstance(t, torch.Tensor)
+        ]
+
+    one, two = run(), run()
+    train(*one)
+    put(smckpt.save, *one)
+    put(smckpt.load, *two)
+    different = [f"{a} is {b}" for a, b in zip(seen(one[1]), seen(two[1]), strict=True) if a != b]
+    train(*one)
+    train(*two)
+    pairs = zip(one[0].parameters(), two[0].parameters(), strict=True)
+    return different + [str(a) for a, b in pairs if not torch.equal(a.to_local(), b.to_local())]
+
+
+@pytest.mark.parametrize("kind", [None, "LOCAL", "SHARDED", "FULL"])
+def test_what_an_optimizer_keeps_whole_stays_whole_beside_what_a_mesh_divides(
+    tmp_path: Path, kind: str | None
+) -> None:
+    """As a DTensor it could not meet the whole gradient in the next step."""
+    assert run_ranks(whole_and_cut, 2, str(tmp_path), kind) == [[], []]

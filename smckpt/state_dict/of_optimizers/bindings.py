@@ -21,7 +21,7 @@ from smckpt.errors import StateError
 from smckpt.layout.containers import items_of, like
 from smckpt.layout.entries import Path
 from smckpt.state_dict.tags import OptimizerStateDict, ParamGroups, Tag, renew_tag, set_tag
-from smckpt.state_dict.tensors import dtensor_parts, is_dtensor
+from smckpt.state_dict.tensors import dtensor_parts, flagged, flags_of, is_dtensor
 from smckpt.state_dict.views import Held, Member, ModelView
 
 __all__ = [
@@ -47,7 +47,8 @@ class Binding:
     put_through: as in `FullStateDict`. holds: whether this rank has the state (FULL: rank 0).
     order: the number of each parameter in the checkpoint, where a load knows it by names. partly:
     the load fills what the optimizer and the checkpoint both have. asker: the optimizer around it
-    that asked for this state, for its own dict.
+    that asked for this state, for its own dict. whole: of FULL state, the paths in it of tensors
+    that each rank has whole, while a mesh divides their parameter.
     """
 
     optimizer: torch.optim.Optimizer
@@ -58,6 +59,7 @@ class Binding:
     order: tuple[int, ...] = ()
     partly: bool = False
     asker: Any = field(default=None, repr=False)
+    whole: frozenset[Path] = field(default=frozenset(), repr=False)
 
     @property
     def by_id(self) -> bool:
@@ -97,6 +99,18 @@ class Binding:
         return {
             "form": "id" if self.by_id else "fqn",
             "ids": [list(self.names(p, i)) for i, p in enumerate(self.parameters())],
+        }
+
+    def shapes_on_mesh(self) -> dict[Any, tuple[int, ...]]:
+        """The key in the state of each parameter that a mesh divides, with its global shape; of no
+        parameter under FULL, whose tensors are all whole."""
+        if self.kind == "FULL" or not hasattr(self.optimizer, "param_groups"):
+            return {}
+        return {
+            key: tuple(parameter.shape)
+            for index, parameter in enumerate(self.parameters())
+            if is_dtensor(parameter) and parameter.dim()
+            for key in ((self.number(index),) if self.by_id else self.names(parameter, index))
         }
 
     def take(self) -> OptimizerStateDict:
@@ -194,7 +208,7 @@ def _tagged(
     if geometry is not None and not _same_extent(value, parameter):
         geometry = None
     if id(value) in seen:  # one tensor in two slots needs two tags
-        value = value.detach().requires_grad_(value.requires_grad)
+        value = flagged(value.detach(), flags_of(value))
     seen.add(id(value))
     renew_tag(value, held.fqns, geometry, at)
     return value
@@ -211,7 +225,7 @@ def _part(
     part, geometry = value.detach(), None  # a new object, since each member has its own tag
     if _same_extent(value, parameter):
         part, geometry = part[member.offset : member.offset + member.numel], member.geometry
-    part.requires_grad_(value.requires_grad)
+    part = flagged(part, flags_of(value))
     set_tag(part, Tag(kind, (member.fqn,), geometry, at))
     return part
 

@@ -104,8 +104,9 @@ def prepare_optimizers(
             _align_given(tree, saved, strict)
             renewed = True
         elif binding.kind == "FULL":
-            renewed |= _align_full(binding, tree["state"], saved, other, strict)
-            tree["param_groups"].binding = replace(binding, partly=not strict)
+            changed, whole = _align_full(binding, tree["state"], saved, other, strict)
+            renewed |= changed
+            tree["param_groups"].binding = replace(binding, partly=not strict, whole=whole)
         elif _align_live(binding, saved, other, catalogue.held_empty, strict) or not tree["state"]:
             tree["state"] = binding.take()["state"]
             renewed = True
@@ -280,11 +281,14 @@ def _align_given(tree: StatefulStateDict, saved: SavedState, strict: bool) -> No
 
 def _align_full(
     binding: Binding, state: Any, saved: SavedState, other: Sequence[str], strict: bool
-) -> bool:
-    """The same for full state, on the rank that holds it. Its tensors are not live."""
-    changed = False
+) -> tuple[bool, frozenset[Path]]:
+    """The same for full state, on the rank that holds it. Its tensors are not live. Returns the
+    paths of the "whole" ones too."""
+    changed, whole = False, set[Path]()
 
     def make(tensor: SavedSlot, live: Any, at: Path) -> torch.Tensor:
+        if "whole" in tensor.flags:
+            whole.add((name, *at))
         found = isinstance(live, torch.Tensor) and (tuple(live.shape), live.dtype, order_of(live))
         if found == (tensor.shape, tensor.dtype, tensor.order):
             return live  # type: ignore[no-any-return]
@@ -302,13 +306,13 @@ def _align_full(
             elif strict and name in state:
                 del state[name]
                 changed = True
-    for owner in other if binding.holds else ():
-        known.add(owner)
-        changed |= put(state, saved.key(owner), saved.slots([owner]), make, strict)
+    for name in other if binding.holds else ():
+        known.add(name)
+        changed |= put(state, saved.key(name), saved.slots([name]), make, strict)
     for name in [name for name in state if str(name) not in known] if strict else ():
         del state[name]
         changed = True
-    return changed
+    return changed, frozenset(whole)
 
 
 def _align_groups(target: list[Any], groups: list[dict[str, Any]]) -> None:
@@ -332,8 +336,8 @@ def fill_optimizer(binding: Binding, given: Mapping[str, Any]) -> None:
             others[key] = slots
         else:
             owners[id(owner[0])] = owner
-            flat = binding.flat(owner[0])
-            wanted[id(owner[0])] = described(slots, flat=flat)
+            cut = is_dtensor(owner[0]) and dtensor_parts(owner[0])[0].shape != owner[0].shape
+            wanted[id(owner[0])] = described(slots, flat=binding.flat(owner[0]), cut=cut)
     for key in [key for key in live if id(key) not in wanted and key not in others]:
         del live[key]
     for number, (parameter, group) in owners.items():

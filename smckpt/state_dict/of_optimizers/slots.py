@@ -37,7 +37,8 @@ class SavedSlot:
     """A tensor that was saved. shape: the global one. local: the shape of the array that this rank
     takes, if ranks saved arrays of their own; None if a mesh or a flat parameter divides the
     tensor. placements: as the mesh's dimensions divided it: the tensor's dimension, or None. array:
-    it was one of NumPy. flags: as of `flags_of`."""
+    it was one of NumPy. flags: as of `flags_of`, and "whole" if a mesh divided its parameter, but
+    not the tensor."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -278,22 +279,21 @@ def aligned(saved: Any, live: Any, make: Room, *, keep: bool = False, at: Path =
     return saved
 
 
-def described(value: Any, *, flat: bool = False) -> Any:
+def described(value: Any, *, flat: bool = False, cut: bool = False) -> Any:
     """A state dict's value with a `SavedSlot` for each tensor.
 
     Args:
-        flat: its parameter is flat, so a tensor may be the part of a flat one.
+        flat: its parameter is flat, so a tensor may be the part of a flat one. cut: a mesh cuts it.
     """
     if isinstance(value, torch.Tensor):
         tag = tag_of(value)
         part = flat and value.dim() > 0 and (tag is None or tag.geometry is not None)
         local = None if part or is_dtensor(value) else tuple(value.shape)
-        return SavedSlot(
-            value.dtype, tuple(value.shape), local, order=order_of(value), flags=flags_of(value)
-        )
+        flags = flags_of(value) + "whole" * (cut and local is not None)
+        return SavedSlot(value.dtype, tuple(value.shape), local, order=order_of(value), flags=flags)
     if (pairs := items_of(value)) is None:
         return value
-    items = {key: described(child, flat=flat) for key, child in pairs}
+    items = {key: described(child, flat=flat, cut=cut) for key, child in pairs}
     return items if isinstance(value, Mapping) else like(value, items)
 
 
@@ -320,6 +320,7 @@ def room(
 
     def make(saved: SavedSlot, live: Any, at: Path) -> torch.Tensor:
         like = bool(saved.shape) and (saved.shape in shapes or (flat and saved.local is None))
+        like &= not (parameter is not None and is_dtensor(parameter) and "whole" in saved.flags)
         if isinstance(live, torch.Tensor) and not _is_expanded(live):
             shape = tuple(live.shape)
             if parameter is not None and flat and like:

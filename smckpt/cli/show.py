@@ -8,7 +8,6 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from smckpt.checkpoint.records.format import SENSELESS
 from smckpt.checkpoint.records.objects import decode_object
 from smckpt.cli.output import (
     bytes_text,
@@ -19,6 +18,7 @@ from smckpt.cli.output import (
     time_text,
 )
 from smckpt.cli.statistics import statistics
+from smckpt.decoding import SENSELESS
 from smckpt.errors import CheckpointError
 from smckpt.layout.entries import DTYPES, dotted
 from smckpt.layout.geometry import PerRankGeometry

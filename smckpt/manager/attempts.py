@@ -12,8 +12,9 @@ import threading
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from smckpt.checkpoint.records.format import ATTEMPTS, SENSELESS
+from smckpt.checkpoint.records.format import ATTEMPTS
 from smckpt.checkpoint.records.sealed import FORMAT_VERSION, open_json, seal_json
+from smckpt.decoding import SENSELESS
 from smckpt.errors import CheckpointError
 from smckpt.meeting.presence import has_ended, own_process
 from smckpt.storage import Storage

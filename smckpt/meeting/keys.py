@@ -2,8 +2,7 @@
 
 A client belongs to one thread: a wait on a shared one blocks its other users.
 
-Messages under them are frozen dataclasses, written as JSON text. msgspec reads them by the types
-of their fields.
+Messages under them are frozen dataclasses, written as JSON text; `decode` reads them.
 """
 
 from __future__ import annotations
@@ -16,11 +15,9 @@ from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
-import msgspec
-
 from smckpt.errors import JobStoreError, PeerError
 
-__all__ = ["BATCH", "Keys", "Store", "client_of", "from_json", "to_text"]
+__all__ = ["BATCH", "Keys", "Store", "client_of", "to_text"]
 
 log = logging.getLogger("smckpt")
 
@@ -175,16 +172,6 @@ def _is_timeout(error: RuntimeError) -> bool:
 def to_text(message: Any) -> str:
     """A message, or JSON data with messages in it, as compact JSON."""
     return json.dumps(message, separators=(",", ":"), default=_fields)
-
-
-def from_json(kind: Any, data: Any) -> Any:
-    """The message of type `kind` that `data`, read from JSON, describes. Fields that it does not
-    know are ignored.
-
-    Raises:
-        ValueError: the data does not describe one; it names the field and both types.
-    """
-    return msgspec.convert(data, kind, str_keys=True)
 
 
 def _fields(message: Any) -> dict[str, Any]:

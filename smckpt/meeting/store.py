@@ -19,8 +19,9 @@ import uuid
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
+from smckpt.decoding import decode
 from smckpt.errors import CheckpointError, PeerError, error_from_json
-from smckpt.meeting.keys import BATCH, Keys, Store, from_json
+from smckpt.meeting.keys import BATCH, Keys, Store
 from smckpt.meeting.presence import PAUSES, Presence, Pulse, own_process
 from smckpt.meeting.round import Meeting, Message, Round, Transport
 
@@ -205,9 +206,7 @@ class OverStore(Transport):
             if "error" in data:
                 left = data.get("left") is True
                 return Message(member, error=error_from_json(data["error"]), left=left)
-            return Message(
-                member, data["value"] if kind is None else from_json(kind, data["value"])
-            )
+            return Message(member, data["value"] if kind is None else decode(kind, data["value"]))
         except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
             raise PeerError(
                 f"the message of {who} cannot be read: {error}",

@@ -12,7 +12,7 @@ import shutil
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from smckpt.checkpoint.records.prefixes import PrefixSharding
 from smckpt.checkpoint.records.rows import decode_rows
 from smckpt.checkpoint.upkeep.transfer import copy_checkpoint
 from smckpt.checkpoint.upkeep.verify import verify_checkpoint
+from smckpt.decoding import decode
 from smckpt.errors import CheckpointError, CorruptCheckpointError
 from smckpt.storage import Access, open_storage
 from tests.support.forge import Change, find, reforge
@@ -261,14 +262,15 @@ def test_a_torch_payload_that_is_no_archive_is_refused() -> None:
 
 
 def test_prefixes_lie_at_most_so_far_above() -> None:
-    PrefixSharding(256, 2)
-    with pytest.raises(ValueError, match="up is"):
-        PrefixSharding(257, 2)
+    assert decode(PrefixSharding, {"up": 256, "prefixes": 2}) == PrefixSharding(256, 2)
+    with pytest.raises(ValueError, match=r"\$\.up"):
+        decode(PrefixSharding, {"up": 257, "prefixes": 2})
 
 
 def test_a_file_has_at_most_so_many_bytes() -> None:
     """A size stands for a list of its blocks, which is made before the file is looked at."""
     name = f"data-{'a' * 12}-00000000-r00000-0"
     most = FileRecord(f"{name}.safetensors", 1 << 46, "0" * 16, f"{name}.crc")
-    with pytest.raises(ValueError, match="size is"):
-        replace(most, size=most.size + 1)
+    assert decode(FileRecord, asdict(most)) == most
+    with pytest.raises(ValueError, match=r"\$\.size"):
+        decode(FileRecord, {**asdict(most), "size": most.size + 1})

@@ -21,7 +21,9 @@ from smckpt.checkpoint.commits.commit import (
     take_lease,
 )
 from smckpt.checkpoint.records.crc import crc64, hex64
+from smckpt.checkpoint.records.files import read_file
 from smckpt.checkpoint.records.format import (
+    GroupManifest,
     Manifest,
     Record,
     fence_name,
@@ -30,7 +32,7 @@ from smckpt.checkpoint.records.format import (
     record_name,
 )
 from smckpt.checkpoint.records.rows import decode_rows
-from smckpt.checkpoint.records.sealed import open_json, seal_json
+from smckpt.checkpoint.records.sealed import seal_json
 from smckpt.errors import (
     CorruptCheckpointError,
     StateError,
@@ -46,9 +48,9 @@ A, B = "aaaaaaaaaaaa", "bbbbbbbbbbbb"
 
 
 def manifest_at(directory: Path, published: dict[str, Any]) -> Manifest:
-    data = (directory / published["manifest"]).read_bytes()
-    assert published["crc64"] == hex64(crc64(data))
-    return Manifest.from_json(open_json(data, published["manifest"]))
+    return read_file(
+        Manifest, open_storage(str(directory)), published["manifest"], published["crc64"]
+    )
 
 
 def names(directory: Path) -> set[str]:
@@ -401,12 +403,12 @@ class Step:
             group.fencing_token = self.fencing_token
             published = group.save(record=record, **part)
             groups.append(
-                {
-                    "directory": group.directory.name,
-                    "manifest": published["manifest"],
-                    "crc64": published["crc64"],
-                    "coordinator": group.ranks[0],
-                }
+                GroupManifest(
+                    group.directory.name,
+                    published["manifest"],
+                    published["crc64"],
+                    group.ranks[0],
+                )
             )
         return {
             "directory": str(self.root),
@@ -425,9 +427,7 @@ def test_a_record_names_the_manifests_of_all_groups(tmp_path):
     step = Step(tmp_path)
     payload = step.publish(step=30)
     published = publish_record(Access(), **payload)
-    record = Record.from_json(
-        open_json((tmp_path / published["record"]).read_bytes(), published["record"])
-    )
+    record = read_file(Record, open_storage(str(tmp_path)), published["record"])
     assert record.groups == tuple(payload["groups"])
     assert (record.step, record.kind, record.fencing_token, record.number) == (30, "LOCAL", 1, 0)
     assert record.nbytes == published["bytes"] > 0
@@ -437,7 +437,7 @@ def test_a_record_names_the_manifests_of_all_groups(tmp_path):
 @pytest.mark.parametrize("way", ["tp0", "tp0/deep", "tp0/../tp0"])
 def test_groups_in_one_directory_or_one_inside_another_are_refused(tmp_path, way):
     payload = Step(tmp_path).publish()
-    payload["groups"][1]["directory"] = way
+    payload["groups"][1] = replace(payload["groups"][1], directory=way)
     with pytest.raises(UsageError):
         publish_record(Access(), **payload)
     assert not list(tmp_path.glob("record-*"))
@@ -457,7 +457,9 @@ def test_groups_of_different_steps_or_kinds_are_refused(tmp_path, key, value):
         path.unlink()
     other.numbers = iter([0])
     published = other.save(record=record, **{key: value})
-    payload["groups"][1].update(manifest=published["manifest"], crc64=published["crc64"])
+    payload["groups"][1] = replace(
+        payload["groups"][1], manifest=published["manifest"], crc64=published["crc64"]
+    )
     with pytest.raises(UsageError, match=key):
         publish_record(Access(), **payload)
 
@@ -487,7 +489,7 @@ def test_groups_that_share_a_rank_are_refused(tmp_path):
 def test_a_manifest_that_the_lead_does_not_see_says_so(tmp_path):
     step = Step(tmp_path)
     payload = step.publish()
-    (tmp_path / "tp1" / payload["groups"][1]["manifest"]).unlink()
+    (tmp_path / "tp1" / payload["groups"][1].manifest).unlink()
     with pytest.raises(StorageError, match="does not see the manifest that rank 2 published"):
         publish_record(Access(), **payload)
 
@@ -495,7 +497,7 @@ def test_a_manifest_that_the_lead_does_not_see_says_so(tmp_path):
 def test_a_changed_manifest_is_not_committed(tmp_path):
     step = Step(tmp_path)
     payload = step.publish()
-    payload["groups"][1]["crc64"] = "0" * 16
+    payload["groups"][1] = replace(payload["groups"][1], crc64="0" * 16)
     with pytest.raises(CorruptCheckpointError, match="checksum differs"):
         publish_record(Access(), **payload)
 

@@ -15,7 +15,7 @@ from smckpt.checkpoint.commits import leases
 from smckpt.checkpoint.commits.commit import publish_manifest, publish_record, take_lease
 from smckpt.checkpoint.commits.discover import found_at
 from smckpt.checkpoint.commits.sweep import sweep
-from smckpt.checkpoint.records.format import fence_name, record_name
+from smckpt.checkpoint.records.format import GroupManifest, fence_name, record_name
 from smckpt.checkpoint.records.sealed import seal_json
 from smckpt.checkpoint.upkeep.repair import RepairReport, repair_checkpoint
 from smckpt.errors import (
@@ -88,7 +88,7 @@ class DeadStep:
         self.token = told["fencing_token"]
         self.record = record_name(self.token, 0, B)
         count = {"lease": 0, "manifest": 1, "manifests": 2}[after]
-        self.published: list[dict[str, Any]] = []
+        self.published: list[GroupManifest] = []
         self.payloads = [
             {**payload, "fencing_token": self.token, "record": f"../{self.record}"}
             for payload in payloads
@@ -100,9 +100,8 @@ class DeadStep:
         done = publish_manifest(Access(), **payload)
         way = Path(payload["directory"]).name
         self.published.append(
-            {"directory": way, "manifest": done["manifest"], "crc64": done["crc64"],
-             "coordinator": min(payload["ranks"])}
-        )  # fmt: skip
+            GroupManifest(way, done["manifest"], done["crc64"], min(payload["ranks"]))
+        )
 
     def live_lead(self) -> str:
         """What the lead does if it was not dead after all."""
@@ -483,15 +482,17 @@ def renamed(name: str) -> forge.Change:
 
 
 OTHER = "data-bbbbbbbbbbbb-00000000-r00001-0.safetensors"
+RANK_0 = renamed("data-aaaaaaaaaaaa-00000000-r00000-0.safetensors")
 FORGED: dict[str, forge.Change] = {
     "a path outside": renamed("../../etc/passwd"),
     "an absolute path": renamed("/etc/passwd"),
-    "a file of another rank": renamed("data-aaaaaaaaaaaa-00000000-r00000-0.safetensors"),
+    "a file of another rank": RANK_0,
     "a file of another session": renamed(OTHER),
     "another size": lambda body: body["files"][0].update(size=1),
     "a huge size": lambda body: body["files"][0].update(size=1 << 60),
     "another checksum": lambda body: body["files"][0].update(crc64="0" * 16),
     "another rank": lambda body: body.update(rank=0),
+    "the part of another rank": lambda body: (body.update(rank=0), RANK_0(body)),
     "a rank that is not in its group": lambda body: body.update(group_ranks=[0, 7]),
     "a larger group": lambda body: body.update(group_ranks=[0, 1, 2]),
     "another step": lambda body: body.update(step=99),
@@ -508,10 +509,11 @@ FORGED: dict[str, forge.Change] = {
 
 # What the first of several guards says: those behind it would refuse these too, for other reasons.
 SAID = {
-    "a file of another rank": "is not its file 0",
-    "a file of another session": "is not its file 0",
-    "another rank": "session, number and rank are",
-    "another session": "session, number and rank are",
+    "a file of another rank": "is not file 0",
+    "a file of another session": "is not file 0",
+    "another rank": "is not file 0 of rank 0",
+    "another session": "is not file 0",
+    "the part of another rank": "rank is '0' here",
     "a rank that is not in its group": "rank 1 is not in its group",
 }
 

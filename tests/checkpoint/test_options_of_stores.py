@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from smckpt.checkpoint.commits.choose import read_record
 from smckpt.checkpoint.commits.commit import publish_record
+from smckpt.checkpoint.records.files import read_file
+from smckpt.checkpoint.records.format import Record
 from smckpt.checkpoint.upkeep.transfer import copy_checkpoint
 from smckpt.checkpoint.upkeep.verify import verify_checkpoint
 from smckpt.storage import open_storage
@@ -35,7 +36,7 @@ def test_a_step_of_several_groups_is_read_under_the_options_of_the_call(
     assert verify_checkpoint(s3_root, storage=given).ok
     store = open_storage(s3_root, storage=config)
     [record] = store.list("record-")
-    groups = read_record(store, record.name).groups
+    groups = read_file(Record, store, record.name).groups
     store.delete(record.name)
     published = publish_record(store.access, s3_root, "f" * 12, 0, 1, groups)
     assert published["record"] == record.name

@@ -16,12 +16,14 @@ from smckpt.checkpoint.commits.discover import find_checkpoints
 from smckpt.checkpoint.commits.pins import remove_newest
 from smckpt.checkpoint.commits.sweep import sweep
 from smckpt.checkpoint.reading.committed import open_catalogue
+from smckpt.checkpoint.records.files import read_file
 from smckpt.checkpoint.records.format import Manifest, data_name
 from smckpt.checkpoint.records.prefixes import PrefixSharding, is_prefix, prefix_sharding_for
 from smckpt.checkpoint.records.sealed import open_json
 from smckpt.checkpoint.upkeep.transfer import copy_checkpoint
 from smckpt.checkpoint.upkeep.verify import verify_checkpoint
 from smckpt.cli.app import app
+from smckpt.decoding import decode
 from smckpt.errors import FormatVersionError, UsageError
 from smckpt.storage import Access, access_to, open_storage
 from smckpt.storage.s3.config import StoreOptions
@@ -110,8 +112,8 @@ def test_a_disk_and_a_single_prefix_are_not_sharded():
      {"up": 1, "prefixes": 257}, {"up": True, "prefixes": 2}],
 )  # fmt: skip
 def test_a_manifest_that_says_anything_but_two_numbers_is_refused(prefix_sharding):
-    with pytest.raises(ValueError, match=r"up is|prefixes is"):
-        PrefixSharding.from_json(prefix_sharding)
+    with pytest.raises(ValueError, match=r"\$\.(up|prefixes)"):
+        decode(PrefixSharding, prefix_sharding)
 
 
 # -- a checkpoint that is sharded --------------------------------------------------------------
@@ -141,7 +143,7 @@ def test_only_the_manifest_lies_in_the_directory_and_readers_need_no_option(
     [name] = [name for name in names if name.startswith("manifest-")]
     body = open_json(open_storage(step).read(name), name)
     assert body["format"] == [2, 1], "a reader that does not know of this must refuse it"
-    assert Manifest.from_json(body).prefix_sharding == FOUR
+    assert read_file(Manifest, open_storage(step), name).prefix_sharding == FOUR
 
 
 def test_what_is_not_sharded_is_written_as_ever(s3_root: str) -> None:

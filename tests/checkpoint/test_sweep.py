@@ -14,7 +14,9 @@ from smckpt.checkpoint.commits import leases
 from smckpt.checkpoint.commits.choose import choose_commit
 from smckpt.checkpoint.commits.commit import publish_manifest, publish_record, take_lease
 from smckpt.checkpoint.commits.sweep import discard_attempt, sweep, sweep_records
+from smckpt.checkpoint.records.files import read_file
 from smckpt.checkpoint.records.format import (
+    GroupManifest,
     Manifest,
     fence_name,
     lease_name,
@@ -23,7 +25,6 @@ from smckpt.checkpoint.records.format import (
     record_name,
 )
 from smckpt.checkpoint.records.prefixes import PrefixStores
-from smckpt.checkpoint.records.sealed import open_json
 from smckpt.errors import CorruptCheckpointError, StorageError, UsageError
 from smckpt.storage import Access, open_storage
 from tests.support.saves import Group, hybrid, state_of
@@ -43,7 +44,7 @@ def attempts(directory: Path) -> set[tuple[str, int]]:
 
 def whole(directory: Path, manifest: str) -> bool:
     """Whether all that a manifest names is there."""
-    body = Manifest.from_json(open_json((directory / manifest).read_bytes(), manifest))
+    body = read_file(Manifest, open_storage(str(directory)), manifest)
     here = names(directory)
     return all(
         {part.name, *(n for f in part.files for n in (f.name, f.crc_name))} <= here
@@ -323,15 +324,10 @@ def step(
         group.fencing_token = fencing_token
         done = group.save(record=f"../{record_name(fencing_token, number, session)}")
         named.append(
-            {
-                "directory": group.directory.name,
-                "manifest": done["manifest"],
-                "crc64": done["crc64"],
-                "coordinator": group.ranks[0],
-            }
+            GroupManifest(group.directory.name, done["manifest"], done["crc64"], group.ranks[0])
         )
     done = publish_record(Access(), str(root), session, number, fencing_token, named)
-    return {**done, "manifests": [group["manifest"] for group in named]}
+    return {**done, "manifests": [group.manifest for group in named]}
 
 
 def pair(root: Path, names: tuple[str, str], sessions: str) -> list[Group]:

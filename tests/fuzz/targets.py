@@ -9,11 +9,11 @@ import json
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from smckpt.checkpoint.commits.choose import read_manifest, read_record
 from smckpt.checkpoint.commits.contents import contents_of
 from smckpt.checkpoint.commits.discover import FoundCheckpoint
 from smckpt.checkpoint.commits.leases import leases_at
@@ -21,13 +21,20 @@ from smckpt.checkpoint.commits.pins import finish_removals
 from smckpt.checkpoint.commits.remove import removal_of
 from smckpt.checkpoint.reading.committed import open_catalogue
 from smckpt.checkpoint.records.crc import crc64, hex64
-from smckpt.checkpoint.records.format import parse_name, parse_temporary
+from smckpt.checkpoint.records.files import read_file
+from smckpt.checkpoint.records.format import (
+    GroupManifest,
+    Manifest,
+    Record,
+    parse_name,
+    parse_temporary,
+)
 from smckpt.checkpoint.records.headers import read_header
 from smckpt.checkpoint.records.objects import decode_object
 from smckpt.checkpoint.records.rows import decode_rows
 from smckpt.checkpoint.records.sealed import open_json, open_sections
 from smckpt.engine.loading.load_rounds import Choice, Common
-from smckpt.engine.saving.commit import Committed, GroupManifest, HostView, Ticket, Written
+from smckpt.engine.saving.commit import Committed, HostView, Ticket, Written
 from smckpt.engine.saving.commit_groups import GroupSave
 from smckpt.errors import CheckpointError, error_from_json
 from smckpt.manager.resume import Outcome, Turn
@@ -93,14 +100,14 @@ def _envelope(data: bytes) -> None:
 
 
 def _manifest(data: bytes) -> None:
-    manifest = read_manifest(Memory("/run", {"/run": {_MANIFEST: sealed(data)}}), _MANIFEST)
+    manifest = read_file(Manifest, Memory("/run", {"/run": {_MANIFEST: sealed(data)}}), _MANIFEST)
     for row in decode_rows(manifest.layout, manifest.group_ranks):
         for rank in row.ranks[:2]:
             row.geometry.pieces(rank)
 
 
 def _record(data: bytes) -> None:
-    read_record(Memory("/run", {"/run": {_RECORD: sealed(data)}}), _RECORD)
+    read_file(Record, Memory("/run", {"/run": {_RECORD: sealed(data)}}), _RECORD)
 
 
 def _lease(data: bytes) -> None:
@@ -114,7 +121,7 @@ def _table(data: bytes) -> None:
 
 def mark_of(tree: Tree, root: str) -> dict[str, Any]:
     """What the mark of a deletion of a whole checkpoint says."""
-    return {"format": [1, 0], **removal_of(contents_of(Memory(root, tree))).to_json()}
+    return {"format": [1, 0], **asdict(removal_of(contents_of(Memory(root, tree))))}
 
 
 def finish(tree: Tree, root: str) -> Tree:

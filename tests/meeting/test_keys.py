@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from smckpt.meeting.keys import from_json, to_text
+from smckpt.decoding import decode
+from smckpt.meeting.keys import to_text
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ PLAN = Plan(3, 0.5, (Held("a", 1),), {4: "b"}, None)
 
 
 def test_a_message_is_read_as_it_was_written():
-    assert from_json(Plan, json.loads(to_text(PLAN))) == PLAN
+    assert decode(Plan, json.loads(to_text(PLAN))) == PLAN
 
 
 @pytest.mark.parametrize(
@@ -45,8 +46,10 @@ def test_a_message_is_read_as_it_was_written():
         ("held", [{"name": "a"}], r"\$.held\[0\]"),
         ("by_rank", {"four": "b"}, r"\$.by_rank"),
         ("remark", 1, r"\$.remark"),
+        ("other", 1, "no field 'other'"),
+        ("held", [{"name": "a", "size": 1, "other": 2}], "no field 'other'"),
     ],
 )
 def test_a_value_of_another_type_is_refused_with_the_field(key, value, at):
     with pytest.raises(ValueError, match=at):
-        from_json(Plan, {**json.loads(to_text(PLAN)), key: value})
+        decode(Plan, {**json.loads(to_text(PLAN)), key: value})

@@ -135,9 +135,10 @@ def test_messages_are_dataclasses_on_both_ends_whoever_leads(server: Any) -> Non
     assert together(server, 3, act, {}) == [wanted] * 3
 
 
-def test_a_message_of_another_version_is_an_error_on_all(server: Any) -> None:
+@pytest.mark.parametrize("other", [{"other": 1}, {**vars(Part(0, (), {})), "other": 1}])
+def test_a_message_of_another_version_is_an_error_on_all(server: Any, other: Any) -> None:
     def act(member: int, client: Any) -> None:
-        said = {"other": 1} if member == 1 else Part(0, (), {})
+        said = other if member == 1 else Part(0, (), {})
         join(member, client).round("m", lambda: said, heard, timeout=seconds(10), brings=Part)
 
     for error in together(server, 3, act, {}):

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from smckpt.checkpoint.commits.commit import publish_record, take_lease
-from smckpt.checkpoint.records.format import record_name
+from smckpt.checkpoint.records.format import GroupManifest, record_name
 from smckpt.checkpoint.records.objects import encode_object
 from smckpt.checkpoint.records.prefixes import PrefixSharding
 from smckpt.checkpoint.records.sealed import (
@@ -179,12 +179,9 @@ def make(root: Path, prefix_sharding: PrefixSharding | None) -> None:
             record=f"../{record_name(fencing_token, 1, lead)}", **common(group, 1)
         )
         named.append(
-            {
-                "directory": group.directory.name,
-                "manifest": published["manifest"],
-                "crc64": published["crc64"],
-                "coordinator": group.ranks[0],
-            }
+            GroupManifest(
+                group.directory.name, published["manifest"], published["crc64"], group.ranks[0]
+            )
         )
     for path in (*root.rglob("*-00000000-*"), *root.rglob("*-00000000.json")):
         path.unlink()

@@ -108,7 +108,7 @@ class Group:
             "ranks": list(self.ranks),
             "parts": parts,
             "record": None,
-            "prefix_sharding": self.prefix_sharding and self.prefix_sharding.to_json(),
+            "prefix_sharding": self.prefix_sharding,
         }
 
     def write_rank(
@@ -153,13 +153,12 @@ class Group:
 
     def lease(self) -> int:
         if self.fencing_token is None:
-            prefix_sharding = self.prefix_sharding and self.prefix_sharding.to_json()
             lease = take_lease(
                 self.access,
                 str(self.directory),
                 self.session,
                 self.host,
-                prefix_sharding=prefix_sharding,
+                prefix_sharding=self.prefix_sharding,
             )
             self.fencing_token = lease["fencing_token"]
         return self.fencing_token

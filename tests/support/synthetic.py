@@ -18,7 +18,7 @@ from smckpt.checkpoint.commits.commit import publish_record, take_lease
 from smckpt.checkpoint.reading.catalogue import Catalogue
 from smckpt.checkpoint.reading.plan import ReadPlan, plan_local, plan_logical
 from smckpt.checkpoint.reading.read import execute
-from smckpt.checkpoint.records.format import record_name
+from smckpt.checkpoint.records.format import GroupManifest, record_name
 from smckpt.layout.entries import DTYPES, Entry
 from smckpt.layout.flat_geometry import FlatGeometry, FlatUnit, Segment
 from smckpt.layout.geometry import BoxGeometry, Geometry, MeshGeometry, PerRankGeometry
@@ -210,10 +210,7 @@ class Step:
                 numbers=itertools.count(number),
             )
             done = group.save(record=way, **{"step": 10 * number, **part})
-            published.append(
-                {"directory": name, "manifest": done["manifest"], "crc64": done["crc64"],
-                 "coordinator": min(ranks)}
-            )  # fmt: skip
+            published.append(GroupManifest(name, done["manifest"], done["crc64"], min(ranks)))
         if commit:
             publish_record(Access(), str(self.root), self.session, number, fencing_token, published)
         return record

@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from dataclasses import dataclass, fields
+from typing import Any
 
 from smckpt.checkpoint.commits.foreign import checksum_of_dcp, foreign_format, natural_order
-from smckpt.checkpoint.records.crc import crc64, hex64
+from smckpt.checkpoint.records.files import contradicts, read_file, refuse_unlike
 from smckpt.checkpoint.records.format import (
-    SENSELESS,
+    GroupManifest,
     Manifest,
     Part,
     PartRecord,
@@ -19,7 +19,6 @@ from smckpt.checkpoint.records.format import (
     manifest_name,
     parse_name,
 )
-from smckpt.checkpoint.records.sealed import MAX_JSON_BYTES, open_json, sound
 from smckpt.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -36,9 +35,7 @@ __all__ = [
     "choose_commit",
     "commits_at",
     "commits_in",
-    "read_manifest",
     "read_part",
-    "read_record",
     "refuse_committed",
     "what_is_here",
 ]
@@ -68,111 +65,18 @@ class Commit:
     replaces: str | None = None  # what DCP had written here before, see `replaces.py`
 
 
-def read_manifest(storage: Storage, name: str, crc: str | None = None) -> Manifest:
-    """Read a manifest and compare it with its own checksum, its name and, if given, the record's
-    checksum.
-
-    Raises:
-        CheckpointNotFoundError: it is not there.
-        CorruptCheckpointError, FormatVersionError: it differs from what was written under this
-            name.
-    """
-    path = file_url(storage.url, name)
-
-    def read() -> dict[str, Any]:
-        data = storage.read(name, most=MAX_JSON_BYTES)
-        if crc is not None and hex64(crc64(data)) != crc:
-            raise CorruptCheckpointError(
-                "the manifest differs from the one that was written (checksum differs)",
-                remedy="use an older checkpoint, and check the file system",
-                path=path,
-            )
-        return open_json(data, path)
-
-    return _named(Manifest, sound(storage, read), name, path)
-
-
-def read_record(storage: Storage, name: str) -> Record:
-    """Read a record and compare it with its own checksum and its name.
-
-    Raises:
-        As `read_manifest`.
-    """
-    path = file_url(storage.url, name)
-
-    def read() -> dict[str, Any]:
-        return open_json(storage.read(name, most=MAX_JSON_BYTES), path)
-
-    return _named(Record, sound(storage, read), name, path)
-
-
-def read_part(storage: Storage, said: PartRecord, manifest: Manifest) -> dict[str, Any]:
-    """Read the part of a rank and compare it with the manifest that names it.
+def read_part(storage: Storage, listed: PartRecord, manifest: Manifest) -> dict[str, Any]:
+    """Read the part of a rank and compare it with the manifest that names it; the fields of `Part`.
 
     Raises:
         CheckpointNotFoundError: it is not there.
         CorruptCheckpointError, FormatVersionError: it differs from the one that the manifest names.
     """
-    path = file_url(storage.url, said.name)
-
-    def read() -> dict[str, Any]:
-        data = storage.read(said.name, most=MAX_JSON_BYTES)
-        if hex64(crc64(data)) != said.crc64:
-            raise CorruptCheckpointError(
-                "the part record differs from the one that the manifest names (checksum differs)",
-                remedy="use an older checkpoint, and check the file system",
-                path=path,
-            )
-        return open_json(data, path)
-
-    body = sound(storage, read)
-    part = _sensible(Part, body, path)
-    for key in ("rank", "files"):
-        if getattr(part, key) != getattr(said, key):
-            raise _contradicts(path, key, getattr(part, key), getattr(said, key), "the manifest")
-    _refuse_unlike(part, manifest, ("attempt", "group_ranks", "kind", "step"), path, "the manifest")
-    return {**body, "optimizers": part.optimizers}  # older writers had none
-
-
-_Body = TypeVar("_Body", Manifest, Record, Part)
-
-
-def _named(cls: type[_Body], body: dict[str, Any], name: str, path: str) -> _Body:
-    """Parse a body and compare it with the file's name. That finds a whole file that was put under
-    another name."""
-    made = _sensible(cls, body, path)
-    parsed = parse_name(name)
-    if parsed is not None:
-        _refuse_unlike(
-            made, parsed, ("fencing_token", "number", "session"), path, "the name of the file"
-        )
-    return made
-
-
-def _sensible(cls: type[_Body], body: dict[str, Any], path: str) -> _Body:
-    try:
-        return cls.from_json(body)
-    except SENSELESS as error:
-        raise CorruptCheckpointError(
-            f"the file cannot be decoded: {type(error).__name__} {error}",
-            remedy="use an older checkpoint",
-            path=path,
-        ) from error
-
-
-def _refuse_unlike(ours: Any, other: Any, keys: Iterable[str], path: str, where: str) -> None:
-    for key in keys:
-        if getattr(ours, key) != getattr(other, key):
-            raise _contradicts(path, key, getattr(ours, key), getattr(other, key), where)
-
-
-def _contradicts(path: str, key: str, ours: Any, other: Any, where: str) -> CorruptCheckpointError:
-    return CorruptCheckpointError(
-        f"{key} is {str(ours)[:200]!r} here, but {str(other)[:200]!r} in {where}: files of "
-        "different saves were mixed",
-        remedy="use an older checkpoint, and find out what changes files there",
-        path=path,
-    )
+    path = file_url(storage.url, listed.name)
+    part = read_file(Part, storage, listed.name, listed.crc64)
+    refuse_unlike(part, listed, ("rank", "files"), path, "the manifest")
+    refuse_unlike(part, manifest, ("attempt", "group_ranks", "kind", "step"), path, "the manifest")
+    return {each.name: getattr(part, each.name) for each in fields(part)}
 
 
 def _refuse_mixed(record: Record, at: str, manifests: Sequence[tuple[str, Manifest]]) -> None:
@@ -183,16 +87,14 @@ def _refuse_mixed(record: Record, at: str, manifests: Sequence[tuple[str, Manife
         path = file_url(
             directory, manifest_name(manifest.fencing_token, manifest.number, manifest.session)
         )
-        _refuse_unlike(manifest, record, ("kind", "step", "number", "fencing_token"), path, at)
+        refuse_unlike(manifest, record, ("kind", "step", "number", "fencing_token"), path, at)
         way = manifest.record
         back = way and file_url(join_url(directory, way.rpartition("/")[0]), way.rpartition("/")[2])
         if back != at:
-            raise _contradicts(path, "record", way, at, "the record that names it")
+            raise contradicts(path, "record", way, at, "the record that names it")
         for rank in manifest.group_ranks:
             if owner.setdefault(rank, directory) != directory:
-                raise _contradicts(
-                    path, f"the directory of rank {rank}", directory, owner[rank], at
-                )
+                raise contradicts(path, f"the directory of rank {rank}", directory, owner[rank], at)
 
 
 def commits_at(storage: Storage) -> list[Candidate]:
@@ -298,12 +200,12 @@ def _first(storage: Storage, candidates: list[Candidate], choose: str | None) ->
 
 
 def _by_record(storage: Storage, name: str, order: tuple[int, int]) -> Commit:
-    record = read_record(storage, name)
+    record = read_file(Record, storage, name)
     strict = storage.reading_from(storage.url)
 
-    def one(group: dict[str, str]) -> tuple[str, Manifest]:
-        here = strict.at(join_url(storage.url, group["directory"]))
-        return here.url, read_manifest(here, group["manifest"], group["crc64"])
+    def one(group: GroupManifest) -> tuple[str, Manifest]:
+        here = strict.at(join_url(storage.url, group.directory))
+        return here.url, read_file(Manifest, here, group.manifest, group.crc64)
 
     with ThreadPoolExecutor(min(READERS, len(record.groups))) as pool:
         manifests = tuple(pool.map(one, record.groups))
@@ -314,7 +216,7 @@ def _by_record(storage: Storage, name: str, order: tuple[int, int]) -> Commit:
 def _by_manifest(
     storage: Storage, name: str, order: tuple[int, int], choose: str | None
 ) -> Commit | None:
-    manifest = read_manifest(storage, name)
+    manifest = read_file(Manifest, storage, name)
     if manifest.record is None:
         if choose not in (None, name):
             return None
@@ -334,14 +236,14 @@ def _through_record(
         return None
     parent = storage.at(parent_url(path))
     try:
-        record = read_record(parent, record_name)
+        record = read_file(Record, parent, record_name)
     except CheckpointNotFoundError:
         return None  # the step was never committed
     for group in record.groups:
-        if group["manifest"] == name and join_url(parent.url, group["directory"]) == storage.url:
+        if group.manifest == name and join_url(parent.url, group.directory) == storage.url:
             # No link leads from the step's directory to the group's.
             here = parent.reading_from(parent.url).at(storage.url)
-            checked = read_manifest(here, name, group["crc64"])
+            checked = read_file(Manifest, here, name, group.crc64)
             manifests = ((storage.url, checked),)
             _refuse_mixed(record, file_url(parent.url, record_name), manifests)
             at, seen = record.committed_at, manifest.replaces

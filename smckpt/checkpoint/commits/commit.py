@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NoReturn
 
-from smckpt.checkpoint.commits.choose import read_manifest
 from smckpt.checkpoint.commits.foreign import checksum_of_dcp, delete_dcp
 from smckpt.checkpoint.commits.gather import READERS, gather_parts
 from smckpt.checkpoint.commits.leases import (
@@ -27,7 +26,9 @@ from smckpt.checkpoint.commits.leases import (
 )
 from smckpt.checkpoint.commits.sweep import discard_attempt, sweep
 from smckpt.checkpoint.records.crc import crc64, hex64
+from smckpt.checkpoint.records.files import read_body, read_file
 from smckpt.checkpoint.records.format import (
+    GroupManifest,
     Manifest,
     Record,
     manifest_name,
@@ -38,12 +39,10 @@ from smckpt.checkpoint.records.format import (
 from smckpt.checkpoint.records.prefixes import PrefixSharding, PrefixStores
 from smckpt.checkpoint.records.sealed import (
     FORMAT_VERSION,
-    MAX_JSON_BYTES,
     PREFIX_SHARDING_VERSION,
-    open_json,
     seal_json,
-    sound,
 )
+from smckpt.decoding import decode
 from smckpt.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -74,7 +73,7 @@ def publish_manifest(
     ranks: Sequence[int],
     parts: Mapping[str, Mapping[str, str]],
     record: str | None,
-    prefix_sharding: Mapping[str, Any] | None = None,
+    prefix_sharding: PrefixSharding | None = None,
 ) -> dict[str, Any]:
     """Read all parts back, check that they belong together, and create the manifest.
 
@@ -87,7 +86,7 @@ def publish_manifest(
         ranks: the ranks of the group.
         parts: rank (as text) → {"part": name, "crc64": hex, "host": name}.
         record: the relative path from `directory` to the record that will commit it, or None.
-        prefix_sharding: of the ranks' files, as `PrefixSharding.to_json` gives it.
+        prefix_sharding: of the ranks' files.
 
     Returns:
         "manifest" (name), "crc64" (hex, of the file), "bytes" (of all data files), "step", "kind",
@@ -99,16 +98,18 @@ def publish_manifest(
         CorruptCheckpointError: a part reads back with other bytes than were written.
         StateError, UsageError: the parts do not belong together.
     """
-    storage, over = access.open(directory), PrefixSharding.from_json(prefix_sharding)
-    stores = PrefixStores(storage, over)
+    storage = access.open(directory)
+    stores = PrefixStores(storage, prefix_sharding)
     try:  # also where it was taken before: the directory may have been removed meanwhile
-        mark_lease(storage, fencing_token, session, over, ranks)
+        mark_lease(storage, fencing_token, session, prefix_sharding, ranks)
     except StorageError as error:
         _take_back(stores, fencing_token, attempt, error)
     # This comes before the parts are read. A run that gives up this attempt fences it before it
     # deletes, so either we see the fence here or it sees our lease and leaves the files alone.
     _refuse_fenced(stores, fencing_token, attempt)
-    manifest = gathered_manifest(stores, session, number, fencing_token, ranks, parts, record, over)
+    manifest = gathered_manifest(
+        stores, session, number, fencing_token, ranks, parts, record, prefix_sharding
+    )
     _refuse_fenced(stores, fencing_token, attempt)
     return create_manifest(storage, manifest)
 
@@ -155,27 +156,23 @@ def gathered_manifest(
     """
     attempt = f"{session}-{number:08d}"
     gathered = gather_parts(stores, attempt, ranks, parts)
-    return Manifest(
-        checkpoint_id=gathered.head["checkpoint_id"],
-        kind=gathered.head["kind"],
-        step=gathered.head["step"],
-        attempt=attempt,
-        session=session,
-        number=number,
-        fencing_token=fencing_token,
-        group_ranks=tuple(sorted(ranks)),
-        committed_at=time.time_ns(),
-        record=record,
-        parts=gathered.parts,
-        layout=gathered.layout,
-        prefix_sharding=over,
-        optimizers=gathered.optimizers,
-        topology=gathered.head["topology"],
-        metadata=gathered.head["metadata"],
-        versions=gathered.head["versions"],
-        replaces=checksum_of_dcp(stores.directory),
-        format=PREFIX_SHARDING_VERSION if over else FORMAT_VERSION,
-    )
+    made = {
+        **gathered.head,
+        "attempt": attempt,
+        "session": session,
+        "number": number,
+        "fencing_token": fencing_token,
+        "group_ranks": sorted(ranks),
+        "committed_at": time.time_ns(),
+        "record": record,
+        "parts": gathered.parts,
+        "layout": gathered.layout,
+        "prefix_sharding": over,
+        "optimizers": gathered.optimizers,
+        "replaces": checksum_of_dcp(stores.directory),
+        "format": PREFIX_SHARDING_VERSION if over else FORMAT_VERSION,
+    }
+    return decode(Manifest, made)
 
 
 def create_manifest(storage: Storage, manifest: Manifest) -> dict[str, Any]:
@@ -239,14 +236,14 @@ def publish_record(
     session: str,
     number: int,
     fencing_token: int,
-    groups: Sequence[Mapping[str, Any]],
+    groups: Sequence[GroupManifest],
 ) -> dict[str, Any]:
     """Create the record that commits the manifests of several groups.
 
     Args:
         directory: URL of the directory of the record.
         session, number, fencing_token: of the step; they make the record's name.
-        groups: {"directory" (relative), "manifest", "crc64", "coordinator"} of each.
+        groups: the entry of each.
 
     Returns:
         "record" (name), "bytes" (of all data files of all groups).
@@ -257,7 +254,7 @@ def publish_record(
         StorageError: a manifest is not here, or a later run has a lease of the directories.
     """
     storage = access.open(directory)
-    urls = [join_url(storage.url, group["directory"]) for group in groups]
+    urls = [join_url(storage.url, group.directory) for group in groups]
     _refuse_nested(urls, storage.url)
     name = record_name(fencing_token, number, session)
     with ThreadPoolExecutor(min(READERS, len(groups))) as pool:
@@ -271,7 +268,7 @@ def publish_record(
         step=manifests[0].step,
         committed_at=time.time_ns(),
         nbytes=sum(f.size for m in manifests for p in m.parts for f in p.files),
-        groups=tuple(dict(group) for group in groups),
+        groups=tuple(groups),
         replaces=checksum_of_dcp(storage),
     )
     error = later_run(storage, fencing_token, urls)
@@ -295,15 +292,15 @@ def _refuse_nested(urls: Sequence[str], root: str) -> None:
         )
 
 
-def _read_manifest(storage: Storage, group: Mapping[str, Any]) -> Manifest:
+def _read_manifest(storage: Storage, group: GroupManifest) -> Manifest:
     try:
-        return read_manifest(storage, group["manifest"], group["crc64"])
+        return read_file(Manifest, storage, group.manifest, group.crc64)
     except CheckpointNotFoundError as error:
         raise StorageError(
-            f"this host does not see the manifest that rank {group['coordinator']} published: the "
+            f"this host does not see the manifest that rank {group.coordinator} published: the "
             "hosts do not share the directory",
             remedy="mount one file system on all hosts, or use an s3:// checkpoint_id",
-            path=file_url(storage.url, group["manifest"]),
+            path=file_url(storage.url, group.manifest),
         ) from error
 
 
@@ -355,13 +352,7 @@ def _create(storage: Storage, name: str, body: dict[str, Any]) -> bytes:
     data = seal_json(body)
     if storage.put_exclusive(name, data):
         return data
-    path = file_url(storage.url, name)
-
-    def read() -> tuple[bytes, dict[str, Any]]:
-        stands = storage.read(name, most=MAX_JSON_BYTES)
-        return stands, open_json(stands, path)
-
-    stands, there = sound(storage, read)
+    there, stands = read_body(storage, name)
     there = {**there, "committed_at": body["committed_at"]}
     for one in (there, body):
         one.pop("replaces", None)  # our earlier call may have deleted that
@@ -369,6 +360,6 @@ def _create(storage: Storage, name: str, body: dict[str, Any]) -> bytes:
         raise StorageError(
             "another writer has created a file with this name and other content",
             remedy="two jobs write to one directory: give each its own",
-            path=path,
+            path=file_url(storage.url, name),
         )
     return stands

@@ -13,9 +13,10 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 
-from smckpt.checkpoint.commits.choose import choose_commit, read_record
+from smckpt.checkpoint.commits.choose import choose_commit
 from smckpt.checkpoint.records.crc import BLOCK
-from smckpt.checkpoint.records.format import FileRecord, Manifest, parse_name
+from smckpt.checkpoint.records.files import read_file
+from smckpt.checkpoint.records.format import FileRecord, Manifest, Record, parse_name
 from smckpt.checkpoint.records.prefixes import PrefixStores, found_prefix_sharding
 from smckpt.errors import (
     CheckpointError,
@@ -101,9 +102,9 @@ def contents_of(storage: Storage, name: str | None = None) -> Contents:
     commit = choose_commit(storage, name=name)
     storage = storage.reading_from(storage.url)
     if commit.through_record:
-        record = read_record(storage, commit.identity)
+        record = read_file(Record, storage, commit.identity)
         groups = (
-            GroupContents(told["directory"], told["manifest"], told["crc64"], manifest)
+            GroupContents(told.directory, told.manifest, told.crc64, manifest)
             for told, (_, manifest) in zip(record.groups, commit.manifests, strict=True)
         )
         return Contents(storage, commit.identity, tuple(groups))

@@ -9,13 +9,14 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
-from typing import Any
+from typing import Any, TypedDict, cast, get_type_hints
 
 from smckpt.calls import alone
 from smckpt.checkpoint.commits.choose import Commit, choose_commit, commits_at
 from smckpt.checkpoint.commits.foreign import natural_order
-from smckpt.checkpoint.records.format import SENSELESS, parse_name
+from smckpt.checkpoint.records.format import parse_name
 from smckpt.checkpoint.records.prefixes import is_prefix
+from smckpt.decoding import decode
 from smckpt.errors import CheckpointError, CheckpointNotFoundError, PeerError, StorageError
 from smckpt.storage import Storage, StoreOptions, access_to
 from smckpt.storage.faults import twice
@@ -83,13 +84,19 @@ class FoundCheckpoint(str):
             PeerError: the data is something else.
         """
         try:
-            return cls(**{**data, "groups": tuple(data["groups"])})
-        except SENSELESS as error:
+            return cls(**decode(_FACTS, data))
+        except ValueError as error:
             raise PeerError(
-                f"a peer's message about a checkpoint cannot be decoded: {type(error).__name__} "
-                f"{error}",
+                f"a peer's message about a checkpoint cannot be decoded: {error}",
                 remedy="all ranks must run one version of smckpt",
             ) from error
+
+
+# The fields alone: no decoder makes a text.
+_FACTS = cast(
+    "type[dict[str, Any]]",
+    TypedDict("_FACTS", get_type_hints(FoundCheckpoint, include_extras=True)),  # type: ignore[operator]
+)
 
 
 @alone()

@@ -15,6 +15,7 @@ from smckpt.checkpoint.records.format import FileRecord, PartRecord
 from smckpt.checkpoint.records.prefixes import PrefixStores
 from smckpt.checkpoint.records.rows import RowMerger
 from smckpt.checkpoint.records.sealed import MAX_JSON_BYTES, open_sections, sound
+from smckpt.decoding import decode
 from smckpt.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
@@ -217,7 +218,7 @@ def _read(storage: Storage, rank: int, listed: Mapping[str, str]) -> _Read | str
         data = sound(storage, read)
         sections = open_sections(data, path)
         sections = {key: sections[key] for key in _NEEDED}  # not the objects, which may be large
-        files = tuple(map(FileRecord.from_json, json.loads(sections["files"])))
+        files = decode(tuple[FileRecord, ...], json.loads(sections["files"]), newer=True)
         for file in files:
             name = file.name
             _check_size(storage, name, file.size, where)

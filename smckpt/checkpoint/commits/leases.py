@@ -13,21 +13,24 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
-import msgspec
-
-from smckpt.checkpoint.records.format import fence_name, lease_name, parse_name, probe_name
-from smckpt.checkpoint.records.prefixes import PrefixSharding, PrefixStores
-from smckpt.checkpoint.records.sealed import (
-    FORMAT_VERSION,
-    MAX_JSON_BYTES,
-    open_json,
-    seal_json,
-    sound,
+from smckpt.checkpoint.records.files import OF_OTHERS, decode_body, read_body, read_file
+from smckpt.checkpoint.records.format import (
+    Owner,
+    Rank,
+    Record,
+    fence_name,
+    lease_name,
+    parse_name,
+    probe_name,
 )
+from smckpt.checkpoint.records.prefixes import PrefixSharding, PrefixStores
+from smckpt.checkpoint.records.sealed import FORMAT_VERSION, seal_json
+from smckpt.decoding import Count
 from smckpt.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
@@ -60,18 +63,28 @@ _WITH_TOKEN = ("epoch-", "manifest-", "record-")
 
 @dataclass(frozen=True)
 class Lease:
-    """One lease. scope: URLs of the directories that it covers. before: the sessions that had files
-    in the directory when it was made. prefix_sharding: of its session's files. ranks: the ranks
-    that save under it. taken_at: nanoseconds since 1970."""
+    """One lease. url: of its directory. groups: the directories that it covers, relative to that;
+    none if it covers its own. before: the sessions that had files in the directory when it was
+    made. prefix_sharding: of its session's files. ranks: the ranks that save under it. taken_at:
+    nanoseconds since 1970."""
 
     name: str
-    fencing_token: int
+    url: str
+    fencing_token: Count
     session: str
-    scope: frozenset[str]
-    before: frozenset[str]
+    groups: tuple[str, ...] = ()
+    before: frozenset[str] = frozenset()
     prefix_sharding: PrefixSharding | None = None
-    ranks: frozenset[int] = frozenset()
-    taken_at: int = 0
+    ranks: frozenset[Rank] = frozenset()
+    taken_at: Count = 0
+
+    def __post_init__(self) -> None:
+        _ = self.scope  # raises if a path is none of a directory
+
+    @cached_property
+    def scope(self) -> frozenset[str]:
+        """URLs of the directories that it covers."""
+        return frozenset(join_url(self.url, group) for group in self.groups or [""])
 
 
 def take_lease(
@@ -80,7 +93,7 @@ def take_lease(
     session: str,
     host: str,
     groups: Sequence[str] = (),
-    prefix_sharding: Mapping[str, Any] | None = None,
+    prefix_sharding: PrefixSharding | None = None,
     ranks: Sequence[int] = (),
     since: int = 0,
 ) -> dict[str, Any]:
@@ -92,7 +105,7 @@ def take_lease(
         host: the caller's, for people who read the file.
         groups: URLs of the groups' directories, for a record's parent. The token is above theirs
             too, so that it means the same in all of them.
-        prefix_sharding: of the ranks' files, as `PrefixSharding.to_json` gives it.
+        prefix_sharding: of the ranks' files.
         ranks: the ranks of all groups that save under this lease.
         since: when this job began, in nanoseconds since 1970.
 
@@ -120,7 +133,7 @@ def take_lease(
             session,
             host,
             ways,
-            PrefixSharding.from_json(prefix_sharding),
+            prefix_sharding,
             ranks,
         ):
             return {
@@ -322,12 +335,10 @@ def claim(storage: Storage, attempt: str) -> bool:
 
 def claimed(storage: Storage, attempt: str) -> bool:
     """Whether the fence of an attempt is a repair's claim."""
-    name = fence_name(attempt)
     try:
-        body = _opened(storage, name)
+        return read_file(Owner, storage, fence_name(attempt)).by == "repair"
     except (CheckpointNotFoundError, CorruptCheckpointError):
         return False
-    return body.get("by") == "repair"
 
 
 def release(storage: Storage, attempt: str) -> None:
@@ -398,38 +409,15 @@ def _create_lease(
         "groups": list(groups),
         "before": sorted(before),
         **({"ranks": sorted(ranks)} if ranks else {}),
-        **({"spread": prefix_sharding.to_json()} if prefix_sharding else {}),
+        **({"spread": asdict(prefix_sharding)} if prefix_sharding else {}),
     }
     return storage.put_exclusive(lease_name(fencing_token), seal_json(body))
 
 
-def _opened(storage: Storage, name: str) -> dict[str, Any]:
-    path = file_url(storage.url, name)
-    return sound(storage, lambda: open_json(storage.read(name, most=MAX_JSON_BYTES), path))
-
-
 def _read_lease(storage: Storage, name: str) -> Lease:
-    path = file_url(storage.url, name)
-    body = _opened(storage, name)
-    try:
-        groups = msgspec.convert(body.get("groups", ()), tuple[str, ...])
-        known = {
-            "name": name,
-            "fencing_token": body["epoch"],
-            "scope": [join_url(storage.url, group) for group in groups] or [storage.url],
-            "prefix_sharding": body.get("spread"),
-            "taken_at": body.get("claimed_at", 0),
-        }
-        lease = msgspec.convert({**body, "before": body.get("before", ()), **known}, Lease)
-        if lease_name(lease.fencing_token) != name:
-            raise ValueError(f"it has the fencing token {lease.fencing_token}")
-        return lease
-    except (KeyError, ValueError, UsageError) as error:
-        raise CorruptCheckpointError(
-            f"the lease cannot be decoded: {error}",
-            remedy="smckpt did not write this: find out what writes here, and remove the file",
-            path=path,
-        ) from error
+    body, _ = read_body(storage, name)
+    known = {**body, "name": name, "url": storage.url}
+    return decode_body(Lease, known, file_url(storage.url, name), OF_OTHERS)
 
 
 def _scope_of(storage: Storage, name: str) -> frozenset[str]:
@@ -441,7 +429,7 @@ def _scope_of(storage: Storage, name: str) -> frozenset[str]:
     try:
         if kind == "epoch":  # a lease
             return _read_lease(storage, name).scope
-        groups = _opened(storage, name)["groups"]
+        record = read_file(Record, storage, name)
     except CheckpointNotFoundError:
         return frozenset()
-    return frozenset(join_url(storage.url, group["directory"]) for group in groups)
+    return frozenset(join_url(storage.url, group.directory) for group in record.groups)

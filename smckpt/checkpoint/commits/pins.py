@@ -17,19 +17,15 @@ import secrets
 import socket
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict
 from typing import Any
 
 from smckpt.checkpoint.commits.choose import choose_commit, commits_at, commits_in
 from smckpt.checkpoint.commits.contents import Contents, contents_of
 from smckpt.checkpoint.commits.remove import Removal, RemoveReport, carry_out, removal_of
-from smckpt.checkpoint.records.format import SENSELESS, parse_name
-from smckpt.checkpoint.records.sealed import (
-    FORMAT_VERSION,
-    MAX_JSON_BYTES,
-    open_json,
-    seal_json,
-    sound,
-)
+from smckpt.checkpoint.records.files import OF_OTHERS, read_file
+from smckpt.checkpoint.records.format import Owner, parse_name
+from smckpt.checkpoint.records.sealed import FORMAT_VERSION, seal_json
 from smckpt.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -40,7 +36,6 @@ from smckpt.errors import (
     UsageError,
 )
 from smckpt.storage import Storage, StoreOptions, open_storage
-from smckpt.storage.urls import file_url
 
 __all__ = ["finish_removals", "pinned", "remove_checkpoint", "remove_newest"]
 
@@ -143,7 +138,7 @@ def remove_checkpoint(contents: Contents) -> None:
     assert parsed is not None
     mark = f"removing-{parsed.number:08d}-{parsed.session}.json"
     removal = removal_of(contents)
-    body = {"format": list(FORMAT_VERSION), **removal.to_json()}
+    body = {"format": list(FORMAT_VERSION), **asdict(removal)}
     top.put_exclusive(mark, seal_json(body))
     names = top.names()  # the one listing, after the mark
     try:
@@ -217,41 +212,25 @@ def finish_removals(top: Storage) -> list[Removal]:
     marks = _marks(top)
     names = top.names() if marks else ()
     for mark in marks:
-        body = _opened(top, mark, MAX_JSON_BYTES)
-        if _held(top, names) and _stands(top, body):
+        removal = read_file(Removal, top, mark, remedy=OF_OTHERS)
+        if _held(top, names) and _stands(top, removal):
             top.delete(mark)  # it was cut short before it deleted anything, and a reader came
             continue
-        try:
-            removal = Removal.from_json(body)
-            carry_out(top, removal, names)
-        except (UsageError, CheckpointError):
-            raise
-        except SENSELESS as error:
-            raise CorruptCheckpointError(
-                f"the mark of a deletion cannot be decoded: {error}",
-                remedy="find out what writes here, and remove the file",
-                path=file_url(top.url, mark),
-            ) from error
+        carry_out(top, removal, names)
         _end(top, mark, names)
         finished.append(removal)
     return finished
 
 
-def _stands(top: Storage, body: dict[str, Any]) -> bool:
+def _stands(top: Storage, removal: Removal) -> bool:
     """Whether the checkpoint that a mark names is still committed."""
-    with contextlib.suppress(CheckpointError, *SENSELESS):
-        commits = [body["record"]] if body["record"] else [g["manifest"] for g in body["groups"]]
-        return contents_of(top).identity in commits
+    with contextlib.suppress(CheckpointError):
+        return contents_of(top).identity == removal.identity
     return False
 
 
 def _marks(storage: Storage) -> list[str]:
     return [name for name in storage.names("removing-") if _MARK.fullmatch(name)]
-
-
-def _opened(storage: Storage, name: str, most: int) -> dict[str, Any]:
-    path = file_url(storage.url, name)
-    return sound(storage, lambda: open_json(storage.read(name, most=most), path))
 
 
 def _held(storage: Storage, names: Iterable[str]) -> str:
@@ -261,14 +240,14 @@ def _held(storage: Storage, names: Iterable[str]) -> str:
         if _PIN.fullmatch(name) is None:
             continue
         try:
-            until = _opened(storage, name, _MAX_PIN)["until"]
+            until = read_file(Owner, storage, name, most=_MAX_PIN).until
         except CheckpointNotFoundError:
             continue  # its time is over
-        except (CorruptCheckpointError, FormatVersionError, KeyError):
+        except (CorruptCheckpointError, FormatVersionError):
             # half written, so its reader is about to look for marks; or written by a newer version
             held = name
             continue
-        if type(until) is not int or until + _SKEW > time.time_ns():
+        if until is None or until + _SKEW > time.time_ns():
             held = name
         else:
             storage.delete(name)

@@ -5,17 +5,20 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Annotated, Any
+
+from msgspec import Meta
 
 from smckpt.checkpoint.commits.contents import Contents
 from smckpt.checkpoint.commits.leases import leases_at
-from smckpt.checkpoint.records.format import ATTEMPTS, parse_name, parse_temporary
+from smckpt.checkpoint.records.format import ATTEMPTS, Rank, name_of, parse_name, parse_temporary
 from smckpt.checkpoint.records.prefixes import (
     PrefixSharding,
     PrefixStores,
     delete_at,
     found_prefix_sharding,
 )
+from smckpt.decoding import Count
 from smckpt.errors import CheckpointError
 from smckpt.storage import Storage
 
@@ -55,10 +58,16 @@ class RemovalGroup:
 
     directory: str
     manifest: str
-    fencing_token: int
+    fencing_token: Count
     session: str
-    parts: tuple[tuple[int, tuple[str, ...]], ...]
+    parts: tuple[tuple[Rank, Annotated[tuple[str, ...], Meta(min_length=1)]], ...]
     prefix_sharding: PrefixSharding | None
+
+    def __post_init__(self) -> None:
+        name_of(self.manifest, "manifest")
+        for _, names in self.parts:
+            for name in names:
+                name_of(name, "part", "data", "crc")
 
 
 @dataclass(frozen=True)
@@ -67,7 +76,11 @@ class Removal:
     are gone."""
 
     record: str | None
-    groups: tuple[RemovalGroup, ...]
+    groups: Annotated[tuple[RemovalGroup, ...], Meta(min_length=1)]
+
+    def __post_init__(self) -> None:
+        if self.record is not None:
+            name_of(self.record, "record")
 
     @property
     def identity(self) -> str:
@@ -77,42 +90,6 @@ class Removal:
     def files(self) -> int:
         named = sum(1 + sum(len(names) for _, names in group.parts) for group in self.groups)
         return named + (self.record is not None)
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Removal:
-        """
-        Raises:
-            ValueError, TypeError, KeyError, AttributeError: it names something that is not a file
-                of smckpt's.
-        """
-        groups = tuple(
-            RemovalGroup(
-                str(group["directory"]),
-                _ours(group["manifest"], "manifest"),
-                int(group["fencing_token"]),
-                str(group["session"]),
-                tuple(
-                    (int(rank), tuple(_ours(name, "part", "data", "crc") for name in names))
-                    for rank, names in group["parts"]
-                ),
-                PrefixSharding.from_json(group["prefix_sharding"]),
-            )
-            for group in data["groups"]
-        )
-        if not groups or not all(names for group in groups for _, names in group.parts):
-            raise ValueError("it names no group, or a rank without files")
-        record = data["record"]
-        return cls(None if record is None else _ours(record, "record"), groups)
-
-
-def _ours(name: Any, *kinds: str) -> str:
-    parsed = parse_name(name) if isinstance(name, str) else None
-    if parsed is None or parsed.kind not in kinds:
-        raise ValueError(f"{name!r} is not the name of a {' or '.join(kinds)}")
-    return str(name)
 
 
 def removal_of(contents: Contents) -> Removal:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from smckpt.checkpoint.commits.choose import read_manifest, read_record
 from smckpt.checkpoint.commits.leases import (
     Lease,
     claimed,
@@ -23,6 +22,7 @@ from smckpt.checkpoint.commits.leases import (
     raise_fence,
 )
 from smckpt.checkpoint.records.crc import crc64, hex64
+from smckpt.checkpoint.records.files import read_file
 from smckpt.checkpoint.records.format import (
     Manifest,
     ParsedName,
@@ -86,7 +86,7 @@ def sweep(
     if later_run(storage, fencing_token, [storage.url]) is not None:
         return {"deleted": 0}
     here = storage.list()
-    kept = [read_manifest(storage, name) for name in keep]
+    kept = [read_file(Manifest, storage, name) for name in keep]
     leases = [lease for lease in leases_at(storage) if storage.url in lease.scope]
     others = [info.name for info in here if info.name not in keep]
     shardings = [*(m.prefix_sharding for m in kept), *_old_shardings(storage, others, leases)]
@@ -137,7 +137,7 @@ def sweep_records(
         CorruptCheckpointError: a record to keep is damaged; nothing was deleted.
     """
     storage = access.open(directory)
-    kept = [read_record(storage, name) for name in keep]
+    kept = [read_file(Record, storage, name) for name in keep]
     scope = frozenset(url for record in kept for url in _urls(storage, record))
     if not kept or later_run(storage, fencing_token, scope) is not None:
         return {"deleted": 0}
@@ -147,7 +147,7 @@ def sweep_records(
         parsed = parse_name(info.name)
         if parsed is None or info.name in keep or (parsed.fencing_token, parsed.number) >= newest:
             continue
-        if _urls(storage, read_record(storage, info.name)) & scope:
+        if _urls(storage, read_file(Record, storage, info.name)) & scope:
             doomed.append((parsed.kind, info.name))
     doomed += [
         ("lease", lease.name)
@@ -176,13 +176,13 @@ def _delete_cut_records(storage: Storage, doomed: Sequence[str], kept: Sequence[
         if parsed is None or parsed.fencing_token in tokens:
             continue  # same groups as the kept manifests
         with contextlib.suppress(CheckpointError):  # damaged, or without its record
-            way = read_manifest(storage, name).record
+            way = read_file(Manifest, storage, name).record
             at = storage.url if way is None else join_url(storage.url, way)
             its = parse_name(at.rsplit("/", 1)[-1])
             if its is None or its.kind != "record" or parent_url(at) in led:
                 continue
             parent, record = storage.at(parent_url(at)), at.rsplit("/", 1)[-1]
-            named = {(u["directory"], u["manifest"]) for u in read_record(parent, record).groups}
+            named = {(u.directory, u.manifest) for u in read_file(Record, parent, record).groups}
             if (relative_url(storage.url, parent.url), name) in named:
                 parent.delete(record)
                 parent.sync()
@@ -334,7 +334,7 @@ def _old_shardings(
         parsed = parse_name(name)
         if parsed is not None and parsed.kind == "manifest":
             with contextlib.suppress(CheckpointError):  # damaged: it is deleted nevertheless
-                yield read_manifest(storage, name).prefix_sharding
+                yield read_file(Manifest, storage, name).prefix_sharding
 
 
 def _refuse_unwhole(
@@ -352,10 +352,10 @@ def _refuse_unwhole(
         at = join_url(storage.url, manifest.record)
         parent = storage.at(parent_url(at))
         try:
-            record = read_record(parent, at[len(parent.url) :].strip("/"))
+            record = read_file(Record, parent, at[len(parent.url) :].strip("/"))
         except CheckpointNotFoundError as error:
             raise _not_kept("the record that would commit it does not exist", path) from error
-        named = {(join_url(parent.url, g["directory"]), g["crc64"]) for g in record.groups}
+        named = {(join_url(parent.url, g.directory), g.crc64) for g in record.groups}
         stands = storage.read(name, most=MAX_JSON_BYTES)
         if (storage.url, hex64(crc64(stands))) not in named:
             raise _not_kept(f"the record {at} does not name it", path)
@@ -370,7 +370,7 @@ def _not_kept(what: str, path: str) -> CorruptCheckpointError:
 
 
 def _urls(storage: Storage, record: Record) -> frozenset[str]:
-    return frozenset(join_url(storage.url, group["directory"]) for group in record.groups)
+    return frozenset(join_url(storage.url, group.directory) for group in record.groups)
 
 
 def _delete(

@@ -14,9 +14,9 @@ from typing import Any
 
 from smckpt.checkpoint.reading.blocks import Readers, SavedFile
 from smckpt.checkpoint.reading.sources import SavedPiece, SavedPieces
-from smckpt.checkpoint.records.format import SENSELESS
 from smckpt.checkpoint.records.headers import StoredSlot
 from smckpt.checkpoint.records.objects import decode_object
+from smckpt.decoding import SENSELESS
 from smckpt.errors import CheckpointError, CorruptCheckpointError
 from smckpt.layout.containers import made_again
 from smckpt.layout.entries import Entry, Path

@@ -8,32 +8,38 @@ import itertools
 import json
 import re
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any
+from functools import cached_property
+from typing import Annotated, Any, Literal, TypedDict
+
+from msgspec import Meta
 
 from smckpt.checkpoint.records.prefixes import PrefixSharding
 from smckpt.checkpoint.records.sealed import FORMAT_VERSION
+from smckpt.decoding import Checksum, Count
 from smckpt.errors import CheckpointError, UsageError
-from smckpt.layout.mesh import runs_of
 from smckpt.topology import ParallelState
 
 __all__ = [
     "ATTEMPTS",
-    "SENSELESS",
+    "KEYS",
     "FileRecord",
+    "GroupManifest",
     "Manifest",
+    "Owner",
     "ParsedName",
     "Part",
     "PartRecord",
+    "Rank",
     "Record",
     "checked_metadata",
     "crc_name",
     "data_name",
     "fence_name",
-    "is_path",
     "lease_name",
     "manifest_name",
+    "name_of",
     "new_attempt",
     "parse_name",
     "parse_temporary",
@@ -60,22 +66,23 @@ _HEX64 = re.compile(r"[0-9a-f]{16}", re.A)
 
 ATTEMPTS = "attempts.json"  # of a manager: attempts that began here and committed nothing
 
-# What decoding code raises if a body is malformed.
-SENSELESS = (
-    KeyError,
-    IndexError,
-    TypeError,
-    ValueError,
-    AttributeError,
-    ArithmeticError,
-    RecursionError,
-)
 MAX_FILE_BYTES = 1 << 46  # 64 TiB, more than any store takes as one object
 _MOST_RANKS = 1 << 24  # of a job
-_LATEST = (1 << 63) - 1  # nanoseconds since 1970: the year 2262
+
+Size = Annotated[int, Meta(ge=0, le=MAX_FILE_BYTES)]
+Rank = Annotated[int, Meta(ge=0, le=_MOST_RANKS)]
+# first, count, stride; msgspec 0.22 crashes at tuple[Rank, Rank, Rank] beside a bounded number
+Run = Annotated[tuple[Rank, ...], Meta(min_length=3, max_length=3)]
+Step = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+Kind = Literal["LOCAL", "SHARDED", "FULL"]
 
 # Fields whose key in a file is another word, which the format keeps.
-_KEYS = {"fencing_token": "epoch", "prefix_sharding": "spread"}
+KEYS = {
+    "fencing_token": "epoch",
+    "prefix_sharding": "spread",
+    "taken_at": "claimed_at",
+    "rank_runs": "group_ranks",
+}
 
 
 def new_attempt() -> str:
@@ -155,98 +162,86 @@ class FileRecord:
     its block checksums."""
 
     name: str
-    size: int
-    crc64: str
+    size: Size
+    crc64: Checksum
     crc_name: str
 
     def __post_init__(self) -> None:
-        data, sums = _name(self.name, "data"), _name(self.crc_name, "crc")
+        data, sums = name_of(self.name, "data"), name_of(self.crc_name, "crc")
         if replace(data, kind="crc") != sums:
             raise ValueError(f"{self.crc_name} is not the checksum file of {self.name}")
-        _count(self.size, "size", MAX_FILE_BYTES)
-        _crc(self.crc64)
 
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> FileRecord:
-        return cls(data["name"], data["size"], data["crc64"], data["crc_name"])
+
+class SavedValue(TypedDict):
+    """A value beside the tensors: its path in the state, and the value as `encode_object` gives
+    it."""
+
+    path: Annotated[list[str | int], Meta(min_length=1)]
+    value: Any
+
+
+class _ParameterNames(TypedDict):
+    ids: list[list[str]]
+
+
+class SavedOptimizer(_ParameterNames, total=False):
+    """The names of an optimizer's parameters. form: how the state refers to them."""
+
+    form: str
+    names: list[list[str]]
 
 
 @dataclass(frozen=True)
 class Part:
     """The part file: what one rank wrote. `layout` is what `rows.encode_rows` returns, or names the
-    rank of the attempt whose part has that table (`part.table_of`); `objects` is
-    {key: {"path": […], "value": encoded}}, `classes` are the digests that replicas compare."""
+    rank of the attempt whose part has that table (`part.table_of`); `classes` are the digests that
+    replicas compare. rank_runs: the ranks of the group as runs, or in older parts as ranks."""
 
     checkpoint_id: str
-    kind: str | None
-    step: int | None
+    kind: Kind | None
+    step: Step | None
     attempt: str
     session: str
-    number: int
-    rank: int
+    number: Count
+    rank: Rank
     host: str
-    group_ranks: tuple[int, ...]
+    rank_runs: tuple[Rank | Run, ...]
     fingerprint: str
     classes: dict[str, str]
     layout: dict[str, Any]
-    objects: dict[str, Any]
+    objects: dict[str, SavedValue]
     files: tuple[FileRecord, ...]
-    optimizers: dict[str, Any] = field(default_factory=dict)
+    optimizers: dict[str, SavedOptimizer] = field(default_factory=dict)
     topology: dict[str, Any] | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     format: tuple[int, int] = FORMAT_VERSION
 
     def __post_init__(self) -> None:
-        _identity(self.kind, self.step, self.number)
-        _text(self.checkpoint_id, "checkpoint_id")
-        _text(self.host, "host")
-        _count(self.rank, "rank")
-        _ranks(self.group_ranks)
-        _objects(self, "classes", "layout", "objects", "metadata")
-        _tables(self)
+        _same_save(self)
+        _files_of(self.attempt, self.rank, self.files)
+        if self.rank not in self.group_ranks:
+            raise ValueError(f"rank {self.rank} is not in its group {self.group_ranks[:8]}")
         if "digest" in self.layout and self.layout.get("rank") not in self.group_ranks:
             raise ValueError(f"the table is that of rank {self.layout.get('rank')!r}")
-        for key, leaf in self.objects.items():
-            if not isinstance(leaf, dict) or "value" not in leaf or not is_path(leaf.get("path")):
-                raise ValueError(f"{key!r} beside the tensors lacks a value, or a path of names")
-        _attempt(self)
 
-    def to_json(self) -> dict[str, Any]:
-        files = [asdict(file) for file in self.files]
-        return {**_plain(self), "group_ranks": runs_of(self.group_ranks), "files": files}
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Part:
-        known = _known(cls, data)
-        known["files"] = tuple(FileRecord.from_json(f) for f in data["files"])
-        known["group_ranks"] = _ranks_in(data["group_ranks"])
-        return cls(**known)
+    @cached_property
+    def group_ranks(self) -> tuple[int, ...]:
+        runs = [(run, 1, 1) if isinstance(run, int) else run for run in self.rank_runs]
+        if sum(count for _, count, _ in runs) > _MOST_RANKS:
+            raise ValueError(f"a group of more than {_MOST_RANKS} ranks")
+        return tuple(first + i * stride for first, count, stride in runs for i in range(count))
 
 
 @dataclass(frozen=True)
 class PartRecord:
     """One rank's share, as the manifest names it. `crc64` covers all bytes of the part file."""
 
-    rank: int
+    rank: Rank
     host: str
     name: str
-    crc64: str
+    crc64: Checksum
     files: tuple[FileRecord, ...]
-
-    def __post_init__(self) -> None:
-        _count(self.rank, "rank")
-        _text(self.host, "host")
-        part = _name(self.name, "part")
-        _crc(self.crc64)
-        for number, file in enumerate(self.files):
-            if parse_name(file.name) != replace(part, kind="data", file=number):
-                raise ValueError(f"{file.name} is not file {number} of {self.name}")
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> PartRecord:
-        files = tuple(FileRecord.from_json(f) for f in data["files"])
-        return cls(data["rank"], data["host"], data["name"], data["crc64"], files)
 
 
 @dataclass(frozen=True)
@@ -257,41 +252,34 @@ class Manifest:
     replaces: checksum of the metadata of DCP's checkpoint that was in the directory, or None."""
 
     checkpoint_id: str
-    kind: str | None
-    step: int | None
+    kind: Kind | None
+    step: Step | None
     attempt: str
     session: str
-    number: int
-    fencing_token: int
-    group_ranks: tuple[int, ...]
-    committed_at: int
+    number: Count
+    fencing_token: Count
+    group_ranks: tuple[Rank, ...]
+    committed_at: Count
     record: str | None
     parts: tuple[PartRecord, ...]
     layout: dict[str, Any]
     prefix_sharding: PrefixSharding | None = None
-    optimizers: dict[str, Any] = field(default_factory=dict)
+    optimizers: dict[str, SavedOptimizer] = field(default_factory=dict)
     topology: dict[str, Any] | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
-    replaces: str | None = None
+    replaces: Checksum | None = None
     format: tuple[int, int] = FORMAT_VERSION
 
     def __post_init__(self) -> None:
-        _identity(self.kind, self.step, self.number)
-        _replaces(self.replaces)
-        _text(self.checkpoint_id, "checkpoint_id")
-        _count(self.fencing_token, "fencing token")
-        _count(self.committed_at, "committed_at", _LATEST)
-        _ranks(self.group_ranks)
-        _objects(self, "layout", "metadata")
-        _tables(self)
-        _attempt(self)
+        _same_save(self)
         for part in self.parts:
             if part.name != part_name(self.attempt, part.rank):
                 raise ValueError(f"{part.name} does not belong to attempt {self.attempt}")
+            _files_of(self.attempt, part.rank, part.files)
         if self.record is not None:
-            up, _, name = _text(self.record, "record").rpartition("/")
-            _name(name, "record")
+            up, _, name = self.record.rpartition("/")
+            name_of(name, "record")
             if up and set(up.split("/")) != {".."}:
                 raise ValueError(f"record is {self.record!r}, which does not lead upwards")
         if tuple(part.rank for part in self.parts) != self.group_ranks:
@@ -300,75 +288,56 @@ class Manifest:
     def to_json(self) -> dict[str, Any]:
         body = {**_plain(self), "parts": [asdict(part) for part in self.parts]}
         prefix_sharding = body.pop("spread")
-        return body if prefix_sharding is None else {**body, "spread": prefix_sharding.to_json()}
+        return body if prefix_sharding is None else {**body, "spread": asdict(prefix_sharding)}
 
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Manifest:
-        known = _known(cls, data)
-        known["parts"] = tuple(PartRecord.from_json(p) for p in data["parts"])
-        known["prefix_sharding"] = PrefixSharding.from_json(data.get("spread"))
-        return cls(**known)
+
+@dataclass(frozen=True)
+class Owner:
+    """Who holds something in a directory: the pin of a reader, or the fence of an attempt. by:
+    "repair" if a repair commits the attempt; otherwise it was given up. until: when a pin ends, in
+    nanoseconds since 1970; None: it does not."""
+
+    by: str = ""
+    until: Count | None = None
+
+
+@dataclass(frozen=True)
+class GroupManifest:
+    """A record's entry for a group. directory: relative to the record's directory."""
+
+    directory: str
+    manifest: str
+    crc64: Checksum
+    coordinator: Rank
+
+    def __post_init__(self) -> None:
+        name_of(self.manifest, "manifest")
+        if self.directory == ".." or self.directory.startswith(("../", "/")):
+            raise ValueError(f"directory {self.directory!r} is not below the record's")
 
 
 @dataclass(frozen=True)
 class Record:
-    """The commit of several groups: {"directory" (relative), "manifest", "crc64", "coordinator"}
-    for each. nbytes: bytes of all data files. committed_at: nanoseconds since 1970. replaces: as of
-    a manifest, for the record's directory."""
+    """The commit of several groups. nbytes: bytes of all data files. committed_at: nanoseconds
+    since 1970. replaces: as of a manifest, for the record's directory."""
 
     session: str
-    number: int
-    fencing_token: int
-    kind: str | None
-    step: int | None
-    committed_at: int
-    nbytes: int
-    groups: tuple[dict[str, Any], ...]
-    replaces: str | None = None
+    number: Count
+    fencing_token: Count
+    kind: Kind | None
+    step: Step | None
+    committed_at: Count
+    nbytes: Count
+    groups: Annotated[tuple[GroupManifest, ...], Meta(min_length=1)]
+    replaces: Checksum | None = None
     format: tuple[int, int] = FORMAT_VERSION
 
     def __post_init__(self) -> None:
-        _identity(self.kind, self.step, self.number)
-        _replaces(self.replaces)
-        _count(self.fencing_token, "fencing token")
-        _count(self.committed_at, "committed_at", _LATEST)
-        _count(self.nbytes, "nbytes")
-        for group in self.groups:
-            _text(group["directory"], "directory")
-            _name(group["manifest"], "manifest")
-            _crc(group["crc64"])
-            _count(group["coordinator"], "coordinator")
-            if group["directory"] == ".." or group["directory"].startswith(("../", "/")):
-                raise ValueError(f"directory {group['directory']!r} is not below the record's")
-        if not self.groups:
-            raise ValueError("the record has no groups")
-        if pair := nested(group["directory"] for group in self.groups):
+        if pair := nested(group.directory for group in self.groups):
             raise ValueError(f"two groups are in {pair[0]!r} and {pair[1]!r}, one inside the other")
 
     def to_json(self) -> dict[str, Any]:
-        return _plain(self)
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Record:
-        known = _known(cls, data)
-        known["groups"] = tuple(data["groups"])
-        return cls(**known)
-
-
-def _ranks_in(values: Iterable[Any]) -> tuple[Any, ...]:
-    """The ranks of a group, as a part has them: runs of ranks, or in older parts ranks."""
-    ranks: list[Any] = []
-    for value in values:
-        if type(value) is int:
-            ranks.append(value)
-            continue
-        first, count, stride = value
-        for number in value:
-            _count(number, "a number of a run", _MOST_RANKS)
-        ranks += range(first, first + count * stride, stride)
-        if len(ranks) > _MOST_RANKS:
-            raise ValueError(f"a group of more than {_MOST_RANKS} ranks")
-    return tuple(ranks)
+        return {**_plain(self), "groups": [asdict(group) for group in self.groups]}
 
 
 def checked_metadata(metadata: dict[str, Any]) -> dict[str, Any]:
@@ -394,105 +363,48 @@ def nested(directories: Iterable[str]) -> tuple[str, str] | None:
     return next((pair for pair in itertools.pairwise(ordered) if pair[1].startswith(pair[0])), None)
 
 
-def _plain(body: Part | Manifest | Record) -> dict[str, Any]:
+def _plain(body: Manifest | Record) -> dict[str, Any]:
     """The JSON form, with the version first. `asdict` is not used, because it copies large tables
     value by value."""
-    left_out = {"format"} if getattr(body, "replaces", "") is not None else {"format", "replaces"}
-    values = {_KEYS.get(k, k): v for k, v in vars(body).items() if k not in left_out}
+    left_out = {"format"} if body.replaces is not None else {"format", "replaces"}
+    names = [each.name for each in fields(body) if each.name not in left_out]
+    values = {KEYS.get(name, name): getattr(body, name) for name in names}
     out = {"format": list(body.format), **values}
     return {k: list(v) if isinstance(v, tuple) else v for k, v in out.items()}
 
 
-def _known(cls: type[Part | Manifest | Record], data: dict[str, Any]) -> dict[str, Any]:
-    """The fields that this version knows. A newer minor version may have more."""
-    keys = {f.name: _KEYS.get(f.name, f.name) for f in fields(cls)}
-    known = {name: data[key] for name, key in keys.items() if key in data}
-    known["format"] = tuple(data["format"])
-    if "group_ranks" in data:
-        known["group_ranks"] = tuple(data["group_ranks"])
-    return known
-
-
-def _replaces(checksum: Any) -> None:
-    if checksum is not None:
-        _crc(checksum)
-
-
-def _identity(kind: Any, step: Any, number: Any) -> None:
-    if kind not in (None, "LOCAL", "SHARDED", "FULL"):
-        raise ValueError(f"kind is {kind!r}")
-    if step is not None and type(step) is not int:
-        raise ValueError(f"step is {step!r}")
-    _count(number, "number")
-
-
-def is_path(keys: Any) -> bool:
-    """Whether this is a path in a state, of names and numbers."""
-    return isinstance(keys, list) and bool(keys) and all(type(k) in (str, int) for k in keys)
-
-
-def _tables(body: Part | Manifest) -> None:
-    """What parts and manifests have alike: versions, the degrees, the optimizers' parameters."""
-    _objects(body, "optimizers", "versions")
-    for name, version in body.versions.items():
-        _text(version, f"the version of {name}")
-    for at, facts in body.optimizers.items():
-        facts = facts if isinstance(facts, dict) else {}
-        for ids in (facts.get("ids"), facts.get("names", [])):
-            named = isinstance(ids, list) and all(isinstance(names, list) for names in ids)
-            if not named or not all(isinstance(name, str) for names in ids or () for name in names):
-                raise ValueError(f"the parameters of the optimizer {at!r} are not lists of names")
-        if not isinstance(facts.get("form", ""), str):
-            raise ValueError(f"the form of the optimizer {at!r} is {facts['form']!r}")
-    if body.topology is not None:
-        _objects(body, "topology")
-        try:
-            world = ParallelState.from_json(body.topology, rank=0).world_size
-        except CheckpointError as error:
-            raise ValueError(f"the topology {str(body.topology)[:200]}: {error.message}") from error
-        if body.group_ranks[-1] >= world or world > _MOST_RANKS:
-            raise ValueError(f"a world of {world} ranks, but rank {body.group_ranks[-1]} saved")
-
-
-def _text(value: Any, what: str) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"{what} is {value!r}, not text")
-    return value
-
-
-def _count(value: Any, what: str, most: int | None = None) -> None:
-    if type(value) is not int or value < 0 or (most is not None and value > most):
-        upto = "" if most is None else f" to {most}"
-        raise ValueError(f"{what} is {value!r}, not a number from 0{upto}")
-
-
-def _crc(value: Any) -> None:
-    if not (isinstance(value, str) and _HEX64.fullmatch(value)):
-        raise ValueError(f"crc64 is {value!r}, not 16 hex digits")
-
-
-def _ranks(ranks: tuple[Any, ...]) -> None:
-    for rank in ranks:
-        _count(rank, "a rank of the group")
-    if list(ranks) != sorted(set(ranks)) or not ranks:
-        raise ValueError("the ranks of the group are not ascending, or there are none")
-
-
-def _name(value: Any, kind: str) -> ParsedName:
+def name_of(name: str, *kinds: str) -> ParsedName:
     """Accept only names of smckpt's files, so a file's content can never lead a reader to a foreign
-    file."""
-    parsed = parse_name(_text(value, "a name"))
-    if parsed is None or parsed.kind != kind:
-        raise ValueError(f"{value!r} is not the name of a {kind} file")
+    file.
+
+    Raises:
+        ValueError: it is not the name of a file of these kinds.
+    """
+    parsed = parse_name(name)
+    if parsed is None or parsed.kind not in kinds:
+        raise ValueError(f"{name!r} is not the name of a {' or '.join(kinds)} file")
     return parsed
 
 
-def _attempt(body: Part | Manifest) -> None:
+def _files_of(attempt: str, rank: int, files: Sequence[FileRecord]) -> None:
+    for number, file in enumerate(files):
+        if file.name != data_name(attempt, rank, number):
+            what = f"file {number} of rank {rank} in attempt {attempt}"
+            raise ValueError(f"{file.name} is not {what}")
+
+
+def _same_save(body: Part | Manifest) -> None:
+    """Check what parts and manifests have alike: the attempt, the ranks and the degrees."""
     if body.attempt != f"{body.session}-{body.number:08d}":
         raise ValueError(f"attempt {body.attempt!r} does not belong to session {body.session!r}")
-
-
-def _objects(body: Any, *names: str) -> None:
-    for name in names:
-        if not isinstance(getattr(body, name), dict):
-            raise ValueError(f"{name} is not a JSON object")
+    ranks = body.group_ranks
+    if list(ranks) != sorted(set(ranks)) or not ranks:
+        raise ValueError("the ranks of the group are not ascending, or there are none")
+    if body.topology is None:
+        return
+    try:
+        world = ParallelState.from_json(body.topology, rank=0).world_size
+    except CheckpointError as error:
+        raise ValueError(f"the topology {str(body.topology)[:200]}: {error.message}") from error
+    if ranks[-1] >= world or world > _MOST_RANKS:
+        raise ValueError(f"a world of {world} ranks, but rank {ranks[-1]} saved")

@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+from msgspec import Meta
 
 from smckpt.errors import CheckpointNotFoundError, UsageError
 from smckpt.storage import Storage
@@ -39,21 +41,8 @@ _PREFIX = re.compile(r"[0-9a-f]{2}-smckpt")
 class PrefixSharding:
     """prefixes: how many. up: how many levels above a checkpoint's directory they are."""
 
-    up: int
-    prefixes: int
-
-    def __post_init__(self) -> None:
-        if type(self.up) is not int or not 0 <= self.up <= MAX_UP:
-            raise ValueError(f"up is {self.up!r}, not a number from 0 to {MAX_UP}")
-        if type(self.prefixes) is not int or not 2 <= self.prefixes <= MAX_PREFIXES:
-            raise ValueError(f"prefixes is {self.prefixes!r}, not a number from 2 to 256")
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any] | None) -> PrefixSharding | None:
-        return None if data is None else cls(data["up"], data["prefixes"])
+    up: Annotated[int, Meta(ge=0, le=MAX_UP)]
+    prefixes: Annotated[int, Meta(ge=2, le=MAX_PREFIXES)]
 
     def directories(self, directory: str) -> list[str]:
         """The directories of ranks 0, 1, … n - 1 for a checkpoint in `directory`."""

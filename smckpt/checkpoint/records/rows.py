@@ -15,7 +15,7 @@ from itertools import starmap
 from operator import itemgetter
 from typing import Any
 
-from smckpt.checkpoint.records.format import SENSELESS
+from smckpt.decoding import SENSELESS
 from smckpt.errors import CorruptCheckpointError
 from smckpt.layout.containers import FACTORIES
 from smckpt.layout.entries import DTYPES, Entry, Path, dotted

@@ -20,7 +20,7 @@ from smckpt.checkpoint.commits.commit import create_manifest, gathered_manifest,
 from smckpt.checkpoint.commits.leases import claim, later_run, mark_lease, release, take_lease
 from smckpt.checkpoint.reading.committed import CommittedCatalogue, catalogue_of
 from smckpt.checkpoint.reading.read import Progress
-from smckpt.checkpoint.records.format import SENSELESS, Manifest, manifest_name, record_name
+from smckpt.checkpoint.records.format import GroupManifest, Manifest, manifest_name, record_name
 from smckpt.checkpoint.upkeep.unfinished import (
     Refusal,
     UnfinishedSave,
@@ -28,6 +28,7 @@ from smckpt.checkpoint.upkeep.unfinished import (
     unfinished_step,
 )
 from smckpt.checkpoint.upkeep.verify import Problem, verify_catalogue
+from smckpt.decoding import SENSELESS
 from smckpt.errors import (
     CheckpointError,
     CorruptCheckpointError,
@@ -118,7 +119,7 @@ def commit_unfinished(
     lease = take_lease(
         top.access, top.url, session, socket.gethostname(),
         groups=[] if step.alone else urls,
-        prefix_sharding=sharding.to_json() if sharding else None,
+        prefix_sharding=sharding,
         ranks=step.ranks,
         since=time.time_ns(),
     )  # fmt: skip
@@ -136,9 +137,8 @@ def commit_unfinished(
         for one in step.attempts:
             done = _publish(top, one, token, join_url(top.url, record), refuse)
             named.append(
-                {"directory": one.subpath, "manifest": done["manifest"], "crc64": done["crc64"],
-                 "coordinator": min(one.group_ranks)}
-            )  # fmt: skip
+                GroupManifest(one.subpath, done["manifest"], done["crc64"], min(one.group_ranks))
+            )
         publish_record(top.access, top.url, session, step.number, token, named)
         return record, token
 

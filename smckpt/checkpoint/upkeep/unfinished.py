@@ -11,15 +11,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from smckpt.checkpoint.commits.choose import Commit, choose_commit
 from smckpt.checkpoint.commits.leases import Lease, leases_at
 from smckpt.checkpoint.reading.blocks import not_missing
 from smckpt.checkpoint.records.crc import BLOCK, crc64, hex64
-from smckpt.checkpoint.records.format import SENSELESS, Part, parse_name, part_name
+from smckpt.checkpoint.records.files import decode_body, read_body
+from smckpt.checkpoint.records.format import Part, parse_name, part_name
 from smckpt.checkpoint.records.prefixes import PrefixSharding, PrefixStores, is_prefix
-from smckpt.checkpoint.records.sealed import MAX_JSON_BYTES, open_json, sound
 from smckpt.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
 from smckpt.storage import Storage
 from smckpt.storage.urls import file_url, join_url, parent_url, relative_url
@@ -190,31 +189,8 @@ def read_whole_part(storage: Storage, name: str) -> tuple[Part, bytes]:
     Raises:
         CorruptCheckpointError: it is damaged, or does not say what its name says.
     """
-    path, parsed = file_url(storage.url, name), parse_name(name)
-
-    def read() -> tuple[bytes, Any]:
-        data = storage.read(name, most=MAX_JSON_BYTES)
-        return data, open_json(data, path)
-
-    data, body = sound(storage, read)
-    try:
-        part = Part.from_json(body)
-        values = (part.session, part.number, part.rank)
-        if parsed is None or values != (parsed.session, parsed.number, parsed.rank):
-            raise ValueError(f"session, number and rank are {values}")
-        if part.rank not in part.group_ranks:
-            raise ValueError(f"rank {part.rank} is not in its group {part.group_ranks}")
-        for number, file in enumerate(part.files):
-            its = parse_name(file.name)
-            if its is None or (its.session, its.number, its.rank, its.file) != (*values, number):
-                raise ValueError(f"{file.name} is not its file {number}")
-    except SENSELESS as error:
-        raise CorruptCheckpointError(
-            f"the part does not make sense: {type(error).__name__} {error}",
-            remedy="no save of smckpt wrote it: find out who writes here. Take an older step",
-            path=path,
-        ) from error
-    return part, data
+    body, data = read_body(storage, name)
+    return decode_body(Part, body, file_url(storage.url, name)), data
 
 
 def _refuse_cut(part: Part, directory: str, sizes: Mapping[str, int]) -> None:

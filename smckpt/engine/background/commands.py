@@ -20,6 +20,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
+from smckpt.checkpoint.records.format import GroupManifest
+from smckpt.checkpoint.records.prefixes import PrefixSharding
 from smckpt.meeting.keys import to_text
 
 __all__ = [
@@ -164,7 +166,7 @@ class TakeLease(Command[LeaseTaken]):
     session: str
     host: str
     groups: tuple[str, ...]
-    prefix_sharding: dict[str, Any] | None
+    prefix_sharding: PrefixSharding | None
     ranks: tuple[int, ...]
     since: int
 
@@ -193,7 +195,7 @@ class PublishManifest(Command[Published]):
     ranks: tuple[int, ...]
     parts: dict[str, dict[str, str]]
     record: str | None
-    prefix_sharding: dict[str, Any] | None
+    prefix_sharding: PrefixSharding | None
 
 
 @dataclass(frozen=True)
@@ -212,7 +214,7 @@ class PublishRecord(Command[RecordPublished]):
     session: str
     number: int
     fencing_token: int
-    groups: tuple[dict[str, Any], ...]
+    groups: tuple[GroupManifest, ...]
 
 
 @dataclass(frozen=True)

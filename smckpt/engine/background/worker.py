@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from smckpt._version import __version__
+from smckpt.decoding import decode
 from smckpt.engine.background.commands import (
     Attach,
     Channel,
@@ -35,7 +36,6 @@ from smckpt.engine.background.commands import (
     commands,
 )
 from smckpt.errors import CheckpointError, WorkerError
-from smckpt.meeting.keys import from_json
 from smckpt.storage import Access
 
 __all__ = ["main"]
@@ -109,7 +109,7 @@ class _Server:
                     "installed twice",
                 )
             access = Access.from_json(request["access"])
-            return {"result": self._run(from_json(kind, request["payload"]), access, fds)}
+            return {"result": self._run(decode(kind, request["payload"]), access, fds)}
         except CheckpointError as error:
             return {"error": error.to_json()}
         except Exception as error:  # the trainer must hear of any failure

@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from smckpt._version import __version__
+from smckpt.decoding import decode
 from smckpt.engine.background.commands import Attach, Channel, Command, Detach, Exit, PeerGone
 from smckpt.errors import WorkerError, error_from_json
-from smckpt.meeting.keys import from_json
 from smckpt.staging.arena import Arena
 from smckpt.storage import Access
 
@@ -157,7 +157,7 @@ class Worker:
             self._lock.release()
         if "error" in answer:
             raise error_from_json(answer["error"])
-        result: A = from_json(command.answer, answer["result"])
+        result: A = decode(command.answer, answer["result"])
         return result
 
     def close(self, timeout: float = 5.0) -> None:

@@ -10,9 +10,10 @@ import logging
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from smckpt.checkpoint.records.format import record_name
+from smckpt.checkpoint.records.format import GroupManifest, record_name
+from smckpt.checkpoint.records.prefixes import PrefixSharding
 from smckpt.engine.background.commands import (
     Probe,
     Published,
@@ -71,20 +72,10 @@ class Written:
     host: str
     coordinator: int
     moment: Moment
-    prefix_sharding: dict[str, Any] | None
+    prefix_sharding: PrefixSharding | None
     part: str
     crc64: str
     looked: Observed | None = None
-
-
-@dataclass(frozen=True)
-class GroupManifest:
-    """A record's entry for a group. directory: relative to the record's directory."""
-
-    directory: str
-    manifest: str
-    crc64: str
-    coordinator: int
 
 
 @dataclass(frozen=True)
@@ -318,7 +309,7 @@ class Committer:
         ranks: Sequence[int],
         timeout: float,
         groups: Sequence[str] = (),
-        prefix_sharding: dict[str, Any] | None = None,
+        prefix_sharding: PrefixSharding | None = None,
     ) -> int:
         """The fencing token under which this session publishes in `directory`; its lease is taken
         once."""
@@ -453,7 +444,7 @@ class Committer:
             session=step.id,
             number=job.handle.number,
             fencing_token=ticket.fencing_token,
-            groups=tuple(vars(groups[member]) for member in sorted(groups)),
+            groups=tuple(groups[member] for member in sorted(groups)),
         )
         done = self.worker.call(record, timeout=timeout, access=job.as_coordinator())
         return done.bytes

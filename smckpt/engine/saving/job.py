@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from smckpt.calls import changed
-from smckpt.checkpoint.records.prefixes import prefix_sharding_for
+from smckpt.checkpoint.records.prefixes import PrefixSharding, prefix_sharding_for
 from smckpt.engine.groups import Partition
 from smckpt.engine.saving.alarms import Alarms, Last
 from smckpt.engine.saving.moment import Moment
@@ -367,12 +367,11 @@ class SaveJob:
     def attempt(self, session: str) -> str:
         return f"{session}-{self.handle.number:08d}"
 
-    def prefix_sharding(self) -> dict[str, Any] | None:
+    def prefix_sharding(self) -> PrefixSharding | None:
         """How the options of the call shard the ranks' files over prefixes."""
         if not self.request.directory:
             return None
-        prefix_sharding = prefix_sharding_for(self.request.storage, len(self.partition.groups))
-        return prefix_sharding.to_json() if prefix_sharding else None
+        return prefix_sharding_for(self.request.storage, len(self.partition.groups))
 
     def as_one_of_all(self, group: Group, prefixes: int = 1) -> Access:
         """The access for work that every rank does at once, with this rank's share of the

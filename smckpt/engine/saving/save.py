@@ -20,7 +20,6 @@ import torch
 
 from smckpt.checkpoint.commits.part import part_body, table_of, tables_digest
 from smckpt.checkpoint.records.objects import encode_object
-from smckpt.checkpoint.records.prefixes import PrefixSharding
 from smckpt.checkpoint.records.rows import encode_rows
 from smckpt.engine.background.commands import ArenaFile, WritePart
 from smckpt.engine.background.worker_client import Worker
@@ -242,7 +241,7 @@ class Saver:
             staged.copies.result()
             job.staged = job.elapsed()
         request, layout = job.request, staged.layout
-        prefix_sharding = PrefixSharding.from_json(job.prefix_sharding())
+        prefix_sharding = job.prefix_sharding()
         directory = request.directory
         observer = staged.observer
         slots = observer.watched(compares=bool(staged.held))

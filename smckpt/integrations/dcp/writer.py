@@ -202,7 +202,7 @@ class DistributedFileSystemWriter(StorageWriter):
                 self.checkpoint_id,
                 self._session,
                 socket.gethostname(),
-                prefix_sharding=prefix_sharding.to_json() if prefix_sharding else None,
+                prefix_sharding=prefix_sharding,
             )
             self._tokens[self.checkpoint_id] = int(lease["fencing_token"])
         said = [plan.storage_data for plan in plans]
@@ -285,7 +285,7 @@ class DistributedFileSystemWriter(StorageWriter):
             ranks=list(ticket.ranks),
             parts=parts,
             record=None,
-            prefix_sharding=ticket.prefix_sharding.to_json() if ticket.prefix_sharding else None,
+            prefix_sharding=ticket.prefix_sharding,
         )
         if self._sweep:
             self._delete_superseded(published["manifest"], fencing_token)

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from smckpt.checkpoint.records.crc import BLOCK, crc64, hex64
-from smckpt.checkpoint.records.format import SENSELESS
 from smckpt.checkpoint.records.sealed import FORMAT_VERSION, open_json, seal_json, sound
+from smckpt.decoding import SENSELESS
 from smckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, StorageError
 from smckpt.storage import Storage
 from smckpt.storage.urls import file_url, is_plain_name

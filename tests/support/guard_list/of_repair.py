@@ -140,19 +140,18 @@ REPAIR = [
         FINISH + "test_one_group_of_a_step_is_never_committed_alone",
     ),
     of(
-        "repair: what a part's name says", "checkpoint/upkeep/unfinished.py",
-        "        if parsed is None or values != (parsed.session, parsed.number, parsed.rank):\n", "        if parsed is None:\n",
+        "repair: what a part's name says", "checkpoint/records/files.py",
+        '    refuse_unlike(made, parsed, named, path, "the name of the file")\n', "",
         FINISH + "test_forged_parts_are_refused_and_nothing_is_written",
     ),
     of(
-        "repair: a part's rank is of its group", "checkpoint/upkeep/unfinished.py",
-        "        if part.rank not in part.group_ranks:\n", "        if False:\n",
+        "repair: a part's rank is of its group", "checkpoint/records/format.py",
+        "        if self.rank not in self.group_ranks:\n", "        if False:\n",
         FINISH + "test_forged_parts_are_refused_and_nothing_is_written",
     ),
     of(
-        "repair: a part's files are its own", "checkpoint/upkeep/unfinished.py",
-        "            if its is None or (its.session, its.number, its.rank, its.file) != (*values, number):\n",
-        "            if False:\n",
+        "repair: a part's files are its own", "checkpoint/records/format.py",
+        "        if file.name != data_name(attempt, rank, number):\n", "        if False:\n",
         FINISH + "test_forged_parts_are_refused_and_nothing_is_written",
     ),
     of(

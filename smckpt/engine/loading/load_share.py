@@ -1,0 +1,80 @@
+"""Who reads what for whom: the round before the read of a load that reads each byte once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+from smckpt.checkpoint.reading.portions import TeamRuns, portion_bytes, portions, teams
+from smckpt.checkpoint.reading.read import Reads
+from smckpt.engine.loading.load_plan import LoadPlan, LoadRequest
+from smckpt.engine.loading.load_rounds import Rounds
+from smckpt.engine.loading.passing import Address, Door, Passing
+from smckpt.meeting.group import Group
+from smckpt.meeting.keys import from_json
+
+__all__ = ["share"]
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What a rank brings: where others reach it, and which bytes it needs (`Reads.needs`)."""
+
+    address: Address
+    needs: dict[str, list[int]]
+
+
+@dataclass(frozen=True)
+class Team:
+    """What a rank hears: what it shares, and where the other members are."""
+
+    shared: TeamRuns = field(default_factory=TeamRuns)
+    addresses: dict[int, Address] = field(default_factory=dict)
+
+
+def share(
+    group: Group, planned: LoadPlan, request: LoadRequest, rounds: Rounds
+) -> tuple[Passing | None, int]:
+    """What this rank reads for others, and others for it; None if it shares nothing. On the first
+    rank of the group also how many bytes its ranks need, if they say so."""
+    if not planned.agreed.shares:
+        return None, 0
+    meeting, point = rounds.group, f"{rounds.point}/share"
+    reads = Reads(planned.plan, planned.memory.buffers)
+    most = portion_bytes(request.storage.request_bytes)
+    needed = 0
+
+    def decide(brought: Callable[[], dict[int, Offer]]) -> bool:
+        nonlocal needed
+        offers = brought()
+        needs = {member: offer.needs for member, offer in offers.items()}
+        found, needed = teams(needs, most)
+        for member, shared in found.items():
+            others = {m for team in shared.teams.values() for m in team} - {member}
+            addresses = {other: offers[other].address for other in sorted(others)}
+            # a key for each member: an answer for all would grow with the square of their number
+            meeting.first(f"{point}/team/{member}", Team(shared, addresses))
+        return bool(found)
+
+    with ExitStack() as stack:
+        door = Door(beyond=int(os.environ.get("LOCAL_WORLD_SIZE", "1")) < group.world_size)
+        stack.callback(door.close)
+        team = Team()
+        if meeting.round(
+            point,
+            lambda: Offer(door.address, reads.needs()),
+            decide,
+            timeout=rounds.timeout,
+            brings=Offer,
+        ):
+            own = f"{point}/team/{meeting.member}"
+            team = from_json(Team, meeting.first(own, team))
+            meeting.drop([own])
+        if not team.addresses:
+            return None, needed
+        shared = [*portions(team.shared)]
+        passing = Passing(group, door, team.addresses, reads, shared, rounds.timeout)
+        stack.pop_all()  # it closes the door
+        return passing, needed

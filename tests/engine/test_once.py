@@ -216,3 +216,33 @@ def test_a_rank_that_is_killed_before_it_connects_ends_the_load_too(tmp_path: Pa
         assert kind == "PeerError"
         assert "rank 3" in message
         assert took < seconds(20)
+
+
+def manifests_read(folder: str) -> tuple[bool, int]:
+    """How many manifests and records this rank reads in a load from the directory of two groups'
+    step."""
+    mesh = mesh_of((2, 2))
+    state = state_on(mesh, seed=0)
+    group = mesh["replicate"].get_group()
+    number = mesh["shard"].get_local_rank()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PosixStorage, "read_once", True)
+        smckpt.save(state, checkpoint_id=f"{folder}/{number}", process_group=group)
+        names: list[str] = []
+        read = PosixStorage.read
+
+        def counted(self: Any, name: str, *where: Any, **more: Any) -> bytes:
+            names.append(name)
+            return read(self, name, *where, **more)
+
+        patch.setattr(PosixStorage, "read", counted)
+        target = state_on(mesh, seed=1)
+        smckpt.load(target, checkpoint_id=folder)
+    same = all(map(torch.equal, tensors_of(target), tensors_of(state)))
+    return same, sum(name.startswith(("manifest-", "record-")) for name in names)
+
+
+def test_one_rank_reads_the_manifests_for_all(tmp_path: Path) -> None:
+    found = run_ranks(manifests_read, 4, str(tmp_path))
+    assert all(same for same, _ in found)
+    assert [count for _, count in found] == [3, 0, 0, 0]  # a record, and each group's manifest

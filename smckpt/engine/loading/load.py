@@ -41,7 +41,7 @@ from smckpt.engine.loading.load_rounds import (
     nothing,
     total,
 )
-from smckpt.engine.loading.load_share import share
+from smckpt.engine.loading.load_share import body_of, open_chosen, share
 from smckpt.engine.loading.passing import Passing
 from smckpt.errors import (
     CheckpointReplacedError,
@@ -358,7 +358,7 @@ class Loader:
                 with _swept(request, Choice(theirs)):
                     found = open_any(request.storage, choose=theirs)
             opened.append(found)
-            return Choice(found.identity, found.name)
+            return Choice(found.identity, found.name, body_of(found, rounds.group.count))
 
         commit = rounds.choose(bring, look)
         return Chosen(commit, opened[0] if opened else None)
@@ -375,9 +375,7 @@ class Loader:
 
         def bring() -> Common:
             with _swept(request, chosen.commit):
-                catalogue = chosen.catalogue or open_any(
-                    request.storage, choose=chosen.commit.choose, name=chosen.commit.name
-                )
+                catalogue = chosen.catalogue or open_chosen(request.storage, chosen.commit)
                 made.append(plan_of(target, catalogue, chosen.commit, request, self.group))
             return made[0].agreed
 

@@ -23,10 +23,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Choice:
-    """A commit: its identity, and the name of the file that committed it, if it is known."""
+    """A commit: its identity, and the name of the file that committed it, if it is known. body: the
+    manifests that one rank has read for all, if they are small."""
 
     choose: str
     name: str | None = None
+    body: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)

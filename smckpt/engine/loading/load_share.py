@@ -1,4 +1,4 @@
-"""Who reads what for whom: the round before the read of a load that reads each byte once."""
+"""Who reads what for whom: manifests, and the round before a read that takes each byte once."""
 
 from __future__ import annotations
 
@@ -6,16 +6,25 @@ import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from typing import Any
 
+from smckpt.checkpoint.commits.choose import Commit
+from smckpt.checkpoint.reading.catalogue import Catalogue
+from smckpt.checkpoint.reading.committed import CommittedCatalogue, catalogue_of
 from smckpt.checkpoint.reading.portions import TeamRuns, portion_bytes, portions, teams
 from smckpt.checkpoint.reading.read import Reads
+from smckpt.checkpoint.reading.readers import open_any
 from smckpt.engine.loading.load_plan import LoadPlan, LoadRequest
-from smckpt.engine.loading.load_rounds import Rounds
+from smckpt.engine.loading.load_rounds import Choice, Rounds
 from smckpt.engine.loading.passing import Address, Door, Passing
 from smckpt.meeting.group import Group
-from smckpt.meeting.keys import from_json
+from smckpt.meeting.keys import from_json, to_text
+from smckpt.storage import Storage
 
-__all__ = ["share"]
+__all__ = ["body_of", "open_chosen", "share"]
+
+_MOST = 256 << 20  # bytes that the job's store sends at most for the manifests of all ranks
+_PART = 200  # bytes, at least, of what a manifest says of a rank
 
 
 @dataclass(frozen=True)
@@ -32,6 +41,24 @@ class Team:
 
     shared: TeamRuns = field(default_factory=TeamRuns)
     addresses: dict[int, Address] = field(default_factory=dict)
+
+
+def body_of(catalogue: Catalogue, count: int) -> dict[str, Any] | None:
+    """The manifests of a commit, for `count` ranks; None if the store of the checkpoint sends them
+    sooner than the job's, or if they are not ours."""
+    if not isinstance(catalogue, CommittedCatalogue):
+        return None
+    if _PART * len(catalogue.parts) * count > _MOST:
+        return None
+    body = catalogue.commit.to_json()
+    return body if len(to_text(body)) * count <= _MOST else None
+
+
+def open_chosen(storage: Storage, commit: Choice) -> Catalogue:
+    """The catalogue of the commit that another rank has chosen."""
+    if commit.body is None:
+        return open_any(storage, choose=commit.choose, name=commit.name)
+    return catalogue_of(storage, Commit.from_json(commit.body))
 
 
 def share(

@@ -5,10 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -25,24 +23,6 @@ from tests.support.launch import run_ranks
 from tests.support.limits import seconds
 
 WIDE = 700  # elements: rows of 2,800 bytes, so that shards end inside of blocks
-
-
-@contextmanager
-def far_storage(alone: bool = False) -> Iterator[list[int]]:
-    """The disk as a store from which each byte is read once; or by each rank. The bytes of data
-    that this rank reads, headers not counted."""
-    counts: list[int] = []
-    read_into = PosixStorage.read_into
-
-    def counted(self: Any, name: str, offset: int, buffers: Any, seen: Any = None) -> None:
-        if name.endswith(".safetensors") and seen is not None:
-            counts.append(sum(map(len, buffers)))
-        read_into(self, name, offset, buffers, seen)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PosixStorage, "read_once", not alone)
-        patch.setattr(PosixStorage, "read_into", counted)
-        yield counts
 
 
 def hosts_apart(patch: pytest.MonkeyPatch) -> None:
@@ -81,27 +61,45 @@ def tensors_of(state: dict[str, Any]) -> list[torch.Tensor]:
     return found
 
 
-def loaded(
-    folder: str, target: dict[str, Any], alone: bool = False
-) -> tuple[list[torch.Tensor], Any]:
-    """The tensors after a load, and its event."""
+class Loaded(NamedTuple):
+    """A load: this rank's tensors, its event, and the bytes of data files that the disk gave."""
+
+    tensors: list[torch.Tensor]
+    event: Any
+    read: int
+
+
+def loaded(folder: str, target: dict[str, Any], once: bool | None = True) -> Loaded:
     events: list[Any] = []
+    counts: list[int] = []
+    read_into = PosixStorage.read_into
+
+    def counted(self: Any, name: str, offset: int, buffers: Any, seen: Any = None) -> None:
+        if name.endswith(".safetensors"):
+            counts.append(sum(map(len, buffers)))
+        read_into(self, name, offset, buffers, seen)
+
     remove = smckpt.add_sink(events.append)
-    with far_storage(alone):
-        smckpt.load(target, checkpoint_id=folder, timeout=seconds(40))
+    options = smckpt.LoadOptions(timeout=seconds(40), read_once=once)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PosixStorage, "read_into", counted)
+        smckpt.load(target, checkpoint_id=folder, options=options)
     remove()
-    return tensors_of(target), events[0]
+    return Loaded(tensors_of(target), events[0], sum(counts))
 
 
 def hsdp(folder: str, loading: tuple[int, int], apart: bool) -> tuple[bool, Any, Any]:
     smckpt.save(state_on(mesh_of((2, 2)), seed=0), checkpoint_id=folder)
     mesh = mesh_of(loading)
-    alone, plain = loaded(folder, state_on(mesh, seed=1), alone=True)
+    alone = loaded(folder, state_on(mesh, seed=1), once=None)  # the default of a file system
     with pytest.MonkeyPatch.context() as patch:
         if apart:
             hosts_apart(patch)
-        together, event = loaded(folder, state_on(mesh, seed=1))
-    return len(together) > 12 and all(map(torch.equal, together, alone)), event, plain
+        together = loaded(folder, state_on(mesh, seed=1))
+    same = len(together.tensors) > 12 and all(map(torch.equal, together.tensors, alone.tensors))
+    # headers, which a load reads alone, are the same in both
+    counted = together.read - together.event.fetched == alone.read - alone.event.fetched
+    return same and counted, together.event, alone.event
 
 
 @pytest.mark.parametrize(
@@ -111,11 +109,12 @@ def test_each_byte_is_read_once(tmp_path: Path, loading: tuple[int, int], apart:
     found = run_ranks(hsdp, 4, str(tmp_path), loading, apart)
     assert all(same for same, _, _ in found)  # bit by bit as ranks that read alone
     events = [event for _, event, _ in found]
-    assert {event.read_ratio for event in events} == {events[0].read_ratio}
-    assert 1 <= events[0].read_ratio <= 1.05
-    read = sum(event.fetched for event in events)
-    needed = read / events[0].read_ratio
-    assert sum(plain.fetched for _, _, plain in found) > 1.1 * needed
+    ratio = events[0].read_ratio
+    assert 1 <= ratio <= 1.05
+    assert {event.read_ratio for event in events} == {ratio}
+    needed = sum(event.fetched for event in events) / ratio
+    assert {alone.read_ratio for _, _, alone in found} == {None}
+    assert sum(alone.fetched for _, _, alone in found) > 1.1 * needed
     if loading == (4, 1):  # all need all, and each reads its part
         assert max(event.fetched for event in events) < 0.35 * needed
 
@@ -126,7 +125,7 @@ def different_targets(folder: str) -> tuple[bool, float | None]:
     rank = dist.get_rank()
     keys = [*target["model"]][rank:] if rank else [*target["model"]]
     part: dict[str, Any] = {"model": {key: torch.zeros_like(target["model"][key]) for key in keys}}
-    _, event = loaded(folder, part)
+    event = loaded(folder, part).event
     same = all(
         torch.equal(part["model"][k].to_local(), target["model"][k].to_local()) for k in keys
     )
@@ -226,7 +225,6 @@ def manifests_read(folder: str) -> tuple[bool, int]:
     group = mesh["replicate"].get_group()
     number = mesh["shard"].get_local_rank()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PosixStorage, "read_once", True)
         smckpt.save(state, checkpoint_id=f"{folder}/{number}", process_group=group)
         names: list[str] = []
         read = PosixStorage.read

@@ -217,12 +217,12 @@ class Loader:
             with passing or nullcontext(), _swept(request, planned.commit):
                 clock.fetched = self.read(planned, request, passing)
                 self.give_back(planned, request)
-            return Tally(clock.fetched, needed)
+                return Tally(clock.fetched, needed)
 
         tally = rounds.hold("read", fill, total, gives=Tally)
         clock.read = clock.now()
         clock.received, clock.read_ratio = passing.received if passing else 0, tally.ratio
-        log.debug("fetched %d bytes, and %s are needed", tally.fetched, tally.needed or "?")
+        log.debug("all ranks fetched %d bytes; %d are needed", tally.fetched, tally.needed)
         if planned.selection.gathered:
             self._put_through(planned.gathered, planned.agreed.gathered)
         log.info("loaded %s from %s", planned.catalogue.identity, request.directory)
@@ -401,8 +401,7 @@ class Loader:
     # -- the bytes ---------------------------------------------------------------------------
 
     def read(self, planned: LoadPlan, request: LoadRequest, passing: Passing | None) -> int:
-        """Read the bytes into the memory of the target. Each block is compared with its checksum.
-        Returns how many bytes this rank fetched."""
+        """Read the bytes into the memory of the target, each block checked; how many it fetched."""
         done = [0, 1]  # tasks, and of how many
 
         def progress(*now: int) -> None:
@@ -414,13 +413,12 @@ class Loader:
         # more than sixteen gained nothing on sixteen processors
         threads = request.options.threads or min(max(share_of_processors(), 4), 16)
         threads = max(threads, request.storage.read_threads)
+        readers = threads + (passing.receivers if passing else 0)
         on_device = any(isinstance(buffer, OnDevice) for buffer in planned.memory.buffers)
         with (
             telling(self.group.rank, under_way),
             neutral(),
-            Ring(threads + (passing.receivers if passing else 0))
-            if on_device
-            else nullcontext() as ring,
+            Ring(readers) if on_device else nullcontext() as ring,
         ):
             return execute(
                 planned.plan,

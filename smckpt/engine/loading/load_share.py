@@ -46,7 +46,7 @@ class Team:
 def body_of(catalogue: Catalogue, count: int) -> dict[str, Any] | None:
     """The manifests of a commit, for `count` ranks; None if the store of the checkpoint sends them
     sooner than the job's, or if they are not ours."""
-    if not isinstance(catalogue, CommittedCatalogue):
+    if count == 1 or not isinstance(catalogue, CommittedCatalogue):
         return None
     if _PART * len(catalogue.parts) * count > _MOST:
         return None

@@ -64,7 +64,10 @@ class LoadEvent:
     the plan was agreed on, the bytes were read and given back, and the load ended; 0 for a step
     that was not reached. nbytes: bytes of the tensors that this rank filled. begun_anew: how often
     the load started again because a newer save swept its files. retries: how many requests were
-    sent again while it read headers and data, if the store counts them.
+    sent again while it read headers and data, if the store counts them. fetched: bytes of blocks
+    that this rank read from the store. received: bytes that other ranks had read and passed on.
+    read_ratio: bytes that all ranks fetched, divided by those that any of them needs; None if they
+    did not share their reads.
     """
 
     directory: str
@@ -79,6 +82,9 @@ class LoadEvent:
     nbytes: int
     begun_anew: int = 0
     retries: int | None = None
+    fetched: int = 0
+    received: int = 0
+    read_ratio: float | None = None
 
     @property
     def rate(self) -> float:

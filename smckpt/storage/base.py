@@ -167,6 +167,9 @@ class Storage(ABC):
     exclusive: bool = True
     #: Whether a file is visible only to the process that wrote it.
     one_process: bool = False
+    #: Whether ranks that need the same bytes should read them once and pass them on. It costs more
+    #: than a read out of the host's page cache.
+    read_once: bool = False
     #: Whether reads come through this host's page cache.
     is_file_system: bool = False
     #: Whether the store limits requests per prefix of its keys. Then ranks' files may be under

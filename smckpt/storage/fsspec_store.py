@@ -41,6 +41,7 @@ _IN_MEMORY = threading.Lock()  # memory:// needs two steps to create a file if i
 class FsspecStorage(Storage):
     """The directory `url`. Thread-safe if the file system is."""
 
+    read_once = True
     request_bytes = 16 << 20
     rereads = 2
 

@@ -141,6 +141,8 @@ class BlockReader:
         self.size = file.record.size
         self.scratch = scratch
         self._verify = verify
+        self.fetched = 0  # bytes of the file that the store was asked for
+        self._counting = threading.Lock()
         self._lock = threading.Lock()
         self._sums: tuple[bytes, Sequence[int]] | None = None
 
@@ -166,6 +168,8 @@ class BlockReader:
                     ) from None
 
     def _fill_once(self, low: int, high: int, segments: Sequence[Destination]) -> None:
+        with self._counting:
+            self.fetched += high - low
         sums = _BlockSums(low, self._compare) if self._verify else None
         pieces = self._pieces(low, high, segments)
         with not_missing(self.file.path):
@@ -305,6 +309,12 @@ class Readers:
             counts = [storage.retries for storage in self._storages.values()]
         known = [count for count in counts if count is not None]
         return sum(known) if known else None
+
+    @property
+    def fetched(self) -> int:
+        """How many bytes of files the stores were asked for."""
+        with self._lock:
+            return sum(reader.fetched for reader in self._readers.values())
 
     def close(self) -> None:
         with self._lock:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from smckpt.checkpoint.reading.blocks import (
     SCRATCH_BYTES,
@@ -39,11 +39,16 @@ __all__ = [
     "ReadPlan",
     "ReadStats",
     "Readers",
+    "Reads",
+    "SharedReads",
     "StoredCopy",
     "execute",
+    "halves",
+    "ranges",
     "same_bytes",
     "scattered",
     "share_of_processors",
+    "source_of",
 ]
 
 Task = Callable[[], None]
@@ -88,10 +93,27 @@ class ReadPlan:
 
 @dataclass(frozen=True)
 class ReadStats:
-    """Bytes wanted and seconds taken."""
+    """Bytes wanted, bytes of blocks that the store was asked for, and seconds taken."""
 
     nbytes: int
+    fetched: int
     seconds: float
+
+
+class SharedReads(Protocol):
+    """Reads of one plan that ranks share. reads: what this rank reads for itself alone."""
+
+    reads: Reads
+
+    @property
+    def heard(self) -> Exception | None:
+        """The error of another rank, which ends the load here."""
+
+    def tasks(self, readers: Readers, ring: HostMemory | None) -> Sequence[Task]:
+        """What this rank reads for itself and others."""
+
+    def finish(self) -> None:
+        """Wait until this rank has all from the others, and they have all from it."""
 
 
 def execute(
@@ -103,6 +125,7 @@ def execute(
     preverify: bool = False,
     progress: Progress | None = None,
     ring: HostMemory | None = None,
+    shared: SharedReads | None = None,
 ) -> ReadStats:
     """Carry out a read plan.
 
@@ -115,28 +138,30 @@ def execute(
         preverify: check all needed blocks first, so that a bad block leaves the targets untouched.
         progress: called with (requests done, requests in all), one call at a time.
         ring: fills the buffers that are a device's memory. No copy may scatter into those.
+        shared: the reads of this plan that ranks share.
 
     Raises:
         CorruptCheckpointError: a block differs, or a file is cut short or missing. The targets are
             then undefined, unless `preverify` found the fault.
     """
     began = time.perf_counter()
-    reads = _Reads(plan, buffers)
+    reads = Reads(plan, buffers) if shared is None else shared.reads
+    fetched = readers.fetched
     if preverify:
         checking = readers if readers.verify else Readers(readers.access)
         _run(list(reads.checks(checking)), threads)
-    reads.fill(readers, threads, progress, ring)
-    return ReadStats(reads.nbytes, time.perf_counter() - began)
+    reads.fill(readers, threads, progress, ring, shared)
+    return ReadStats(reads.nbytes, readers.fetched - fetched, time.perf_counter() - began)
 
 
-class _Reads:
+class Reads:
     """A plan as reads: those that go straight to targets, by file, and copies whose source is first
     read into scratch."""
 
     def __init__(self, plan: ReadPlan, buffers: Sequence[Span]) -> None:
         self.direct: dict[SavedFile, list[Destination]] = {}
         self.gathers: list[StoredCopy] = []
-        self._buffers = buffers
+        self.buffers = buffers
         for stored in plan.copies:
             slots, copy, number, itemsize = stored
             target = buffers[number]
@@ -145,7 +170,7 @@ class _Reads:
                 continue
             for low, to, count in copy.runs():
                 begin, end = low * itemsize, (low + count) * itemsize
-                for at, file, offset, nbytes in _ranges(slots, begin, end):
+                for at, file, offset, nbytes in ranges(slots, begin, end):
                     position = to * itemsize + at
                     segment = Destination(offset, target[position : position + nbytes])
                     self.direct.setdefault(file, []).append(segment)
@@ -160,10 +185,35 @@ class _Reads:
         for file, segments in self.direct.items():
             yield from ((file, s.offset, len(s.buffer)) for s in segments)
         for stored in self.gathers:
-            yield from ((file, offset, nbytes) for _, file, offset, nbytes in _source(stored))
+            yield from ((file, offset, nbytes) for _, file, offset, nbytes in source_of(stored))
+
+    def files(self) -> set[SavedFile]:
+        return {file for file, _, nbytes in self._all() if nbytes}
+
+    def needs(self) -> dict[str, list[int]]:
+        """The bytes of all blocks that are read: path → the first byte and the end of each run of
+        blocks, one after the other."""
+        bounds: dict[SavedFile, list[tuple[int, int]]] = {}
+        for file, offset, nbytes in self._all():
+            if nbytes:
+                end = min(-(-(offset + nbytes) // BLOCK) * BLOCK, file.record.size)
+                bounds.setdefault(file, []).append((offset // BLOCK * BLOCK, end))
+        needed: dict[str, list[int]] = {}
+        for file, runs in bounds.items():
+            joined = needed[file.path] = [*min(runs)]
+            for low, high in sorted(runs):
+                if low > joined[-1]:
+                    joined += low, high
+                joined[-1] = max(joined[-1], high)
+        return needed
 
     def fill(
-        self, readers: Readers, threads: int, progress: Progress | None, ring: HostMemory | None
+        self,
+        readers: Readers,
+        threads: int,
+        progress: Progress | None,
+        ring: HostMemory | None,
+        shared: SharedReads | None = None,
     ) -> None:
         repeated: list[tuple[Any, Any]] = []
         try:
@@ -171,6 +221,7 @@ class _Reads:
             crowded = self._crowded(readers)
             least = _ALONE if crowded else ring.request_bytes if ring else 0
             tasks: Sequence[Task] = [
+                *(shared.tasks(readers, ring) if shared is not None else ()),
                 *(
                     request
                     for file, segments in self.direct.items()
@@ -178,7 +229,7 @@ class _Reads:
                     for request in requests(readers.of(file), layer, most, least, ring)
                 ),
                 *(
-                    _gather_task(stored, self._buffers[stored.target], readers)
+                    _gather_task(stored, self.buffers[stored.target], readers)
                     for stored in self.gathers
                 ),
             ]
@@ -188,9 +239,13 @@ class _Reads:
             if crowded:
                 tasks = _run_until_one_waits(tasks)
             _run(tasks, threads)
+            if shared is not None:
+                shared.finish()
             if ring is not None:
                 ring.finish()
         except CorruptCheckpointError as error:
+            if shared is not None and error is shared.heard:
+                raise
             raise CorruptCheckpointError(
                 f"{error.message}; the tensors of the target are now undefined",
                 remedy=error.remedy,
@@ -231,26 +286,31 @@ def _counted(task: Task, meter: Meter) -> Task:
 
 
 def _fitting(stored: StoredCopy) -> Iterator[StoredCopy]:
-    """Cut a copy into parts whose source fits the scratch, by halving the dimension with the widest
-    reach."""
+    """Cut a copy into parts whose source fits the scratch."""
     copy = stored.copy
-    sizes, strides = copy.sizes, copy.source.strides
-    if copy.source.extent * stored.itemsize <= SCRATCH_BYTES or max(sizes) == 1:
+    if copy.source.extent * stored.itemsize <= SCRATCH_BYTES or max(copy.sizes) == 1:
         yield stored
         return
+    for part in halves(stored):
+        yield from _fitting(part)
+
+
+def halves(stored: StoredCopy) -> Iterator[StoredCopy]:
+    """Both halves of a copy along the dimension with the widest reach."""
+    sizes, strides = stored.copy.sizes, stored.copy.source.strides
     dim = max(range(len(sizes)), key=lambda d: (sizes[d] - 1) * strides[d])
     half = Box((0,) * len(sizes), (*sizes[:dim], sizes[dim] // 2, *sizes[dim + 1 :]))
     for box in (half, *Box.whole(sizes).subtract(half)):
-        yield from _fitting(stored._replace(copy=copy.part(box)))
+        yield stored._replace(copy=stored.copy.part(box))
 
 
-def _source(stored: StoredCopy) -> Iterator[tuple[int, SavedFile, int, int]]:
+def source_of(stored: StoredCopy) -> Iterator[tuple[int, SavedFile, int, int]]:
     """Where the range that the copy's source spans is in files."""
     source, itemsize = stored.copy.source, stored.itemsize
-    return _ranges(stored.slots, source.start * itemsize, (source.start + source.extent) * itemsize)
+    return ranges(stored.slots, source.start * itemsize, (source.start + source.extent) * itemsize)
 
 
-def _ranges(
+def ranges(
     slots: Sequence[Stored], low: int, high: int
 ) -> Iterator[tuple[int, SavedFile, int, int]]:
     """Where bytes [low, high) of a stored array are in files: for each range the bytes before it,
@@ -275,7 +335,7 @@ def same_bytes(
     If both arrays have the same offset within their blocks, equal checksums prove a block equal.
     Other blocks are read.
     """
-    mine, theirs = (list(_ranges(slots, low, low + nbytes)) for slots, low in (one, other))
+    mine, theirs = (list(ranges(slots, low, low + nbytes)) for slots, low in (one, other))
     for at, file, offset, length in mine:
         for begin, matching, position, size in theirs:
             start = max(at, begin)
@@ -396,7 +456,7 @@ def _check(reader: BlockReader, low: int, high: int) -> Task:
 
 def _gather_task(stored: StoredCopy, buffer: Span, readers: Readers) -> Task:
     """Read the range that the copy's source spans into scratch, and copy from there to `buffer`."""
-    reads = [(readers.of(file), at, offset, n) for at, file, offset, n in _source(stored)]
+    reads = [(readers.of(file), at, offset, n) for at, file, offset, n in source_of(stored)]
     nbytes = stored.copy.source.extent * stored.itemsize
     assert isinstance(buffer, memoryview)  # `scattered` has named it
 

@@ -32,7 +32,17 @@ from smckpt.engine.loading.load_plan import (
     refuse_spare,
     unread,
 )
-from smckpt.engine.loading.load_rounds import Choice, Common, Rounds, in_common, nothing
+from smckpt.engine.loading.load_rounds import (
+    Choice,
+    Common,
+    Rounds,
+    Tally,
+    in_common,
+    nothing,
+    total,
+)
+from smckpt.engine.loading.load_share import body_of, open_chosen, share
+from smckpt.engine.loading.passing import Passing
 from smckpt.errors import (
     CheckpointReplacedError,
     UsageError,
@@ -69,12 +79,13 @@ class Chosen:
 
 
 class _Clock:
-    """The seconds from the start of a load to each of its steps."""
+    """The seconds from the start of a load to each of its steps, and the bytes that it took."""
 
     def __init__(self) -> None:
         self._began = time.perf_counter()
         self.chosen = self.planned = self.read = 0.0
-        self.begun_anew = 0
+        self.begun_anew = self.fetched = self.received = 0
+        self.read_ratio: float | None = None
 
     def now(self) -> float:
         return time.perf_counter() - self._began
@@ -145,6 +156,9 @@ class Loader:
             nbytes=0 if planned is None else sum(map(len, planned.memory.buffers)),
             begun_anew=clock.begun_anew,
             retries=None if planned is None else planned.catalogue.readers.retries,
+            fetched=clock.fetched,
+            received=clock.received,
+            read_ratio=clock.read_ratio,
         )
 
     def _fill(
@@ -197,13 +211,18 @@ class Loader:
         planned = self.plan(target, chosen, request, rounds)
         clock.planned = clock.now()
 
-        def fill() -> None:
-            with _swept(request, planned.commit):
-                self.read(planned, request)
-                self.give_back(planned, request)
+        passing, needed = share(self.group, planned, request, rounds)
 
-        rounds.hold("read", fill, nothing)
+        def fill() -> Tally:
+            with passing or nullcontext(), _swept(request, planned.commit):
+                clock.fetched = self.read(planned, request, passing)
+                self.give_back(planned, request)
+                return Tally(clock.fetched, needed)
+
+        tally = rounds.hold("read", fill, total, gives=Tally)
         clock.read = clock.now()
+        clock.received, clock.read_ratio = passing.received if passing else 0, tally.ratio
+        log.debug("all ranks fetched %d bytes; %d are needed", tally.fetched, tally.needed)
         if planned.selection.gathered:
             self._put_through(planned.gathered, planned.agreed.gathered)
         log.info("loaded %s from %s", planned.catalogue.identity, request.directory)
@@ -339,7 +358,7 @@ class Loader:
                 with _swept(request, Choice(theirs)):
                     found = open_any(request.storage, choose=theirs)
             opened.append(found)
-            return Choice(found.identity, found.name)
+            return Choice(found.identity, found.name, body_of(found, rounds.group.count))
 
         commit = rounds.choose(bring, look)
         return Chosen(commit, opened[0] if opened else None)
@@ -356,9 +375,7 @@ class Loader:
 
         def bring() -> Common:
             with _swept(request, chosen.commit):
-                catalogue = chosen.catalogue or open_any(
-                    request.storage, choose=chosen.commit.choose, name=chosen.commit.name
-                )
+                catalogue = chosen.catalogue or open_chosen(request.storage, chosen.commit)
                 made.append(plan_of(target, catalogue, chosen.commit, request, self.group))
             return made[0].agreed
 
@@ -383,9 +400,8 @@ class Loader:
 
     # -- the bytes ---------------------------------------------------------------------------
 
-    def read(self, planned: LoadPlan, request: LoadRequest) -> None:
-        """Read the bytes into the memory of the target. Each block is compared with its
-        checksum."""
+    def read(self, planned: LoadPlan, request: LoadRequest, passing: Passing | None) -> int:
+        """Read the bytes into the memory of the target, each block checked; how many it fetched."""
         done = [0, 1]  # tasks, and of how many
 
         def progress(*now: int) -> None:
@@ -397,13 +413,14 @@ class Loader:
         # more than sixteen gained nothing on sixteen processors
         threads = request.options.threads or min(max(share_of_processors(), 4), 16)
         threads = max(threads, request.storage.read_threads)
+        readers = threads + (passing.receivers if passing else 0)
         on_device = any(isinstance(buffer, OnDevice) for buffer in planned.memory.buffers)
         with (
             telling(self.group.rank, under_way),
             neutral(),
-            Ring(threads) if on_device else nullcontext() as ring,
+            Ring(readers) if on_device else nullcontext() as ring,
         ):
-            execute(
+            return execute(
                 planned.plan,
                 planned.memory.buffers,
                 planned.catalogue.readers,
@@ -411,7 +428,8 @@ class Loader:
                 preverify=request.options.preverify,
                 progress=progress,
                 ring=ring,
-            )
+                shared=passing,
+            ).fetched
 
     def give_back(self, planned: LoadPlan, request: LoadRequest) -> None:
         """Move tensors from their stand-ins to the targets, and values into the dict and through it

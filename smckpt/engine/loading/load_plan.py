@@ -64,6 +64,9 @@ class LoadOptions:
     groups: as in `SaveOptions`.
     parallel_state: as in `SaveOptions`. If ranks saved plain tensors of their own (tensor or expert
         parallelism), it decides whose tensors this rank takes. A job of another size must pass it.
+    read_once: ranks that need the same bytes read each of them once and pass it on. None: from
+        stores that are reached over a network (S3). Try True where the ranks of several hosts read
+        from a file system that is slow for so many.
     """
 
     only: Sequence[str] | None = None
@@ -73,6 +76,7 @@ class LoadOptions:
     timeout: float = 1800.0
     groups: Sequence[Sequence[int]] | None = None
     parallel_state: ParallelState | None = None
+    read_once: bool | None = None
 
     def __post_init__(self) -> None:
         names = [name for pair in dict(self.renamed or {}).items() for name in pair]
@@ -85,6 +89,12 @@ class LoadOptions:
                 "pass {name in the target: name in the checkpoint}",
             ),
             ("preverify", isinstance(self.preverify, bool), "pass True or False"),
+            (
+                "read_once",
+                self.read_once in ((None, False) if self.preverify else (None, False, True)),
+                "pass True, False or None; and not True with preverify, where each rank checks all "
+                "of its own",
+            ),
             ("threads", self.threads is None or _positive(self.threads, int), count),
             ("timeout", _positive(self.timeout, (int, float)), count),
             (
@@ -244,7 +254,10 @@ def plan_of(
     if selection.gathered:
         gathered = [(dotted(path), put) for path, put in gathered_parts(state_dict)]
     spare = _marked(plan.unexpected, catalogue) if plan.unexpected else ""
-    agreed = Common(spare, tops, tuple(name for name, _ in gathered))
+    options = request.options
+    once = request.storage.read_once if options.read_once is None else options.read_once
+    shares = once and not options.preverify and len(group.ranks) > 1
+    agreed = Common(spare, tops, tuple(name for name, _ in gathered), shares)
     return LoadPlan(
         commit, catalogue, state_dict, selection, objects, plan, memory, gathered, agreed
     )

@@ -8,28 +8,52 @@ from typing import Any, TypeVar
 
 from smckpt.meeting.round import Meeting
 
-__all__ = ["Choice", "Common", "Rounds", "in_common", "nothing"]
+__all__ = [
+    "Choice",
+    "Common",
+    "Rounds",
+    "Tally",
+    "in_common",
+    "nothing",
+    "total",
+]
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A commit: its identity, and the name of the file that committed it, if it is known."""
+    """A commit: its identity, and the name of the file that committed it, if it is known. body: the
+    manifests that one rank has read for all, if they are small."""
 
     choose: str
     name: str | None = None
+    body: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
 class Common:
     """What one rank says of its plan, or what all ranks say together. spare: a bit for each name of
     the checkpoint that they do not use. tops: the top keys of their targets. gathered: paths of
-    FULL state that they hold."""
+    FULL state that they hold. shares: whether they read each byte once, together."""
 
     spare: str = ""
     tops: tuple[str, ...] = ()
     gathered: tuple[str, ...] = ()
+    shares: bool = False
+
+
+@dataclass(frozen=True)
+class Tally:
+    """Bytes: those that ranks fetched from the store, and those that any of them needs; 0 if it is
+    not known."""
+
+    fetched: int = 0
+    needed: int = 0
+
+    @property
+    def ratio(self) -> float | None:
+        return self.fetched / self.needed if self.needed else None
 
 
 @dataclass(frozen=True)
@@ -125,4 +149,11 @@ def in_common(bodies: dict[int, Common]) -> Common:
     first, *others = (body.gathered for body in bodies.values())
     same = all(other == first for other in others)
     tops = sorted({top for body in bodies.values() for top in body.tops})
-    return Common(f"{spare:x}" if spare > 0 else "", tuple(tops), first if same else ())
+    shares = all(body.shares for body in bodies.values())
+    return Common(f"{spare:x}" if spare > 0 else "", tuple(tops), first if same else (), shares)
+
+
+def total(bodies: dict[int, Tally]) -> Tally:
+    return Tally(
+        sum(body.fetched for body in bodies.values()), sum(body.needed for body in bodies.values())
+    )

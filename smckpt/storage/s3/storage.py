@@ -40,6 +40,7 @@ class S3Storage(Storage):
     share: this process's part of the bucket's budget; None: all of it.
     """
 
+    read_once = True
     request_bytes = _READ
     rereads = 2
     shards_prefixes = True

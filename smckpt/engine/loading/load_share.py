@@ -1,0 +1,107 @@
+"""Who reads what for whom: manifests, and the round before a read that takes each byte once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+from smckpt.checkpoint.commits.choose import Commit
+from smckpt.checkpoint.reading.catalogue import Catalogue
+from smckpt.checkpoint.reading.committed import CommittedCatalogue, catalogue_of
+from smckpt.checkpoint.reading.portions import TeamRuns, portion_bytes, portions, teams
+from smckpt.checkpoint.reading.read import Reads
+from smckpt.checkpoint.reading.readers import open_any
+from smckpt.engine.loading.load_plan import LoadPlan, LoadRequest
+from smckpt.engine.loading.load_rounds import Choice, Rounds
+from smckpt.engine.loading.passing import Address, Door, Passing
+from smckpt.meeting.group import Group
+from smckpt.meeting.keys import from_json, to_text
+from smckpt.storage import Storage
+
+__all__ = ["body_of", "open_chosen", "share"]
+
+_MOST = 256 << 20  # bytes that the job's store sends at most for the manifests of all ranks
+_PART = 200  # bytes, at least, of what a manifest says of a rank
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What a rank brings: where others reach it, and which bytes it needs (`Reads.needs`)."""
+
+    address: Address
+    needs: dict[str, list[int]]
+
+
+@dataclass(frozen=True)
+class Team:
+    """What a rank hears: what it shares, and where the other members are."""
+
+    shared: TeamRuns = field(default_factory=TeamRuns)
+    addresses: dict[int, Address] = field(default_factory=dict)
+
+
+def body_of(catalogue: Catalogue, count: int) -> dict[str, Any] | None:
+    """The manifests of a commit, for `count` ranks; None if the store of the checkpoint sends them
+    sooner than the job's, or if they are not ours."""
+    if count == 1 or not isinstance(catalogue, CommittedCatalogue):
+        return None
+    if _PART * len(catalogue.parts) * count > _MOST:
+        return None
+    body = catalogue.commit.to_json()
+    return body if len(to_text(body)) * count <= _MOST else None
+
+
+def open_chosen(storage: Storage, commit: Choice) -> Catalogue:
+    """The catalogue of the commit that another rank has chosen."""
+    if commit.body is None:
+        return open_any(storage, choose=commit.choose, name=commit.name)
+    return catalogue_of(storage, Commit.from_json(commit.body))
+
+
+def share(
+    group: Group, planned: LoadPlan, request: LoadRequest, rounds: Rounds
+) -> tuple[Passing | None, int]:
+    """What this rank reads for others, and others for it; None if it shares nothing. On the first
+    rank of the group also how many bytes its ranks need, if they say so."""
+    if not planned.agreed.shares:
+        return None, 0
+    meeting, point = rounds.group, f"{rounds.point}/share"
+    reads = Reads(planned.plan, planned.memory.buffers)
+    most = portion_bytes(request.storage.request_bytes)
+    needed = 0
+
+    def decide(brought: Callable[[], dict[int, Offer]]) -> bool:
+        nonlocal needed
+        offers = brought()
+        needs = {member: offer.needs for member, offer in offers.items()}
+        found, needed = teams(needs, most)
+        for member, shared in found.items():
+            others = {m for team in shared.teams.values() for m in team} - {member}
+            addresses = {other: offers[other].address for other in sorted(others)}
+            # a key for each member: an answer for all would grow with the square of their number
+            meeting.first(f"{point}/team/{member}", Team(shared, addresses))
+        return bool(found)
+
+    with ExitStack() as stack:
+        door = Door(beyond=int(os.environ.get("LOCAL_WORLD_SIZE", "1")) < group.world_size)
+        stack.callback(door.close)
+        team = Team()
+        if meeting.round(
+            point,
+            lambda: Offer(door.address, reads.needs()),
+            decide,
+            timeout=rounds.timeout,
+            brings=Offer,
+        ):
+            own = f"{point}/team/{meeting.member}"
+            team = from_json(Team, meeting.first(own, team))
+            meeting.drop([own])
+        if not team.addresses:
+            return None, needed
+        shared = [*portions(team.shared)]
+        passing = Passing(group, door, team.addresses, reads, shared, rounds.timeout)
+        stack.pop_all()  # it closes the door
+        return passing, needed

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from smckpt.checkpoint.commits.choose import Commit
 from smckpt.meeting.round import Meeting
 
 __all__ = [
@@ -28,7 +29,7 @@ class Choice:
 
     choose: str
     name: str | None = None
-    body: dict[str, Any] | None = None
+    body: Commit | None = None
 
 
 @dataclass(frozen=True)

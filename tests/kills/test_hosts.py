@@ -89,6 +89,11 @@ def lines(at: Path) -> list[list]:
     return [json.loads(each) for each in found.read_text().splitlines()] if found.exists() else []
 
 
+def has_ended(job: Sequence[Host]) -> bool:
+    """Whether a rank of the job has ended: gloo does not always connect on a busy machine."""
+    return bool(select.select([host.agent.stdout for host in job], [], [], 0)[0])
+
+
 @pytest.mark.long
 @pytest.mark.timeout(seconds(14400))
 def test_a_host_of_four_is_killed_at_random_moments(tmp_path: Path) -> None:
@@ -109,7 +114,7 @@ def test_a_host_of_four_is_killed_at_random_moments(tmp_path: Path) -> None:
             early = len(alive) == 4 and moments.random() < 0.4
             victim = victim if early and victim is not None else moments.choice(alive)
             began = time.monotonic()
-            while len(lines(tmp_path)) < (1 if early else 2):
+            while len(lines(tmp_path)) < (1 if early else 2) and not has_ended(alive):
                 assert time.monotonic() - began < seconds(150), "it does not start"
                 time.sleep(0.05)
             time.sleep(moments.uniform(0, 3))

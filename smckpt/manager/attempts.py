@@ -12,9 +12,10 @@ import threading
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from smckpt.checkpoint.records.files import read_file
 from smckpt.checkpoint.records.format import ATTEMPTS
-from smckpt.checkpoint.records.sealed import FORMAT_VERSION, open_json, seal_json
-from smckpt.decoding import SENSELESS
+from smckpt.checkpoint.records.sealed import FORMAT_VERSION, seal_json
+from smckpt.decoding import Count
 from smckpt.errors import CheckpointError
 from smckpt.meeting.presence import has_ended, own_process
 from smckpt.storage import Storage
@@ -38,7 +39,7 @@ class Uncommitted:
     """
 
     identity: str
-    count: int = 0
+    count: Count = 0
     process: tuple[str, int, int] | None = None
 
     @property
@@ -53,15 +54,11 @@ def uncommitted_at(step: Storage, identity: str) -> Uncommitted:
     try:
         if ATTEMPTS not in step.names(ATTEMPTS):
             return Uncommitted(identity)
-        body = open_json(step.read(ATTEMPTS, most=_MOST_BYTES), file_url(step.url, ATTEMPTS))
-        process = body["process"]
-        if body["identity"] != identity or type(body["count"]) is not int or body["count"] < 0:
-            return Uncommitted(identity)
-        named = None if process is None else (str(process[0]), int(process[1]), int(process[2]))
-        return Uncommitted(identity, body["count"], named)
-    except (CheckpointError, *SENSELESS) as error:
+        found = read_file(Uncommitted, step, ATTEMPTS, most=_MOST_BYTES)
+    except CheckpointError as error:
         log.debug("attempts at %s are not counted: %s", step.url, error)
         return Uncommitted(identity)
+    return found if found.identity == identity else Uncommitted(identity)
 
 
 class RunAttempt:

@@ -16,7 +16,8 @@ from typing import Any
 
 from smckpt.checkpoint.commits.discover import FoundCheckpoint, find_checkpoints
 from smckpt.checkpoint.commits.pins import pinned
-from smckpt.checkpoint.records.sealed import FORMAT_VERSION, open_json, seal_json, sound
+from smckpt.checkpoint.records.files import read_body
+from smckpt.checkpoint.records.sealed import FORMAT_VERSION, seal_json
 from smckpt.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -26,7 +27,7 @@ from smckpt.errors import (
     UsageError,
 )
 from smckpt.storage import Access, Storage, StoreOptions, access_to
-from smckpt.storage.urls import Below, file_url, is_local, join_url, normal_url, relative_url
+from smckpt.storage.urls import Below, is_local, join_url, normal_url, relative_url
 
 __all__ = ["RECORD", "FollowedStep", "follow"]
 
@@ -164,8 +165,6 @@ def _follow_one(
 def _recorded(target: Storage) -> str | None:
     """The commit whose export in `target` is whole."""
     try:
-        path = file_url(target.url, RECORD)
-        body = sound(target, lambda: open_json(target.read(RECORD, most=_MAX_RECORD), path))
-        return str(body.get("identity"))
+        return str(read_body(target, RECORD, most=_MAX_RECORD)[0].get("identity"))
     except (CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError):
         return None  # the export that comes replaces it

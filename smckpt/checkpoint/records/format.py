@@ -172,7 +172,7 @@ class FileRecord:
             raise ValueError(f"{self.crc_name} is not the checksum file of {self.name}")
 
 
-class SavedValue(TypedDict):
+class SavedObject(TypedDict):
     """A value beside the tensors: its path in the state, and the value as `encode_object` gives
     it."""
 
@@ -209,7 +209,7 @@ class Part:
     fingerprint: str
     classes: dict[str, str]
     layout: dict[str, Any]
-    objects: dict[str, SavedValue]
+    objects: dict[str, SavedObject]
     files: tuple[FileRecord, ...]
     optimizers: dict[str, SavedOptimizer] = field(default_factory=dict)
     topology: dict[str, Any] | None = None

@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn
+from typing import Annotated, Any, NamedTuple, NoReturn, TypeVar
+
+from msgspec import Meta
 
 from smckpt.checkpoint.records.crc import BLOCK
 from smckpt.checkpoint.records.strict_json import strict_json
+from smckpt.decoding import Count, decode
 from smckpt.errors import CorruptCheckpointError
 from smckpt.layout.image import HEADER_LIMIT, SLICES_KEY
 from smckpt.layout.mesh import MOST_DIMS
@@ -19,6 +22,17 @@ _SIZES = {
     "F64": 8, "I64": 8, "U64": 8, "C64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2,
     "I16": 2, "U16": 2, "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1,
 }  # fmt: skip
+
+
+T = TypeVar("T")
+_Span = Annotated[tuple[Count, ...], Meta(min_length=2, max_length=2)]
+
+
+@dataclass(frozen=True)
+class _Entry:
+    dtype: str
+    shape: Annotated[tuple[Count, ...], Meta(max_length=MOST_DIMS)]
+    data_offsets: _Span
 
 
 class StoredSlot(NamedTuple):
@@ -75,7 +89,7 @@ def read_header(read: Callable[[int, int], bytes | bytearray], size: int, path: 
         _bad(path, f"the header (bytes 8 to {start}) is not a JSON object: {error}")
     if not isinstance(table, dict):
         _bad(path, "the header is not a JSON object")
-    metadata = table.pop("__metadata__", {})
+    metadata = _decoded(dict[str, str], table.pop("__metadata__", {}), "its metadata", path)
     slices = _slices(metadata, path)
     slots = _slots(table, start, size, slices, path)
     if stray := sorted(slices.keys() - slots.keys()):
@@ -84,16 +98,19 @@ def read_header(read: Callable[[int, int], bytes | bytearray], size: int, path: 
 
 
 def _slots(
-    table: dict[str, Any], start: int, size: int, slices: dict[str, tuple[int, int]], path: str
+    table: dict[str, Any], start: int, size: int, slices: dict[str, tuple[int, ...]], path: str
 ) -> dict[str, StoredSlot]:
     slots: dict[str, StoredSlot] = {}
     at = start
-    placed = sorted((*_offsets(data, path), key) for key, data in table.items())
-    for low, high, key in placed:
-        slot = _slot(key, table[key], low, high, start, slices.get(key), path)
+    try:
+        entries = decode(dict[str, _Entry], table, newer=True)
+    except ValueError:  # which does not name the key
+        entries = {key: _decoded(_Entry, data, repr(key), path) for key, data in table.items()}
+    for key, entry in sorted(entries.items(), key=lambda item: (item[1].data_offsets, item[0])):
+        slot = _slot(key, entry, start, slices.get(key), path)
         if slot.offset != at:
             _bad(path, f"{key!r} begins at byte {slot.offset} of the file, expected {at}")
-        at += high - low
+        at += slot.nbytes
         slots[key] = slot
     if at != size:
         _bad(path, f"the arrays end at byte {at}, but the file at byte {size}")
@@ -101,61 +118,36 @@ def _slots(
 
 
 def _slot(
-    key: str,
-    data: dict[str, Any],
-    low: int,
-    high: int,
-    start: int,
-    slice_: tuple[int, int] | None,
-    path: str,
+    key: str, entry: _Entry, start: int, slice_: tuple[int, ...] | None, path: str
 ) -> StoredSlot:
-    code, shape = data.get("dtype"), data.get("shape")
-    if not isinstance(code, str) or code not in _SIZES:
+    code, shape, (low, high) = entry.dtype, entry.shape, entry.data_offsets
+    if code not in _SIZES:
         _bad(path, f"{key!r} has the unknown dtype {code!r}")
-    if not isinstance(shape, list) or any(type(n) is not int or n < 0 for n in shape):
-        _bad(path, f"{key!r} has the impossible shape {shape!r}")
-    if len(shape) > MOST_DIMS:  # the product of countless sizes would take for ever
-        _bad(path, f"{key!r} has {len(shape)} dimensions")
     if math.prod(shape) * _SIZES[code] != high - low:
-        _bad(path, f"{key!r}: {code} {shape} does not take {high - low} bytes")
+        _bad(path, f"{key!r}: {code} {list(shape)} does not take bytes {low} to {high}")
     if slice_ is not None and (not shape or shape[0] != slice_[1] - slice_[0]):
-        _bad(path, f"{key!r} claims elements {slice_[0]} to {slice_[1]}, but has the shape {shape}")
+        what = f"claims elements {slice_[0]} to {slice_[1]}, but has the shape {list(shape)}"
+        _bad(path, f"{key!r} {what}")
     nbytes = high - low
     # A part counts elements: shape[0] of them are here.
     first = 0 if slice_ is None or not nbytes else slice_[0] * (nbytes // shape[0])
-    return StoredSlot(first, first + nbytes, start + low, code, tuple(shape), slice_ is not None)
+    return StoredSlot(first, first + nbytes, start + low, code, shape, slice_ is not None)
 
 
-def _offsets(data: Any, path: str) -> tuple[int, int]:
-    offsets = data.get("data_offsets") if isinstance(data, dict) else None
-    if (
-        not isinstance(offsets, list)
-        or len(offsets) != 2
-        or not type(offsets[0]) is type(offsets[1]) is int
-        or not 0 <= offsets[0] <= offsets[1]
-    ):
-        _bad(path, f"data_offsets {offsets!r}")
-    return offsets[0], offsets[1]
-
-
-def _slices(metadata: Any, path: str) -> dict[str, tuple[int, int]]:
+def _slices(metadata: dict[str, str], path: str) -> dict[str, tuple[int, ...]]:
     """For entries that are not whole in the file: the elements that the file has."""
-    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-        _bad(path, "its metadata is not a JSON object with text values")
     try:
         slices = strict_json(metadata.get(SLICES_KEY, "{}"))
     except (ValueError, RecursionError) as error:
         _bad(path, f"the slices in its metadata are not a JSON object: {error}")
-    if not isinstance(slices, dict):
-        _bad(path, "the slices in its metadata are not a JSON object")
-    for key, pair in slices.items():
-        if (
-            not isinstance(pair, list)
-            or [type(n) for n in pair] != [int, int]
-            or not 0 <= pair[0] <= pair[1]
-        ):
-            _bad(path, f"{key!r} has the impossible slice {pair!r}")
-    return {key: (pair[0], pair[1]) for key, pair in slices.items()}
+    return _decoded(dict[str, _Span], slices, "the slices in its metadata", path)
+
+
+def _decoded(kind: type[T], data: Any, what: str, path: str) -> T:
+    try:
+        return decode(kind, data, newer=True)
+    except ValueError as error:
+        _bad(path, f"{what}: {error}")
 
 
 def _bad(path: str, what: str) -> NoReturn:

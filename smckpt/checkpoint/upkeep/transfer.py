@@ -28,9 +28,9 @@ from smckpt.checkpoint.commits.contents import (
 from smckpt.checkpoint.reading.blocks import BlockReader, SavedFile, Scratch, not_missing
 from smckpt.checkpoint.reading.read import Progress
 from smckpt.checkpoint.records.crc import BLOCK, crc64, hex64
+from smckpt.checkpoint.records.files import read_body
 from smckpt.checkpoint.records.format import FileRecord, PartRecord
 from smckpt.checkpoint.records.prefixes import PrefixStores, found_prefix_sharding
-from smckpt.checkpoint.records.sealed import MAX_JSON_BYTES, open_json, sound
 from smckpt.checkpoint.upkeep.scan import (
     Pages,
     ScannedFile,
@@ -43,7 +43,6 @@ from smckpt.checkpoint.upkeep.scan import (
 from smckpt.errors import (
     CheckpointError,
     CheckpointNotFoundError,
-    CorruptCheckpointError,
     StorageError,
     UsageError,
 )
@@ -206,7 +205,7 @@ class _Copy(Sink):
         """Copy the record, which commits several groups."""
         name = self.contents.record
         if name is not None:
-            data = _opened(self.source, name, None)
+            data = _bytes(self.source, name)
             there = any(info.name == name for info in self.target.list(name))
             self._create(self.target, name, data, there)
 
@@ -224,7 +223,7 @@ class _Copy(Sink):
     # -- one file each ---------------------------------------------------------------------------
 
     def _part(self, group: _GroupCopy, part: PartRecord) -> None:
-        data = _checked(group.from_.of(part.rank), part.name, part.crc64)
+        data = _bytes(group.from_.of(part.rank), part.name, part.crc64)
         self._put(group, group.to.of(part.rank), part.name, data)
 
     def _sums(self, group: _GroupCopy, file: _FileCopy) -> None:
@@ -246,11 +245,11 @@ class _Copy(Sink):
 
     def _manifest(self, group: _GroupCopy) -> None:
         name, crc = group.group.manifest_name, group.group.manifest_crc64
-        data = _opened(group.source, name, crc)
+        data = _bytes(group.source, name, crc)
         self._create(group.target, name, data, name in group.there)
 
     def _create(self, target: Storage, name: str, data: bytes, there: bool) -> None:
-        if not target.put_exclusive(name, data) and _read(target, name) != data:
+        if not target.put_exclusive(name, data) and _bytes(target, name) != data:
             raise StorageError(
                 "a file with this name and other bytes is already there",
                 remedy="remove it, or choose an empty directory",
@@ -343,34 +342,10 @@ class _FileCopy:
             self.writer.abort()
 
 
-def _read(storage: Storage, name: str) -> bytes:
+def _bytes(storage: Storage, name: str, crc: str | None = None) -> bytes:
+    """The bytes of a JSON file whose own checksum, and the given one, are right."""
     with not_missing(file_url(storage.url, name)):
-        return storage.read(name, most=MAX_JSON_BYTES)
-
-
-def _checked(storage: Storage, name: str, crc: str) -> bytes:
-    def read() -> bytes:
-        data = _read(storage, name)
-        if hex64(crc64(data)) != crc:
-            raise CorruptCheckpointError(
-                "the file differs from the one that the checkpoint names (checksum differs)",
-                remedy="use an older checkpoint, and check the file system",
-                path=file_url(storage.url, name),
-            )
-        return data
-
-    return sound(storage, read)
-
-
-def _opened(storage: Storage, name: str, crc: str | None) -> bytes:
-    """The bytes of a file whose own checksum, and the given one, are right."""
-
-    def read() -> bytes:
-        data = _read(storage, name) if crc is None else _checked(storage, name, crc)
-        open_json(data, file_url(storage.url, name))
-        return data
-
-    return sound(storage, read)
+        return read_body(storage, name, crc)[1]
 
 
 def _crc_of(storage: Storage, name: str, size: int, pages: Pages) -> int:

@@ -17,6 +17,7 @@ from typing import Any, BinaryIO
 
 from smckpt.calls import alone
 from smckpt.checkpoint.records.crc import crc64
+from smckpt.checkpoint.records.files import decode_body
 from smckpt.checkpoint.records.headers import StoredSlot, read_header
 from smckpt.checkpoint.records.sealed import FORMAT_VERSION, open_json, seal_json
 from smckpt.errors import (
@@ -32,12 +33,12 @@ from smckpt.storage.faults import storage_error
 from smckpt.storage.urls import file_url, is_local, local_path
 from smckpt.translate.publishing.published import (
     RECORD,
+    Name,
     Publish,
     PublishedFile,
     PublishedTensor,
     chain_to,
     is_folder,
-    plain_name,
     spans,
     state_after,
 )
@@ -183,7 +184,7 @@ class _Record:
     written there, except the record; None: nobody says."""
 
     identity: str | None = None
-    files: tuple[str, ...] | None = None
+    files: tuple[Name, ...] | None = None
 
     def sealed(self) -> bytes:
         body = {"format": list(FORMAT_VERSION), "identity": self.identity, "files": self.files}
@@ -194,11 +195,8 @@ def _record_of(host: Directory, folder: str) -> _Record:
     path = os.path.join(host.path, folder, RECORD)
     try:
         with host.below(folder) as directory, _opened(directory, RECORD) as file:
-            body = open_json(file.read(_MAX_RECORD), path)
-        identity, files = body.get("identity"), body.get("files")
-        named = None if files is None else tuple(plain_name(name) for name in files)
-        return _Record(None if identity is None else str(identity), named)
-    except (OSError, CheckpointError, ValueError, TypeError):
+            return decode_body(_Record, open_json(file.read(_MAX_RECORD), path), path)
+    except (OSError, CheckpointError):
         return _Record()
 
 

@@ -12,20 +12,25 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import cached_property
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta
 
 from smckpt.checkpoint.records.crc import BLOCK, crc64, hex64
-from smckpt.checkpoint.records.sealed import FORMAT_VERSION, open_json, seal_json, sound
-from smckpt.decoding import SENSELESS
+from smckpt.checkpoint.records.files import decode_body, read_body, read_file
+from smckpt.checkpoint.records.sealed import FORMAT_VERSION, seal_json
+from smckpt.decoding import Checksum, Count
 from smckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, StorageError
 from smckpt.storage import Storage
-from smckpt.storage.urls import file_url, is_plain_name
+from smckpt.storage.urls import file_url
 
 __all__ = [
     "FILES",
     "MANIFEST",
     "MAX_NUMBER",
     "RECORD",
+    "Name",
     "Publish",
     "PublishedFile",
     "PublishedTensor",
@@ -33,7 +38,6 @@ __all__ = [
     "folder_of",
     "is_folder",
     "numbers_in",
-    "plain_name",
     "put_files",
     "read_files",
     "read_publish",
@@ -102,6 +106,57 @@ class Publish:
                 "removed": list(self.removed), "facts": dict(self.facts),
             }
         )  # fmt: skip
+
+
+# A name that stays in its directory.
+Name = Annotated[str, Meta(pattern=r"^(?!\.{1,2}\Z)[^/\\\0]+\Z")]
+
+
+@dataclass(frozen=True)
+class _WrittenFile:
+    """A `PublishedFile` in a manifest. tensors: begin, end, the numbers of its blocks, and their
+    checksums in hex, one after the other."""
+
+    size: Count
+    crc64: Checksum
+    header: Checksum
+    whole: bool
+    tensors: dict[str, tuple[Count, Count, tuple[Count, ...], str]]
+
+    @cached_property
+    def made(self) -> PublishedFile:
+        tensors = {}
+        for name, (begin, end, numbers, crcs) in self.tensors.items():
+            if not begin <= end <= self.size or len(crcs) != 16 * len(numbers):
+                raise ValueError(f"{name!r} has bytes {begin} to {end} of {self.size}")
+            values = [int(crcs[16 * at : 16 * at + 16], 16) for at in range(len(numbers))]
+            blocks = dict(zip(numbers, values, strict=True))
+            count = -(-(end - begin) // BLOCK)
+            if any(block >= count for block in blocks) or len(blocks) != len(numbers):
+                raise ValueError(f"{name!r} has {count} blocks, not {numbers}")
+            tensors[name] = PublishedTensor(begin, end, blocks)
+        crc, header = int(self.crc64, 16), int(self.header, 16)
+        return PublishedFile(self.size, crc, header, self.whole, tensors)
+
+    def __post_init__(self) -> None:
+        _ = self.made  # raises if the tensors contradict the file
+
+
+@dataclass(frozen=True)
+class _Written:
+    """A `Publish` in its manifest."""
+
+    base: str | None
+    unit: Literal["tensor", "block"]
+    delta: tuple[Name, Count] | None
+    files: dict[Name, _WrittenFile]
+    removed: tuple[Name, ...]
+    facts: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class _FileList:
+    files: tuple[Name, ...]
 
 
 def _file_body(file: PublishedFile) -> dict[str, Any]:
@@ -179,28 +234,21 @@ def read_publish(root: Storage, number: int) -> Publish | None:
         CorruptCheckpointError: its manifest is damaged.
     """
     storage = root.join(folder_of(number))
-    path = file_url(storage.url, MANIFEST)
-
-    def read() -> tuple[bytes, dict[str, Any]]:
-        data = storage.read(MANIFEST, most=_MAX_MANIFEST)
-        return data, open_json(data, path)
-
     try:
-        data, body = sound(storage, read)
+        body, data = read_body(storage, MANIFEST, most=_MAX_MANIFEST)
     except CheckpointNotFoundError:
         return None
     finally:
         storage.close()
     if body.get("number") != number:
         return None
-    try:
-        return _parsed(body, number, hex64(crc64(data)))
-    except SENSELESS as error:
-        raise CorruptCheckpointError(
-            f"the manifest of a publish makes no sense: {type(error).__name__} {error}",
-            remedy="publish in full, with delta=None",
-            path=path,
-        ) from error
+    path = file_url(storage.url, MANIFEST)
+    written = decode_body(_Written, body, path, "publish in full, with delta=None")
+    files = {name: file.made for name, file in written.files.items()}
+    return Publish(
+        number, hex64(crc64(data)), written.base, written.unit, written.delta, files,
+        written.removed, written.facts,
+    )  # fmt: skip
 
 
 def put_files(storage: Storage, names: Iterable[str]) -> None:
@@ -220,65 +268,11 @@ def read_files(storage: Storage) -> set[str] | None:
     Raises:
         CorruptCheckpointError: it is damaged.
     """
-    path = file_url(storage.url, FILES)
+    remedy = "remove that directory, if no publish is under way"
     try:
-        body = open_json(storage.read(FILES, most=_MAX_MANIFEST), path)
-        return {plain_name(name) for name in body["files"]}
+        return set(read_file(_FileList, storage, FILES, most=_MAX_MANIFEST, remedy=remedy).files)
     except CheckpointNotFoundError:
         return None
-    except SENSELESS as error:
-        raise CorruptCheckpointError(
-            f"the list of a publish's files makes no sense: {type(error).__name__} {error}",
-            remedy="remove that directory, if no publish is under way",
-            path=path,
-        ) from error
-
-
-def _parsed(body: dict[str, Any], number: int, identity: str) -> Publish:
-    files = {plain_name(name): _parsed_file(data) for name, data in body["files"].items()}
-    delta = body["delta"]
-    if delta is not None:
-        delta = (plain_name(delta[0]), _count(delta[1]))
-    if body["unit"] not in ("tensor", "block"):
-        raise ValueError(f"unit {body['unit']!r}")
-    if not isinstance(body["base"], (str, type(None))):
-        raise ValueError(f"base {body['base']!r}")
-    return Publish(
-        number, identity, body["base"], body["unit"], delta, files,
-        tuple(plain_name(name) for name in body["removed"]), dict(body["facts"]),
-    )  # fmt: skip
-
-
-def _parsed_file(data: Any) -> PublishedFile:
-    size, tensors = _count(data["size"]), {}
-    for name, (begin, end, numbers, crcs) in data["tensors"].items():
-        count = -(-(_count(end) - _count(begin)) // BLOCK)
-        if not begin <= end <= size or len(crcs) != 16 * len(numbers):
-            raise ValueError(f"{name!r} has bytes {begin} to {end} of {size}")
-        blocks = {
-            _count(block): int(crcs[16 * at : 16 * at + 16], 16) for at, block in enumerate(numbers)
-        }
-        if any(block >= count for block in blocks) or len(blocks) != len(numbers):
-            raise ValueError(f"{name!r} has {count} blocks, not {numbers}")
-        tensors[name] = PublishedTensor(begin, end, blocks)
-    if type(data["whole"]) is not bool:
-        raise ValueError(f"whole is {data['whole']!r}")
-    return PublishedFile(
-        size, int(data["crc64"], 16), int(data["header"], 16), data["whole"], tensors
-    )
-
-
-def plain_name(name: Any) -> str:
-    """A name that stays in its directory."""
-    if not is_plain_name(name):
-        raise ValueError(f"{name!r} is not the name of a file")
-    return str(name)
-
-
-def _count(value: Any) -> int:
-    if type(value) is not int or value < 0:
-        raise ValueError(f"{value!r} is not a size")
-    return value
 
 
 def state_after(chain: Sequence[Publish]) -> dict[str, PublishedFile]:

@@ -165,14 +165,13 @@ PUBLISHED = [
     of(
         "publish: a forged name stays in its directory",
         "translate/publishing/published.py",
-        "    if not is_plain_name(name):\n        raise",
-        "    if False:\n        raise",
+        "Name = Annotated[str, Meta(pattern=", "Name = Annotated[str, Meta(title=",
         PUBLISH + "test_a_forged_manifest_is_refused",
     ),
     of(
         "publish: a forged range",
         "translate/publishing/published.py",
-        "if not begin <= end <= size or",
+        "if not begin <= end <= self.size or",
         "if",
         PUBLISH + "test_a_forged_table_of_a_full_publish_is_refused",
     ),

@@ -124,12 +124,11 @@ def import_model(root: Path) -> None:
     importlib.import_module(f"transformers.models.{family}.modeling_{family}")
 
 
-def by_smckpt(root: Path, out: Path, **options: Any) -> Callable[[], None]:
-    from smckpt import export_hf
+def by_smckpt(root: Path, out: Path, *, against_model: bool = True) -> Callable[[], None]:
+    from smckpt import ExportOptions, export_hf
 
-    return lambda: print_none(
-        export_hf(root / "smckpt", out, config=root / "config" / "config.json", **options)
-    )
+    config, options = root / "config" / "config.json", ExportOptions(against_model=against_model)
+    return lambda: print_none(export_hf(root / "smckpt", out, config=config, options=options))
 
 
 def by_smckpt_alone(root: Path, out: Path) -> Callable[[], None]:
@@ -142,10 +141,12 @@ def by_smckpt_compared(root: Path, out: Path) -> Callable[[], None]:
 
 
 def by_translation(root: Path, out: Path) -> Callable[[], None]:
-    from smckpt import export_hf
+    from smckpt import ExportOptions, export_hf
 
     config = root / "config" / "config.json"
-    return lambda: print_none(export_hf(root / "megatron", out, config=config, against_model=False))
+    return lambda: print_none(
+        export_hf(root / "megatron", out, config=config, options=ExportOptions(against_model=False))
+    )
 
 
 def by_source(name: str) -> Callable[[Path, Path], Callable[[], None]]:
@@ -260,7 +261,7 @@ def prepare(options: argparse.Namespace) -> None:
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
     from smckpt import export_hf
-    from smckpt.translate import import_hf
+    from smckpt.translate import Parallel, import_hf
 
     root = Path(options.dir)
     subprocess.run(
@@ -269,7 +270,7 @@ def prepare(options: argparse.Namespace) -> None:
     )  # fmt: skip
     export_hf(root / "smckpt", root / "hf", config=root / "config" / "config.json")
     if "translated" in ways_of(options):
-        import_hf(root / "hf", root / "megatron", "mcore_te", tp=2)
+        import_hf(root / "hf", root / "megatron", Parallel("mcore_te", tp=2))
     dcp_to_torch_save(root / "dcp", root / "state.pt")
     shutil.rmtree(root / "hf")
 

@@ -56,6 +56,7 @@ from transformers.utils.logging import disable_progress_bar
 from smckpt import (
     LOCAL,
     SHARDED,
+    ExportOptions,
     ParallelState,
     SaveOptions,
     async_save,
@@ -281,7 +282,7 @@ def export_and_generate(run: Run) -> None:
     if dist.get_rank() == 0:
         assert found is not None
         exported = run.directory / "exported"
-        export_hf(found, exported, config=run.config, overwrite=True)
+        export_hf(found, exported, config=run.config, options=ExportOptions(overwrite=True))
         disable_progress_bar()
         model = AutoModelForCausalLM.from_pretrained(exported)
         prompt = "def "

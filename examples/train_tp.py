@@ -30,7 +30,10 @@ from torch.distributed.fsdp import fully_shard
 
 from smckpt import (
     LOCAL,
+    ExportOptions,
+    ImportOptions,
     LoadOptions,
+    Parallel,
     ParallelState,
     SaveOptions,
     async_save,
@@ -99,8 +102,8 @@ def make_start(args: argparse.Namespace) -> None:
     )
     LlamaForCausalLM(config).save_pretrained(args.out / "start")
     import_hf(
-        args.out / "start", args.out / "ranks", "te_split", tp=args.tp, prefix="",
-        pad_vocab_to_multiple_of=PADDED_TO, overwrite=True,
+        args.out / "start", args.out / "ranks", Parallel("te_split", tp=args.tp), prefix="",
+        options=ImportOptions(pad_vocab_to_multiple_of=PADDED_TO, overwrite=True),
     )  # fmt: skip
 
 
@@ -162,7 +165,9 @@ def export_and_compare(args: argparse.Namespace, model: nn.Module, device: torch
     from transformers import AutoModelForCausalLM
 
     checkpoint, exported = args.out / "checkpoint", args.out / "exported"
-    report = export_hf(checkpoint, exported, config=args.out / "start", overwrite=True)
+    report = export_hf(
+        checkpoint, exported, config=args.out / "start", options=ExportOptions(overwrite=True)
+    )
     say(f"exported {report.tensors} tensors from the layout {report.layout} to {exported}")
     checked = verify_hf(exported, against=checkpoint)
     say(f"every tensor is found and is the checkpoint's: {checked.ok}")

@@ -68,6 +68,8 @@ if TYPE_CHECKING:
     from smckpt.topology import ParallelState
     from smckpt.translate import (
         Adapter,
+        ExportOptions,
+        ImportOptions,
         Parallel,
         apply_published,
         convert,
@@ -95,9 +97,11 @@ __all__ = [
     "DistributedFileSystemReader",
     "DistributedFileSystemWriter",
     "Every",
+    "ExportOptions",
     "FormatVersionError",
     "FoundCheckpoint",
     "FullStateDictConfig",
+    "ImportOptions",
     "JobStoreError",
     "KeysMismatchError",
     "LoadEvent",
@@ -191,7 +195,7 @@ _HOMES = {
     "smckpt.storage.urls": ("build_s3_url", "is_s3_url", "parse_s3_url"),
     "smckpt.topology": ("ParallelState",),
     "smckpt.translate": (
-        *("Adapter", "Parallel"),
+        *("Adapter", "ExportOptions", "ImportOptions", "Parallel"),
         *("apply_published", "convert", "export_hf", "import_hf", "publish"),
         *("register_layout", "reload_weights", "verify_hf"),
     ),

@@ -50,7 +50,7 @@ def checked(kind: type[_T], value: _T | None) -> _T:
     """
     if value is None:
         return kind()
-    if type(value) is not kind:
+    if not isinstance(value, kind):
         raise UsageError(f"options is {value!r}", remedy=f"pass smckpt.{kind.__name__}(...)")
     return value
 

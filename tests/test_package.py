@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import configparser
 import importlib
+import inspect
 import os
 import re
 import shutil
@@ -237,6 +238,15 @@ def test_each_class_name_has_one_meaning():
 
 def test_no_module_is_longer_than_500_lines():
     assert [str(path) for path, text, _ in modules() if len(text.splitlines()) > 500] == []
+
+
+def test_no_public_function_takes_more_than_ten_arguments():
+    """What few callers need is a field of a frozen value: of `SaveOptions`, `ExportOptions` …"""
+    public = {name: getattr(smckpt, name) for name in smckpt.__all__}
+    functions = {name: value for name, value in public.items() if inspect.isfunction(value)}
+    taken = {name: len(inspect.signature(value).parameters) for name, value in functions.items()}
+    assert taken.keys() > {"async_save", "save", "load", "export_hf", "import_hf"}
+    assert {name: count for name, count in taken.items() if count > 10} == {}
 
 
 def test_every_dependency_and_extra_is_pinned():

@@ -20,7 +20,8 @@ from smckpt._version import __version__
 from smckpt.cli.browse import browse
 from smckpt.cli.compare import diff
 from smckpt.cli.keeper import keeper
-from smckpt.cli.models.convert import convert, import_, mtp, parallel_of, reshard, threads
+from smckpt.cli.models.convert import convert, import_, reshard
+from smckpt.cli.models.options import as_json, mtp, of_ranks, taken, threads
 from smckpt.cli.models.publish import apply, follow_run, publish, reload
 from smckpt.cli.models.verify import verify
 from smckpt.cli.output import (
@@ -40,8 +41,6 @@ from smckpt.errors import CheckpointError
 from smckpt.run.command import run
 
 __all__ = ["app", "main"]
-
-as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 
 
 class _Dtype(click.Choice[str]):
@@ -244,20 +243,7 @@ def rm(checkpoint: str, yes: bool, as_json: bool) -> None:
 @app.command()
 @click.argument("checkpoint", nargs=-1, required=True)
 @click.argument("out")
-@click.option("--layout", help="The tensor-parallel layout. By default found from the names.")
-@click.option("--tp", type=click.IntRange(1), help="Tensor-parallel degree, if not recorded.")
-@click.option("--ep", type=click.IntRange(1), help="Expert-parallel degree, if not recorded.")
-@click.option(
-    "--etp", type=click.IntRange(1), help="Tensor-parallel degree of experts, if not --tp."
-)
-@click.option("--pp", type=click.IntRange(1), help="Pipeline stages of the files of ranks.")
-@click.option(
-    "--vpp", type=click.IntRange(1), help="Chunks of each pipeline stage, if names show none."
-)
-@click.option(
-    "--padded-vocab-size", type=click.IntRange(1),
-    help="Stored rows of the vocabulary, if trainers do not round vocab_size up to that number.",
-)  # fmt: skip
+@of_ranks()
 @click.option("--config", help="The model's config.json, or a directory with it and a tokenizer.")
 @click.option(
     "--generation-config", help="The model's generation_config.json, if it is not beside --config."
@@ -346,9 +332,9 @@ def export(
     With --follow, CHECKPOINT is the root of a run. Its step at ROOT/100 comes to OUT/100, at low
     priority; a step that is exported already is left alone.
     """
-    from smckpt.translate import Adapter, export_hf
+    from smckpt.translate import Adapter, ExportOptions, Parallel, export_hf
 
-    options["parallel"] = parallel_of(options)
+    options["parallel"] = taken(Parallel, options)
     lora = {name: options.pop(name) for name in ("lora", "lora_config", "lora_adapter", "base")}
     if lora["lora"] is not None:
         options["adapter"] = Adapter(**lora)
@@ -357,6 +343,8 @@ def export(
     given = {"every": every, "until": until, "once": once or None, "interval": interval}
     given = {name: value for name, value in given.items() if value is not None}
     if follow:
+        options["overwrite"] = True  # what has no record is the rest of an export
+        options["options"] = taken(ExportOptions, options)
         follow_run(checkpoint, out, as_json, options, given)
         return
     if given:
@@ -368,10 +356,10 @@ def export(
     follows = group is not None and not group.leads
 
     with progress_bar("exporting", quiet=as_json or follows) as progress:
-        report = export_hf(
-            checkpoint if files else checkpoint[0], out,
-            progress=progress, process_group=group, timeout=timeout, **options,
-        )  # fmt: skip
+        options["options"] = taken(
+            ExportOptions, options, progress=progress, process_group=group, timeout=timeout
+        )
+        report = export_hf(checkpoint if files else checkpoint[0], out, **options)
     if follows:
         return
     if as_json:

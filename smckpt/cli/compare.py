@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from smckpt.cli.models.options import as_json, threads
 from smckpt.cli.output import (
     bytes_text,
     count_text,
@@ -40,9 +41,8 @@ _RANKS = 8  # ranks of a row
 @click.option("--at", "step", type=click.IntRange(0), metavar="STEP",
               help="A and B are directories of runs: compare this step of both.")  # fmt: skip
 @ignore
-@click.option("--threads", type=click.IntRange(1, 256), default=4, show_default=True,
-              help="Threads that read and compare.")  # fmt: skip
-@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+@threads
+@as_json
 def diff(
     a: str, b: str, step: int | None, ignore: tuple[str, ...], threads: int, as_json: bool
 ) -> None:

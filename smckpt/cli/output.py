@@ -89,7 +89,8 @@ def print_error(error: CheckpointError, options: Iterable[str] = ()) -> None:
 
 
 def _as_typed(remedy: str, options: Iterable[str]) -> str:
-    """ "pass overwrite=True" → "pass --overwrite", "base=" → "--base"."""
+    """ "pass options with overwrite=True" → "pass --overwrite", "base=" → "--base"."""
+    remedy = re.sub(r"\w+Options\((\w+=[^()]*)\)", r"\1", remedy).replace("options with ", "")
     for name in options:
         flag = "--" + name.replace("_", "-")
         remedy = re.sub(rf"\b{name}=False\b", flag.replace("--", "--no-", 1), remedy)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from smckpt.cli.models.options import as_json, threads
 from smckpt.cli.output import bytes_text, count_text, print_json, print_line, progress_bar
 
 if TYPE_CHECKING:
@@ -31,9 +32,8 @@ SHOWN = 6  # tensors, ranges and sources of a line
               'repeated; "." alone: CHECKPOINT is a checkpoint by itself.')  # fmt: skip
 @click.option("--dry-run", is_flag=True, help="Show what would be done, and change nothing.")
 @click.option("--yes", is_flag=True, help="Do not ask before a commit.")
-@click.option("--threads", type=click.IntRange(1, 256), default=4, show_default=True,
-              help="Threads that read and check.")  # fmt: skip
-@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of lines.")
+@threads
+@as_json
 def repair(
     checkpoint: str,
     sources: tuple[str, ...],

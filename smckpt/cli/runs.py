@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from smckpt.cli.models.options import as_json
 from smckpt.cli.output import (
     bytes_text,
     count_text,
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
     from smckpt.storage import Storage
 
 __all__ = ["doctor", "ls", "prune", "status"]
-
-as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 
 
 def best_of(_: Any, __: Any, text: str | None) -> Any:

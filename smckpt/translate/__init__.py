@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from smckpt.translate.conversion.convert import ConvertReport, convert
     from smckpt.translate.exports.export import ExportReport, export_hf
     from smckpt.translate.exports.imports import ImportReport, import_hf
+    from smckpt.translate.exports.options import ExportOptions, ImportOptions
     from smckpt.translate.exports.verify_hf import HFReport, verify_hf
     from smckpt.translate.models.adapter import Adapter
     from smckpt.translate.models.model_source import Parallel
@@ -28,9 +29,11 @@ __all__ = [
     "Adapter",
     "ApplyReport",
     "ConvertReport",
+    "ExportOptions",
     "ExportReport",
     "Family",
     "HFReport",
+    "ImportOptions",
     "ImportReport",
     "LayoutRow",
     "Parallel",
@@ -62,6 +65,7 @@ _HOMES = {
         "ImportReport",
         "import_hf",
     ),
+    "exports.options": ("ExportOptions", "ImportOptions"),
     "exports.verify_hf": (
         "HFReport",
         "verify_hf",

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from smckpt import export_hf
+from smckpt import ExportOptions, export_hf
 from smckpt.checkpoint.commits.choose import choose_commit
 from smckpt.checkpoint.commits.contents import contents_of
 from smckpt.checkpoint.commits.discover import find_checkpoints
@@ -208,7 +208,9 @@ def test_the_commands_and_an_export_say_of_it_what_they_say_of_a_copy_on_a_disk(
         assert there == copied
         said(command, step)
     for url, out in ((step, "there"), (here, "copied")):
-        export_hf(url, tmp_path / out, allow_nonfinite=True, card=False)  # it names the checkpoint
+        export_hf(
+            url, tmp_path / out, options=ExportOptions(allow_nonfinite=True, card=False)
+        )  # it names the checkpoint
     assert contents(tmp_path / "there") == contents(tmp_path / "copied") != {}
 
 

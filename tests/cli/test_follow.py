@@ -16,7 +16,7 @@ import psutil
 import pytest
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from smckpt import errors, export_hf
+from smckpt import ExportOptions, errors, export_hf
 from smckpt.checkpoint.commits.discover import FoundCheckpoint
 from smckpt.checkpoint.commits.run_directory import RunDirectory
 from smckpt.checkpoint.commits.template import Template
@@ -66,7 +66,9 @@ def _told(printed: str) -> list[Any]:
 
 
 def exporting(found: FoundCheckpoint, directory: str) -> None:
-    export_hf(found, directory, config=CONFIG, overwrite=True, against_model=False)
+    export_hf(
+        found, directory, config=CONFIG, options=ExportOptions(overwrite=True, against_model=False)
+    )
 
 
 def test_each_kth_step_is_exported_as_the_run_goes_on(tmp_path: Path) -> None:
@@ -199,11 +201,12 @@ def test_a_follower_that_is_killed_keeps_nothing_from_the_next_one(tmp_path: Pat
     model = saved(root, 7)
     code = f"""
 import os, signal
-from smckpt import export_hf
+from smckpt import ExportOptions, export_hf
 from smckpt.manager.follow import follow
 def export(found, directory):
     stop = lambda done, total: os.kill(os.getpid(), signal.SIGKILL)
-    export_hf(found, directory, config={str(tmp_path)!r}, overwrite=True, progress=stop)
+    options = ExportOptions(overwrite=True, progress=stop)
+    export_hf(found, directory, config={str(tmp_path)!r}, options=options)
 list(follow({str(root)!r}, {str(out)!r}, export, once=True))
 """
     (tmp_path / "config.json").write_text(json.dumps(CONFIG.to_dict()))

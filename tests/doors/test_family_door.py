@@ -115,7 +115,7 @@ def test_a_family_that_is_registered_is_exported_and_imported_bitwise(tmp_path, 
     report = export_hf(paths, tmp_path / "hf", parallel=Parallel(tp=4), config=made.config)
     assert report.layout == "mcore_te"
     assert same(load_file(tmp_path / "hf" / "model.safetensors"), hub)
-    done = import_hf(directory, tmp_path / "back", "mcore_te", tp=4, prefix="")
+    done = import_hf(directory, tmp_path / "back", Parallel("mcore_te", tp=4), prefix="")
     for rank, name in enumerate(done.files):
         assert same(load_file(tmp_path / "back" / name), megatron_rank(hub, rank, 4))
 

@@ -85,7 +85,7 @@ def test_a_layout_that_is_registered_is_found_from_names_both_ways_bitwise(tmp_p
     )
     assert report.layout == "ours"
     assert same(load_file(tmp_path / "hf" / "model.safetensors"), state)
-    done = import_hf(directory, tmp_path / "back", "ours", tp=2, prefix="")
+    done = import_hf(directory, tmp_path / "back", Parallel("ours", tp=2), prefix="")
     for rank, name in enumerate(done.files):
         assert same(load_file(tmp_path / "back" / name), our_rank(state, rank, 2))
 

@@ -30,7 +30,9 @@ def holds_checkpoints(place: str, folder: str) -> None:
     assert torch.equal(target["model"]["w"], torch.full((1000, 3), 2.0))  # type: ignore[index]
     assert [found.step for found in smckpt.find_checkpoints(place)] == [1, 2]
     assert smckpt.verify_checkpoint(f"{place}/run/step-1").ok
-    smckpt.export_hf(f"{place}/run/step-1", f"{place}/out", against_model=False)
+    smckpt.export_hf(
+        f"{place}/run/step-1", f"{place}/out", options=smckpt.ExportOptions(against_model=False)
+    )
     assert "model.safetensors" in {info.name for info in open_storage(f"{place}/out").list()}
     copied = copy_checkpoint(f"{place}/run/step-2", f"{folder}/copy")
     assert smckpt.verify_checkpoint(copied.target).ok

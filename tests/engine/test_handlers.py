@@ -104,7 +104,7 @@ CALLS: dict[str, Callable[[Path], object]] = {
 ACTS: dict[str, Callable[[Path], object]] = {
     **{name: CALLS[name] for name in ("save", "load", "finalize", "verify", "find", "copy")},
     "export": lambda at: smckpt.export_hf(at, at.parent / "hf", config=at),
-    "import": lambda at: smckpt.import_hf(at, at.parent / "made", "hf"),
+    "import": lambda at: smckpt.import_hf(at, at.parent / "made", smckpt.Parallel("hf")),
     "compare": lambda at: smckpt.verify_hf(at),
 }
 

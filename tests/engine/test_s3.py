@@ -276,7 +276,9 @@ def test_an_export_to_s3_streams_its_files_and_puts_the_index_last(
     s3_root: str, tmp_path: Path
 ) -> None:
     run_ranks(two_layers, 1, str(tmp_path / "run"))
-    local = smckpt.export_hf(tmp_path / "run", tmp_path / "out", max_shard_size="9MiB")
+    local = smckpt.export_hf(
+        tmp_path / "run", tmp_path / "out", options=smckpt.ExportOptions(max_shard_size="9MiB")
+    )
     store = open_storage(f"{s3_root}/out")
     done: list[str] = []  # objects, as they appear
 
@@ -293,9 +295,12 @@ def test_an_export_to_s3_streams_its_files_and_puts_the_index_last(
         client.meta.events.register(f"provide-client-params.s3.{operation}", note)
     try:
         report = smckpt.export_hf(
-            tmp_path / "run", store.url, max_shard_size="9MiB", tokenizer=Tokenizer(),
+            tmp_path / "run",
+            store.url,
+            options=smckpt.ExportOptions(max_shard_size="9MiB"),
+            tokenizer=Tokenizer(),
             storage=config,
-        )  # fmt: skip
+        )
     finally:
         for operation in ("CompleteMultipartUpload", "PutObject"):
             client.meta.events.unregister(f"provide-client-params.s3.{operation}", note)
@@ -308,7 +313,9 @@ def test_an_export_to_s3_streams_its_files_and_puts_the_index_last(
         assert store.read(name) == (tmp_path / "out" / name).read_bytes()
     with pytest.raises(smckpt.UsageError, match="not empty"):
         smckpt.export_hf(tmp_path / "run", store.url)
-    again = smckpt.export_hf(tmp_path / "run", store.url, overwrite=True)
+    again = smckpt.export_hf(
+        tmp_path / "run", store.url, options=smckpt.ExportOptions(overwrite=True)
+    )
     assert {i.name for i in store.list()} == {"tokenizer.json", "README.md", *again.files}
     assert len(again.files) == 1
 

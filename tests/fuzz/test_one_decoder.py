@@ -29,7 +29,7 @@ from smckpt.errors import CheckpointError, CorruptCheckpointError
 from smckpt.manager.doctor import examine
 from smckpt.storage import open_storage
 from smckpt.topology import ParallelState
-from smckpt.translate import export_hf
+from smckpt.translate import ExportOptions, export_hf
 from tests.fuzz.memory import Tree
 from tests.fuzz.test_fuzz import (
     BODIES,
@@ -83,8 +83,9 @@ def read_all(place: Path, good: Path) -> None:
         lambda: describe(open_catalogue(open_storage(str(place))), None),
         lambda: restorable_at(place, ParallelState(2)),
         lambda: smckpt.load({"model": {}}, checkpoint_id=str(place), check_keys_matched=False),
-        lambda: export_hf(place, place.parent / "hf", overwrite=True, prefix="", naming="module",
-                          against_model=False, allow_nonfinite=True, config=_config()),
+        lambda: export_hf(place, place.parent / "hf", prefix="", config=_config(),
+                          options=ExportOptions(overwrite=True, naming="module",
+                                                against_model=False, allow_nonfinite=True)),
     ):  # fmt: skip
         refused_or_done(read)
     page = Facts(open_storage(str(place.parent)), Wanted(verify="quick", histograms="*"))

@@ -106,7 +106,7 @@ def test_a_model_goes_there_is_exported_there_and_comes_back(root: str, tmp_path
     again = LlamaForCausalLM.from_pretrained(tmp_path)
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, again.state_dict()[name])
-    smckpt.import_hf(tmp_path, f"{root}/imported", "mcore_te", tp=2)
+    smckpt.import_hf(tmp_path, f"{root}/imported", smckpt.Parallel("mcore_te", tp=2))
     assert all(smckpt.verify_checkpoint(one.path).ok for one in smckpt.find_checkpoints(root))
     smckpt.convert(f"{root}/3", tmp_path / "dcp", to="dcp")
     smckpt.convert(tmp_path / "dcp", f"{root}/4", to="smckpt")

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 import smckpt
 from smckpt.cli.app import app
-from smckpt.translate import import_hf
+from smckpt.translate import Parallel, import_hf
 from tests.support import child
 from tests.support.interpreters import run, torchtitan
 from tests.translate.test_released import deepseek
@@ -307,7 +307,7 @@ def test_a_run_begins_with_an_import_from_hugging_face(
     judged("llama", "torchtitan, its trainer", imports=["torchtitan"])
     base = top / "to import"
     exported(top / "straight" / "checkpoint" / "step-6", base, LLAMA)
-    import_hf(base, top / "imported", "torchtitan", prefix="")
+    import_hf(base, top / "imported", Parallel("torchtitan"), prefix="")
     ours, _ = train(top / "from ours", steps=2, initial_load_path=str(top / "imported"))
     given = {"initial_load_path": str(base), "initial_load_in_hf": True}
     theirs, _ = train(top / "from theirs", steps=2, **given)

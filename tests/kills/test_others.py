@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from smckpt import export_hf, find_checkpoints, verify_checkpoint
+from smckpt import ExportOptions, export_hf, find_checkpoints, verify_checkpoint
 from smckpt.checkpoint.commits.discover import found_at
 from smckpt.checkpoint.commits.run_directory import RunDirectory
 from smckpt.checkpoint.commits.template import Template
@@ -183,7 +183,8 @@ def test_an_export_killed_anywhere_never_looks_whole_and_a_second_one_finishes(
 
 
 def export(checkpoint: str, place: str, limit: str) -> None:
-    export_hf(
-        checkpoint, place, config={"model_type": "llama"}, against_model=False, naming="module",
-        max_shard_size=limit, threads=1, overwrite=True, allow_nonfinite=True,
+    options = ExportOptions(
+        against_model=False, naming="module", max_shard_size=limit, threads=1, overwrite=True,
+        allow_nonfinite=True,
     )  # fmt: skip
+    export_hf(checkpoint, place, config={"model_type": "llama"}, options=options)

@@ -147,7 +147,9 @@ def test_a_copy_and_an_export_go_to_memory_and_come_back(tmp_path: Path) -> None
     there = f"memory://{secrets.token_hex(4)}"
     copy_checkpoint(tmp_path / "run", f"{there}/run")
     assert smckpt.verify_checkpoint(f"{there}/run").ok
-    smckpt.export_hf(f"{there}/run", f"{there}/out", against_model=False)
+    smckpt.export_hf(
+        f"{there}/run", f"{there}/out", options=smckpt.ExportOptions(against_model=False)
+    )
     assert "model.safetensors" in {i.name for i in open_storage(f"{there}/out").list()}
     copy_checkpoint(f"{there}/run", tmp_path / "back")
     assert smckpt.verify_checkpoint(tmp_path / "back").ok

@@ -347,11 +347,16 @@ def _command(*arguments: str) -> None:
 
 
 def _export(folder: Path) -> None:
-    from smckpt.translate import export_hf
+    from smckpt.translate import ExportOptions, export_hf
 
     files = [path for path in folder.iterdir() if path.suffix in (".pt", ".nemo", ".npz")]
     out = folder.with_name(folder.name + "-out")
-    export_hf(files[0] if files else folder, out, against_model=False, naming="module", prefix="")
+    export_hf(
+        files[0] if files else folder,
+        out,
+        options=ExportOptions(against_model=False, naming="module"),
+        prefix="",
+    )
 
 
 def _load(folder: Path) -> None:

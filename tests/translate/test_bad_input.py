@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
-from smckpt import Parallel, errors, export_hf, import_hf, verify_hf
+from smckpt import ExportOptions, ImportOptions, Parallel, errors, export_hf, import_hf, verify_hf
 from smckpt.cli.app import app
 from smckpt.translate.configs.config import read_config
 from smckpt.translate.models.lora import read_lora_config
@@ -68,7 +69,9 @@ def test_a_config_that_contradicts_the_shapes_is_refused(tmp_path, field, value)
     config = {**_model().config.to_dict(), field: value}
     with pytest.raises(errors.KeysMismatchError, match=r"not \(|is missing"):
         export_hf(checkpoint, tmp_path / "hf", config=config)
-    export_hf(checkpoint, tmp_path / "hf", config=config, against_model=False)
+    export_hf(
+        checkpoint, tmp_path / "hf", config=config, options=ExportOptions(against_model=False)
+    )
 
 
 def test_experts_one_by_one_and_packed_are_both_the_models_own():
@@ -102,13 +105,13 @@ def test_an_export_without_torch_is_compared_by_a_child_and_leaves_nothing(tmp_p
     (tmp_path / "old" / "model.safetensors").write_bytes(b"old")
     code = """
     import sys
-    from smckpt import errors, export_hf
+    from smckpt import ExportOptions, errors, export_hf
     checkpoint, new, old, config = sys.argv[1:]
     moved = []
     for out, overwrite in (new, False), (old, True):
         try:
-            export_hf(checkpoint, out, config=config, overwrite=overwrite,
-                      progress=lambda *done: moved.append(out))
+            options = ExportOptions(overwrite=overwrite, progress=lambda *done: moved.append(out))
+            export_hf(checkpoint, out, config=config, options=options)
         except errors.KeysMismatchError as error:
             print("model.norm.weight has the shape (32,)" in str(error), "torch" in sys.modules)
     print(old in moved)
@@ -169,7 +172,7 @@ def test_nan_and_infinity_are_counted_by_name_and_refused(tmp_path):
         export_hf(checkpoint, tmp_path / "hf")
     assert "bfloat16 (2)" in str(caught.value) and "allow_nonfinite=True" in str(caught.value)
     assert list((tmp_path / "hf").glob("*")) == []
-    report = export_hf(checkpoint, tmp_path / "hf", allow_nonfinite=True)
+    report = export_hf(checkpoint, tmp_path / "hf", options=ExportOptions(allow_nonfinite=True))
     assert report.nonfinite == dict.fromkeys(
         ("bfloat16", "e4m3", "e5m2", "float16", "float32", "float64"), 2
     )
@@ -197,10 +200,15 @@ def test_nan_in_a_model_that_is_imported_is_counted_and_refused(tmp_path):
         "model.decoder.final_layernorm.weight",
     )
     with pytest.raises(errors.UsageError, match="2 tensors have NaN or infinite") as caught:
-        import_hf(tmp_path / "hub", tmp_path / "ranks", "mcore_te", tp=2)
+        import_hf(tmp_path / "hub", tmp_path / "ranks", Parallel("mcore_te", tp=2))
     assert f"{fc1} (2)" in str(caught.value) and "allow_nonfinite=True" in str(caught.value)
     assert list((tmp_path / "ranks").glob("*")) == []
-    report = import_hf(tmp_path / "hub", tmp_path / "ranks", "mcore_te", tp=2, allow_nonfinite=True)
+    report = import_hf(
+        tmp_path / "hub",
+        tmp_path / "ranks",
+        Parallel("mcore_te", tp=2),
+        options=ImportOptions(allow_nonfinite=True),
+    )
     assert report.nonfinite == {fc1: 2, norm: 2}
     assert any("NaN" in note for note in report.notes)
 
@@ -309,7 +317,7 @@ def test_what_is_no_one_model_is_not_imported(tmp_path):
     state = ref.on_disk(_model(), tmp_path / "hub")
     config = {**_model().config.to_dict(), "tie_word_embeddings": True}
     with pytest.raises(errors.TensorMismatchError, match="lm_head.weight and .* differ"):
-        import_hf(tmp_path / "hub", tmp_path / "ranks", "mcore_te", config=config)
+        import_hf(tmp_path / "hub", tmp_path / "ranks", Parallel("mcore_te"), config=config)
     (tmp_path / "hub" / "model.safetensors").unlink()
     index = tmp_path / "hub" / "model.safetensors.index.json"
     files = {"a.safetensors": dict(list(state.items())[:9]), "b.safetensors": state}
@@ -330,7 +338,7 @@ def test_what_is_no_one_model_is_not_imported(tmp_path):
     ):
         index.write_text(text)
         with pytest.raises(errors.CorruptCheckpointError, match=words):
-            import_hf(tmp_path / "hub", tmp_path / "ranks", "mcore_te")
+            import_hf(tmp_path / "hub", tmp_path / "ranks", Parallel("mcore_te"))
     assert not (tmp_path / "ranks").exists()
 
 
@@ -363,7 +371,7 @@ def test_what_git_lfs_has_not_fetched_is_named(tmp_path):
         (hub / name).write_bytes(pointer)
         _model().config.save_pretrained(hub)
         for act in (
-            lambda: import_hf(hub, tmp_path / "c", "hf_tp"),  # noqa: B023
+            lambda: import_hf(hub, tmp_path / "c", Parallel("hf_tp")),  # noqa: B023
             lambda: export_hf(hub / name, tmp_path / "hf", config=hub),  # noqa: B023
         ):
             with pytest.raises(errors.UsageError, match="git-lfs's pointer") as caught:
@@ -383,13 +391,16 @@ def test_nothing_is_written_where_the_source_is(tmp_path):
     link.symlink_to(ranks)
     one, ours = hub / "model.safetensors", saved(tmp_path, state)
     before = sorted(tmp_path.rglob("*"))
-    into: dict[str, Any] = {"parallel": Parallel(tp=2), "overwrite": True}
-    whole: dict[str, Any] = {"config": _model().config, "overwrite": True}
+    over = ExportOptions(overwrite=True)
+    into: dict[str, Any] = {"parallel": Parallel(tp=2), "options": over}
+    whole: dict[str, Any] = {"config": _model().config, "options": over}
     for act in (
         lambda: export_hf(paths, link, config=hub, **into),
         lambda: export_hf(paths, hub, config=hub, **into),
         lambda: export_hf(paths, hub, config=hub / "config.json", **into),
-        lambda: import_hf(hub, hub, "mcore_te", tp=2, overwrite=True),
+        lambda: import_hf(
+            hub, hub, Parallel("mcore_te", tp=2), options=ImportOptions(overwrite=True)
+        ),
         lambda: export_hf(one, hub, **whole),  # a file, not a list of one
         lambda: export_hf(one.as_uri(), str(hub), **whole),
         lambda: export_hf(ours, ours, **whole),
@@ -418,9 +429,8 @@ def test_arguments_of_another_kind_are_refused_by_name(tmp_path):
     assert "go with --lora" in CliRunner().invoke(app, alone).output
     for given, words in (
         ({"parallel": 2}, "parallel=2"),
-        ({"threads": "2"}, "threads='2'"),
         ({"parallel": Parallel(layout=3)}, "layout=3"),  # type: ignore[arg-type]
-        ({"overwrite": "no"}, "overwrite='no'"),
+        ({"options": {"overwrite": True}}, "options is {'overwrite': True}"),
         ({"config": {**config, "intermediate_size": True}}, "intermediate_size=True"),
         ({"config": {**config, "architectures": "LlamaForCausalLM"}}, "architectures='Llama"),
         ({"checkpoint": iter(path)}, "checkpoint="),
@@ -428,19 +438,29 @@ def test_arguments_of_another_kind_are_refused_by_name(tmp_path):
     ):
         with pytest.raises(errors.UsageError, match=words):
             export_hf(**{"checkpoint": path, "out_dir": tmp_path / "o", "config": hub, **given})
+    to = Parallel("mcore_te")
     for given, words in (
-        ({"tp": "2"}, "tp='2'"),
         ({"source": {"tp": 2}}, "source="),
-        ({"pad_vocab_to_multiple_of": 64.5}, "pad_vocab_to_multiple_of=64.5"),
         ({"prefix": None}, "prefix=None"),
-        ({"allow_nonfinite": 1}, "allow_nonfinite=1"),
         ({"directory": 3}, "directory=3"),
-        ({"layout": None}, "layout=None"),
+        ({"parallel": "mcore_te"}, "parallel='mcore_te'"),
+        ({"parallel": Parallel(tp=2)}, "names no layout to write"),
+        ({"parallel": replace(to, padded_vocab_size=128)}, "padded_vocab_size= has no effect"),
+        ({"options": ExportOptions()}, r"pass smckpt.ImportOptions"),
     ):
         with pytest.raises(errors.UsageError, match=words):
-            import_hf(
-                **{"directory": hub, "out_dir": tmp_path / "o", "layout": "mcore_te", **given}
-            )
+            import_hf(**{"directory": hub, "out_dir": tmp_path / "o", "parallel": to, **given})
+    for kind, field, value in (
+        (ExportOptions, "threads", "2"),
+        (ExportOptions, "overwrite", "no"),
+        (ExportOptions, "naming", "theirs"),
+        (ExportOptions, "max_shard_size", "many"),
+        (ImportOptions, "allow_nonfinite", 1),
+        (ImportOptions, "pad_vocab_to_multiple_of", 64.5),
+        (ImportOptions, "mtp", "both"),
+    ):
+        with pytest.raises(errors.UsageError, match=f"{field}={value!r}"):
+            kind(**{field: value})
     assert not (tmp_path / "o").exists()
 
 
@@ -452,7 +472,7 @@ def test_what_is_no_weight_and_heads_that_ranks_cut_are_refused(tmp_path):
     with pytest.raises(errors.UsageError, match=f"{name} is quantized to int8"):
         export_hf([tmp_path / "rank.safetensors"], tmp_path / "o", config=_model().config)
     with pytest.raises(errors.TopologyError, match="16 does not divide the 8 heads"):
-        import_hf(tmp_path / "hub", tmp_path / "o", "mcore_te", tp=16)
+        import_hf(tmp_path / "hub", tmp_path / "o", Parallel("mcore_te", tp=16))
     assert not (tmp_path / "o").exists()
 
 
@@ -462,7 +482,10 @@ def test_a_store_is_refused_by_name_where_a_disk_is_read(tmp_path):
     for call, name in (
         (lambda: verify_hf(url), "directory="),
         (lambda: verify_hf(tmp_path / "hub", reference=url), "reference="),
-        (lambda: import_hf(tmp_path / "hub", tmp_path / "o", "mcore_te", config=url), "config="),
+        (
+            lambda: import_hf(tmp_path / "hub", tmp_path / "o", Parallel("mcore_te"), config=url),
+            "config=",
+        ),
         (lambda: export_hf(tmp_path / "model.safetensors", tmp_path / "o", config=url), "config="),
         (lambda: export_hf(tmp_path / "hub", tmp_path / "o", tokenizer=url), "tokenizer="),
     ):

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from huggingface_hub import ModelCard
 
 import smckpt
-from smckpt import Adapter, export_hf, import_hf
+from smckpt import Adapter, ExportOptions, Parallel, export_hf, import_hf
 from smckpt.checkpoint.records.crc import crc64, hex64
 from smckpt.cli.app import app
 from tests.support import references as ref
@@ -36,7 +36,13 @@ def rows(folder: Path) -> dict[str, str]:
 
 def test_the_card_says_step_checkpoint_dtype_and_checksums(tmp_path, saved):
     model, place = saved
-    export_hf(place, tmp_path / "hf", config=model.config, dtype="bfloat16", max_shard_size="90KB")
+    export_hf(
+        place,
+        tmp_path / "hf",
+        config=model.config,
+        dtype="bfloat16",
+        options=ExportOptions(max_shard_size="90KB"),
+    )
     found = rows(tmp_path / "hf")
     facts = {
         "model": "LlamaForCausalLM, llama", "step": "7", "dtype": "bfloat16",
@@ -57,7 +63,7 @@ def test_the_card_says_step_checkpoint_dtype_and_checksums(tmp_path, saved):
 def test_the_source_and_its_layout_are_named_and_an_adapter_has_its_base(tmp_path, saved):
     model, _ = saved
     ref.on_disk(model, tmp_path / "hub")
-    import_hf(tmp_path / "hub", tmp_path / "in", "mcore_te", tp=2)
+    import_hf(tmp_path / "hub", tmp_path / "in", Parallel("mcore_te", tp=2))
     export_hf(tmp_path / "in", tmp_path / "a", config=tmp_path / "hub")
     assert rows(tmp_path / "a")["made from"] == "smckpt, layout mcore_te"
     torch.save({"model": model.state_dict(), "iteration": 31}, tmp_path / "model.pt")
@@ -81,7 +87,9 @@ def test_the_source_and_its_layout_are_named_and_an_adapter_has_its_base(tmp_pat
 def test_a_card_of_the_users_own_stays_and_none_is_written_on_request(tmp_path, saved):
     model, place = saved
     out, card = tmp_path / "hf", tmp_path / "hf" / "README.md"
-    given: dict[str, Any] = {"config": model.config, "overwrite": True}
+    given: dict[str, Any] = {
+        "config": model.config, "options": ExportOptions(overwrite=True)
+    }  # fmt: skip
     for kept in ("mine", "", "lin|k"):
         out.mkdir(exist_ok=True)
         card.unlink(missing_ok=True)
@@ -111,6 +119,6 @@ def test_a_card_of_the_users_own_stays_and_none_is_written_on_request(tmp_path, 
 def test_nothing_of_a_name_is_markup(tmp_path, saved):
     model, place = saved
     config = {**model.config.to_dict(), "architectures": ["A|B<img src=x>\n# No"]}
-    export_hf(place, tmp_path / "hf", config=config, against_model=False)
+    export_hf(place, tmp_path / "hf", config=config, options=ExportOptions(against_model=False))
     text = (tmp_path / "hf" / "README.md").read_text()
     assert "A\\|B\\<img src=x\\> # No" in text and "\n# No" not in text

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import smckpt
-from smckpt import export_hf
+from smckpt import ExportOptions, export_hf
 from tests.support import references
 from tests.support.limits import seconds
 from tests.support.trainer_run import trainer
@@ -106,7 +106,12 @@ def test_a_config_that_is_given_is_taken_instead(tmp_path):
 def _exported(tmp_path: Path, values: dict[str, Any], **arguments: Any) -> Path:
     """An export of a checkpoint with this config.json beside it."""
     (tmp_path / "ck" / "config.json").write_text(json.dumps({"model_type": "custom_x", **values}))
-    export_hf(tmp_path / "ck", tmp_path / "out", naming="module", against_model=False, **arguments)
+    export_hf(
+        tmp_path / "ck",
+        tmp_path / "out",
+        options=ExportOptions(naming="module", against_model=False),
+        **arguments,
+    )
     return tmp_path / "out"
 
 
@@ -156,7 +161,11 @@ def test_a_link_beside_a_checkpoint_copies_nothing_of_this_host(beside: Path, na
     target = beside / "theirs" if name == "additional_chat_templates" else beside / "secrets.py"
     if name == "config.json":
         link.symlink_to(beside / "theirs" / "config.json")
-        export_hf(beside / "ck", beside / "out", naming="module", against_model=False)
+        export_hf(
+            beside / "ck",
+            beside / "out",
+            options=ExportOptions(naming="module", against_model=False),
+        )
     else:
         link.symlink_to(target)
         _exported(beside, {"auto_map": {"AutoConfig": "code.Config"}})

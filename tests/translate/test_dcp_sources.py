@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import smckpt
-from smckpt import errors, export_hf
+from smckpt import ExportOptions, errors, export_hf
 from smckpt.cli.app import app
 from smckpt.translate.archives import pickled
 from smckpt.translate.exports.verify_hf import verify_hf
@@ -128,7 +128,9 @@ def test_what_accelerate_saved_comes_out_bitwise(tmp_path, released, judged):
     run_ranks(accelerate_saves, 2, str(tmp_path / "run"))
     config, wanted = released
     for given in ("run", "run/pytorch_model_fsdp_0"):
-        report = export_hf(tmp_path / given, tmp_path / "hf", config=config, overwrite=True)
+        report = export_hf(
+            tmp_path / given, tmp_path / "hf", config=config, options=ExportOptions(overwrite=True)
+        )
         assert report.source.startswith("accelerate")
         assert_same(tmp_path / "hf", wanted)
     place = tmp_path / "run" / "pytorch_model_fsdp_0"
@@ -311,7 +313,7 @@ def test_what_each_rank_planned_for_itself_is_joined(tmp_path):
     assert torch.equal(found["w"], torch.arange(12.0).reshape(6, 2))
     (tmp_path / "dcp" / "__1.metadata").unlink()
     with pytest.raises(errors.CorruptCheckpointError, match="6 elements are in no part"):
-        export_hf(tmp_path / "dcp", tmp_path / "hf", overwrite=True)
+        export_hf(tmp_path / "dcp", tmp_path / "hf", options=ExportOptions(overwrite=True))
 
 
 def save_apart(folder: str) -> None:

@@ -18,7 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from smckpt import errors, export_hf
+from smckpt import ExportOptions, errors, export_hf
 from smckpt.cli.app import app
 from tests.support import hub_families, references
 from tests.support.launch import run_ranks
@@ -89,7 +89,7 @@ def test_what_deepspeed_writes_is_exported(tmp_path, judged):
         timeout=seconds(240),
     )
     for given in (universal, universal.parent):
-        report = export_hf(given, tmp_path / "u", overwrite=True)
+        report = export_hf(given, tmp_path / "u", options=ExportOptions(overwrite=True))
         assert report.source == "DeepSpeed, universal checkpoint"
         assert_same(tmp_path / "u", torch.load(tmp_path / "odd.pt"))
     judged("llama", "DeepSpeed universal", exports=["DeepSpeed"])
@@ -158,7 +158,9 @@ def test_parts_of_stage_3_are_joined(tmp_path, qwen, judged, world):
     config, state, released = qwen
     root = zero3(tmp_path / "run", state, world, frozen=("model.embed_tokens.weight",))
     for given in (root, root / "global_step5"):
-        report = export_hf(given, tmp_path / "hf", config=config, overwrite=True)
+        report = export_hf(
+            given, tmp_path / "hf", config=config, options=ExportOptions(overwrite=True)
+        )
         assert report.source == "DeepSpeed, ZeRO stage 3"
         assert_same(tmp_path / "hf", released)
     judged("qwen2_moe", "DeepSpeed ZeRO-3", exports=["save_pretrained"])

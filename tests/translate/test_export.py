@@ -30,7 +30,7 @@ from transformers import (
     T5Config,
 )
 
-from smckpt import errors, export_hf
+from smckpt import ExportOptions, errors, export_hf
 from smckpt.storage import open_storage
 from tests.support import child, shards
 from tests.support.limits import seconds
@@ -100,7 +100,7 @@ def test_a_llama_saved_in_any_parallelism_loads_with_equal_logits(tmp_path, how,
     model = llama()
     report = export_hf(
         saved(tmp_path, model, how, world), tmp_path / "hf", config=model.config,
-        max_shard_size="100KB",
+        options=ExportOptions(max_shard_size="100KB"),
     )  # fmt: skip
     assert len(report.files) > 2 and report.tensors == len(model.state_dict())
     assert_loads_as(model, tmp_path / "hf")
@@ -162,10 +162,9 @@ def test_a_tensor_larger_than_a_chunk_and_a_shard_is_whole(tmp_path, monkeypatch
     state = {"w": torch.randn(301, 97), "v": torch.randn(5)}
     checkpoint = shards.write(tmp_path / "c", 3, lambda r: shards.fsdp1(state, r, 3))
     seen: list[tuple[int, int]] = []
-    report = export_hf(
-        checkpoint, tmp_path / "hf", max_shard_size=20_000, threads=3,
-        progress=lambda done, total: seen.append((done, total)),
-    )  # fmt: skip
+    tell = lambda done, total: seen.append((done, total))  # noqa: E731
+    options = ExportOptions(max_shard_size=20_000, threads=3, progress=tell)
+    report = export_hf(checkpoint, tmp_path / "hf", options=options)
     assert len(report.files) == 2
     found = {k: v for f in report.files for k, v in load_file(tmp_path / "hf" / f).items()}
     assert all(torch.equal(found[name], state[name]) for name in state)
@@ -205,7 +204,10 @@ def test_a_value_beyond_float16_is_refused_by_name_and_leaves_nothing(tmp_path):
 def test_the_index_and_headers_are_what_transformers_expects(tmp_path):
     model = llama()
     report = export_hf(
-        saved(tmp_path, model), tmp_path / "hf", config=model.config, max_shard_size="100KB"
+        saved(tmp_path, model),
+        tmp_path / "hf",
+        config=model.config,
+        options=ExportOptions(max_shard_size="100KB"),
     )
     index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == report.nbytes
@@ -275,9 +277,13 @@ def test_an_overwritten_directory_keeps_nothing_of_an_older_tokenizer(tmp_path):
     old.chat_template = {"default": "{{ 1 }}", "tool_use": "{{ 2 }}"}
     export_hf(checkpoint, hf, config=model.config, tokenizer=old)
     (hf / "README.md").write_text("mine")
-    export_hf(checkpoint, hf, config=model.config, overwrite=True)  # none is given: the old stays
+    export_hf(
+        checkpoint, hf, config=model.config, options=ExportOptions(overwrite=True)
+    )  # none is given: the old stays
     assert AutoTokenizer.from_pretrained(hf).chat_template == old.chat_template
-    export_hf(checkpoint, hf, config=model.config, tokenizer=new, overwrite=True)
+    export_hf(
+        checkpoint, hf, config=model.config, tokenizer=new, options=ExportOptions(overwrite=True)
+    )
     assert AutoTokenizer.from_pretrained(hf).chat_template is None
     assert (hf / "README.md").read_text() == "mine"
 
@@ -287,7 +293,7 @@ def test_an_overwritten_directory_keeps_no_older_settings_of_generation(tmp_path
     checkpoint = saved(tmp_path, model)
     export_hf(checkpoint, hf, config={**model.config.to_dict(), "eos_token_id": 99})
     assert json.loads((hf / "generation_config.json").read_text())["eos_token_id"] == 99
-    export_hf(checkpoint, hf, config=model.config, overwrite=True)
+    export_hf(checkpoint, hf, config=model.config, options=ExportOptions(overwrite=True))
     assert not (hf / "generation_config.json").exists()
 
 
@@ -349,7 +355,12 @@ def test_a_peft_model_is_refused(tmp_path):
 def test_a_directory_that_holds_something_is_refused_unless_it_may_be_overwritten(tmp_path):
     first, second = llama(), gpt2()
     out = tmp_path / "hf"
-    export_hf(saved(tmp_path / "1", first), out, config=first.config, max_shard_size="100KB")
+    export_hf(
+        saved(tmp_path / "1", first),
+        out,
+        config=first.config,
+        options=ExportOptions(max_shard_size="100KB"),
+    )
     other = saved(tmp_path / "2", second)
     with pytest.raises(errors.UsageError, match="not empty"):
         export_hf(other, out, config=second.config)
@@ -357,7 +368,7 @@ def test_a_directory_that_holds_something_is_refused_unless_it_may_be_overwritte
     for name in ("consolidated.00.pth", "consolidated.safetensors", "params.json", "model.h5",
                  "hf_quant_config.json", "quantize_config.json"):  # fmt: skip
         (out / name).write_text("{}")
-    export_hf(other, out, config=second.config, overwrite=True)
+    export_hf(other, out, config=second.config, options=ExportOptions(overwrite=True))
     assert sorted(p.name for p in out.iterdir()) == [
         "README.md", "config.json", "generation_config.json", "model.safetensors",
     ]  # fmt: skip
@@ -372,9 +383,12 @@ def test_a_changed_byte_is_reported_with_file_and_offset_and_nothing_is_left(tmp
     seen: list[int] = []
     with pytest.raises(errors.CorruptCheckpointError, match="bytes 4194304 to") as caught:
         export_hf(
-            checkpoint, tmp_path / "hf", max_shard_size="2MB", threads=1,
-            progress=lambda done, total: seen.append(done),
-        )  # fmt: skip
+            checkpoint,
+            tmp_path / "hf",
+            options=ExportOptions(
+                max_shard_size="2MB", threads=1, progress=lambda done, total: seen.append(done)
+            ),
+        )
     assert victim.name in str(caught.value)
     assert len(seen) == 2  # two files were written, and are gone again
     assert list((tmp_path / "hf").glob("*")) == []
@@ -411,11 +425,11 @@ def test_a_disk_that_fills_while_writing_leaves_nothing(tmp_path):
     # A file may have 1.5 MB here: the second of the files is refused by the kernel.
     code = """
     import resource, signal, sys
-    from smckpt import errors, export_hf
+    from smckpt import ExportOptions, errors, export_hf
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (3 << 19, 3 << 19))
     try:
-        export_hf(sys.argv[1], sys.argv[2], max_shard_size=sys.argv[3])
+        export_hf(sys.argv[1], sys.argv[2], options=ExportOptions(max_shard_size=sys.argv[3]))
     except errors.StorageError as error:
         print("refused")
     """
@@ -432,13 +446,13 @@ def test_an_export_that_is_killed_leaves_nothing_that_loads(tmp_path, max_shard_
     model.config.save_pretrained(tmp_path / "config")
     code = """
     import sys
-    from smckpt import export_hf
+    from smckpt import ExportOptions, export_hf
     def stop(done, total):
         if done > total / 2:
             print("half", flush=True)
             sys.stdin.read()
-    export_hf(sys.argv[1], sys.argv[2], config=sys.argv[3], max_shard_size=sys.argv[4],
-              threads=1, progress=stop, against_model=False)
+    export_hf(sys.argv[1], sys.argv[2], config=sys.argv[3], options=ExportOptions(
+        max_shard_size=sys.argv[4], threads=1, progress=stop, against_model=False))
     """
     out = tmp_path / "hf"
     process = subprocess.Popen(
@@ -453,15 +467,19 @@ def test_an_export_that_is_killed_leaves_nothing_that_loads(tmp_path, max_shard_
     model.config.save_pretrained(out)  # the weights alone must keep it from loading
     with pytest.raises((OSError, ValueError)):
         AutoModelForCausalLM.from_pretrained(out)
-    export_hf(checkpoint, out, config=model.config, max_shard_size=max_shard_size, overwrite=True)
+    export_hf(
+        checkpoint,
+        out,
+        config=model.config,
+        options=ExportOptions(max_shard_size=max_shard_size, overwrite=True),
+    )
     assert_loads_as(model, out)
 
 
 @pytest.mark.parametrize(
     ("argument", "value"),
     [
-        ("dtype", "float8"), ("max_shard_size", "many"), ("max_shard_size", 0), ("threads", 0),
-        ("config", 7), ("tokenizer", 7),
+        ("dtype", "float8"), ("config", 7), ("tokenizer", 7), ("options", 7),
     ],
 )  # fmt: skip
 def test_an_argument_that_makes_no_sense_is_refused_by_name(tmp_path, argument, value):
@@ -478,9 +496,9 @@ def test_neither_torch_nor_transformers_is_imported(tmp_path):
     checkpoint = _with(tmp_path, model={"w": torch.randn(3)})
     code = """
     import sys
-    from smckpt import export_hf
+    from smckpt import ExportOptions, export_hf
     export_hf(sys.argv[1], sys.argv[2], dtype="bfloat16", config={"model_type": "llama"},
-              against_model=False, naming="module")
+              options=ExportOptions(against_model=False, naming="module"))
     print(sorted({"torch", "transformers"} & set(sys.modules)))
     """
     assert child.run(code, str(checkpoint), str(tmp_path / "hf")) == "[]"
@@ -491,10 +509,10 @@ def test_memory_stays_at_a_few_chunks_whatever_the_size_of_a_tensor(tmp_path):
     checkpoint = shards.write(tmp_path / "c", 2, lambda r: shards.fsdp2(state, r, 2))
     code = """
     import resource, sys
-    from smckpt import export_hf
+    from smckpt import ExportOptions, export_hf
     import numpy, smckpt.translate.writing.stream
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    export_hf(sys.argv[1], sys.argv[2], dtype="float32", threads=2)
+    export_hf(sys.argv[1], sys.argv[2], dtype="float32", options=ExportOptions(threads=2))
     print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
     """
     kibibytes = int(child.run(code, str(checkpoint), str(tmp_path / "hf"), timeout=120))

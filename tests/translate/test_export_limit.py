@@ -37,8 +37,9 @@ def test_a_checkpoint_ten_times_larger_than_the_memory_limit_is_exported(folder:
     import resource, sys
     limit = int(sys.argv[3])
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    from smckpt import export_hf
-    report = export_hf(sys.argv[1], sys.argv[2], threads=2, max_shard_size="2GB")
+    from smckpt import ExportOptions, export_hf
+    options = ExportOptions(threads=2, max_shard_size="2GB")
+    report = export_hf(sys.argv[1], sys.argv[2], options=options)
     print(report.nbytes)
     """
     # glibc reserves 64 MiB of address space for each thread's heap, of which it uses hardly any.

@@ -8,13 +8,14 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from smckpt import errors, export_hf
+from smckpt import ExportOptions, errors, export_hf
 from smckpt.translate.exports.export_group import ExportGroup, export_group_of, shares
 from smckpt.translate.writing.targets import INDEX
 from tests.support import references as ref
@@ -22,7 +23,7 @@ from tests.support import shards
 from tests.support.launch import ROOT, run_ranks
 from tests.support.limits import seconds
 
-SMALL = {"max_shard_size": "100KB", "against_model": False}
+SMALL = ExportOptions(max_shard_size="100KB", against_model=False)
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +36,7 @@ def saved(tmp_path_factory) -> Path:
     for name in ("whole", "nan"):
         shards.write(folder / name, 2, lambda r: shards.fsdp2(state, r, 2))
         state["lm_head.weight"][7, 7] = float("nan")
-    export_hf(folder / "whole", folder / "hf", config=folder / "config", **SMALL)
+    export_hf(folder / "whole", folder / "hf", config=folder / "config", options=SMALL)
     return folder
 
 
@@ -56,17 +57,17 @@ def raised(act: Any) -> str:
 
 def all_cases(saved: Path, folder: Path) -> dict[str, Any]:
     rank, told = dist.get_rank(), {}
-    common = {"config": saved / "config", "process_group": dist.group.WORLD, **SMALL}
+    options = replace(SMALL, process_group=dist.group.WORLD)
+    common: dict[str, Any] = {"config": saved / "config", "options": options}
     seen: list[tuple[int, int]] = []
-    report = export_hf(
-        saved / "whole", folder / "hf", progress=lambda done, all_: seen.append((done, all_)),
-        **common,
-    )  # fmt: skip
+    noted = replace(options, progress=lambda done, all_: seen.append((done, all_)))
+    report = export_hf(saved / "whole", folder / "hf", config=saved / "config", options=noted)
     told["report"] = (report.files, report.nbytes, report.notes)
     told["seen"] = seen[-1:]
     told["not empty"] = raised(lambda: export_hf(saved / "whole", folder / "hf", **common))
     told["nan"] = raised(lambda: export_hf(saved / "nan", folder / "nan", **common))
-    allowed = export_hf(saved / "nan", folder / "allowed", allow_nonfinite=True, **common)
+    allows = replace(options, allow_nonfinite=True)
+    allowed = export_hf(saved / "nan", folder / "allowed", **{**common, "options": allows})
     told["counts"] = allowed.nonfinite
     dtype = "bfloat16" if rank == 1 else None
     told["other"] = raised(
@@ -88,7 +89,9 @@ def all_cases(saved: Path, folder: Path) -> dict[str, Any]:
     told["no member"] = ""
     if rank:
         told["no member"] = raised(
-            lambda: export_hf(saved / "whole", folder / "x", process_group=alone)
+            lambda: export_hf(
+                saved / "whole", folder / "x", options=ExportOptions(process_group=alone)
+            )
         )
     return told
 
@@ -98,7 +101,8 @@ def interrupted(saved: Path, out: Path, common: dict[str, Any]) -> None:
     crew = export_group_of(dist.group.WORLD, timeout=100)
     crew.__class__ = Interrupted if dist.get_rank() == 1 else ExportGroup
     try:
-        export_hf(saved / "whole", out, **{**common, "process_group": crew})
+        options = replace(SMALL, process_group=crew)
+        export_hf(saved / "whole", out, **{**common, "options": options})
     except KeyboardInterrupt as error:
         raise errors.StateError("Ctrl-C") from error
 
@@ -147,7 +151,10 @@ def one_is_killed(saved: Path, folder: Path) -> str:
         crew.__class__ = Dies
     return raised(
         lambda: export_hf(
-            saved / "whole", folder / "hf", config=saved / "config", process_group=crew, **SMALL
+            saved / "whole",
+            folder / "hf",
+            config=saved / "config",
+            options=replace(SMALL, process_group=crew),
         )
     )
 

@@ -83,7 +83,7 @@ def assert_there_and_back(
     )
     assert report.layout == layout
     assert_the_original(folder / "hf", model, state)
-    done = import_hf(directory, folder / "back", layout, tp=t, ep=ep, prefix="")
+    done = import_hf(directory, folder / "back", Parallel(layout, tp=t, ep=ep), prefix="")
     for name, cut in zip(done.files, cuts, strict=True):
         found = load_file(folder / "back" / name)
         assert found.keys() == cut.keys()
@@ -161,7 +161,7 @@ def assert_transformers_ranks(
     report = export_hf(paths, folder / "hf", config=model.config, parallel=Parallel(**degrees))
     assert report.layout == "hf_tp"
     assert_the_original(folder / "hf", model, state)
-    done = import_hf(directory, folder / "back", "hf_tp", prefix="", **degrees)
+    done = import_hf(directory, folder / "back", Parallel("hf_tp", **degrees), prefix="")
     tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
     for name, cut in zip(done.files, cuts, strict=True):
         assert same(
@@ -245,7 +245,7 @@ def test_an_opt_with_norms_after_or_a_narrow_embedding_is_refused(tmp_path):
     for more in ({"do_layer_norm_before": False}, {"word_embed_proj_dim": 64}):
         on_disk(ref.model("opt", **more), tmp_path / "hub")
         with pytest.raises(errors.KeysMismatchError, match="not a whole opt model"):
-            import_hf(tmp_path / "hub", tmp_path / "in", "mcore_te")
+            import_hf(tmp_path / "hub", tmp_path / "in", Parallel("mcore_te"))
 
 
 def test_blooms_release_has_older_keys_and_no_outer_name(tmp_path, hub):
@@ -256,7 +256,7 @@ def test_blooms_release_has_older_keys_and_no_outer_name(tmp_path, hub):
     config = json.loads((directory / "config.json").read_text())
     config["n_embed"], config["num_attention_heads"] = config.pop("hidden_size"), config["n_head"]
     (tmp_path / "hub" / "config.json").write_text(json.dumps(config))
-    done = import_hf(tmp_path / "hub", tmp_path / "in", "mcore_te", tp=2, prefix="")
+    done = import_hf(tmp_path / "hub", tmp_path / "in", Parallel("mcore_te", tp=2), prefix="")
     paths = [tmp_path / "in" / name for name in done.files]
     export_hf(paths, tmp_path / "hf", parallel=Parallel(tp=2), config=model.config)
     assert_the_original(tmp_path / "hf", model, state)
@@ -264,7 +264,7 @@ def test_blooms_release_has_older_keys_and_no_outer_name(tmp_path, hub):
 
 def test_coheres_rotated_pairs_stay_side_by_side_under_metas_names(tmp_path, hub):
     _, state, directory = hub("cohere")
-    done = import_hf(directory, tmp_path / "in", "meta", prefix="")
+    done = import_hf(directory, tmp_path / "in", Parallel("meta"), prefix="")
     found = load_file(tmp_path / "in" / done.files[0])
     for part in "qk":
         wanted = state[f"model.layers.0.self_attn.{part}_proj.weight"]
@@ -290,6 +290,6 @@ def test_a_layout_without_rows_for_a_family_says_what_it_lacks(tmp_path, hub, fa
 def test_gemmas_norms_are_moved_and_not_shifted_wherever_they_lie(tmp_path, hub):
     """Both sides hold them less one: a shift there would double or lose it."""
     _, state, directory = hub("gemma2")
-    done = import_hf(directory, tmp_path / "in", "mcore_te", prefix="")
+    done = import_hf(directory, tmp_path / "in", Parallel("mcore_te"), prefix="")
     found = load_file(tmp_path / "in" / done.files[0])
     assert torch.equal(found["decoder.final_layernorm.weight"], state["model.norm.weight"])

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from smckpt import errors, export_hf, import_hf, verify_hf
+from smckpt import ExportOptions, Parallel, errors, export_hf, import_hf, verify_hf
 from smckpt.cli.app import app
 from tests.support import references
 from tests.support.references import on_disk
@@ -62,7 +62,7 @@ def directory_of(folder: Path, model: Any, state: State, kind: str) -> Path:
 def test_a_directory_is_cast_and_sharded_anew(tmp_path, llama, kind):
     model, state = llama
     source = directory_of(tmp_path / "own", model, state, kind)
-    report = export_hf(source, tmp_path / "hf", max_shard_size="50KB")
+    report = export_hf(source, tmp_path / "hf", options=ExportOptions(max_shard_size="50KB"))
     assert report.source == "a Hugging Face directory" and len(report.files) > 3
     assert_same(tmp_path / "hf", state)
     export_hf(source, tmp_path / "half", dtype="bfloat16")
@@ -92,7 +92,7 @@ def test_a_missing_file_of_the_index_is_told(tmp_path, llama):
     with pytest.raises(errors.CheckpointError, match="is missing"):
         export_hf(source, tmp_path / "hf")
     with pytest.raises(errors.UsageError, match="out_dir is the directory of"):
-        export_hf(source, source, overwrite=True)
+        export_hf(source, source, options=ExportOptions(overwrite=True))
 
 
 def named_by_config(folder: Path, llama: tuple[Any, State], name: str) -> tuple[Path, State]:
@@ -127,7 +127,7 @@ def test_the_weights_that_the_config_names_are_read(tmp_path, llama, name):
     assert [key for key in wanted if not torch.equal(theirs[key], wanted[key])] == []
     export_hf(source, tmp_path / "hf")
     assert_same(tmp_path / "hf", wanted)
-    import_hf(source, tmp_path / "in", "mcore_te", tp=2)
+    import_hf(source, tmp_path / "in", Parallel("mcore_te", tp=2))
     export_hf(tmp_path / "in", tmp_path / "again")
     assert_same(tmp_path / "again", wanted)
     assert verify_hf(source, against=tmp_path / "in").ok
@@ -205,7 +205,7 @@ def test_scales_of_another_kind_are_named(tmp_path, llama):
     save_file({**odd, **scales}, tmp_path / "model.safetensors")
     model.config.save_pretrained(tmp_path)
     for act in (lambda: export_hf(tmp_path, tmp_path / "hf"),
-                lambda: import_hf(tmp_path, tmp_path / "in", "mcore_te")):  # fmt: skip
+                lambda: import_hf(tmp_path, tmp_path / "in", Parallel("mcore_te"))):  # fmt: skip
         with pytest.raises(errors.UsageError, match=r"q_proj.weight_scale.*compressed-tensors"):
             act()
     torch.save({**odd, "input_scale": torch.ones(1)}, tmp_path / "model.pt")  # of nothing here
@@ -239,7 +239,12 @@ def test_a_value_head_is_left_out_with_a_note(tmp_path, llama, head):
     if head == ("score.weight",):  # a classifier's own
         kept = {**{n: t for n, t in state.items() if n != "lm_head.weight"}, **more}
         torch.save(kept, tmp_path / "c.bin")
-        export_hf(tmp_path / "c.bin", tmp_path / "c", config=classifier, against_model=False)
+        export_hf(
+            tmp_path / "c.bin",
+            tmp_path / "c",
+            config=classifier,
+            options=ExportOptions(against_model=False),
+        )
         assert_same(tmp_path / "c", kept)
 
 
@@ -255,7 +260,7 @@ def test_a_snapshot_in_the_hubs_cache_is_a_source_with_its_config(tmp_path, llam
         (place / file.name).symlink_to(Path("..", "..", "blobs", f"{number}"))
     export_hf(place, tmp_path / "hf", dtype="bfloat16")
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["model_type"] == "llama"
-    import_hf(place, tmp_path / "in", "mcore_te", tp=2)
+    import_hf(place, tmp_path / "in", Parallel("mcore_te", tp=2))
     export_hf(tmp_path / "in", tmp_path / "again")
     assert_same(tmp_path / "again", state)
     (place / "config.json").unlink()

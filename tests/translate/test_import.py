@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from smckpt import errors
+from smckpt import ImportOptions, errors
 from smckpt.checkpoint.reading.committed import open_catalogue
 from smckpt.checkpoint.upkeep.verify import verify_checkpoint
 from smckpt.storage import open_storage
@@ -76,8 +76,8 @@ def test_an_import_is_what_ranks_hold_and_its_export_the_original(
     folder, state = hub[family]
     multiple = 1 if layout == "meta" else 128 // t
     report = import_hf(
-        folder, tmp_path / "ranks", layout, tp=t, ep=ep, prefix="",
-        pad_vocab_to_multiple_of=multiple,
+        folder, tmp_path / "ranks", Parallel(layout, tp=t, ep=ep),   prefix="",
+        options=ImportOptions(pad_vocab_to_multiple_of=multiple),
     )  # fmt: skip
     paths = [tmp_path / "ranks" / name for name in report.files]
     for number, path in enumerate(paths):
@@ -101,7 +101,11 @@ def test_an_import_is_what_ranks_hold_and_its_export_the_original(
 def test_ranks_whose_vocabulary_is_all_padding_hold_zeros(tmp_path, hub):
     folder, state = hub["llama"]
     report = import_hf(
-        folder, tmp_path / "r", "mcore_te", tp=4, pad_vocab_to_multiple_of=128, prefix=""
+        folder,
+        tmp_path / "r",
+        Parallel("mcore_te", tp=4),
+        options=ImportOptions(pad_vocab_to_multiple_of=128),
+        prefix="",
     )
     last = load_file(tmp_path / "r" / report.files[3])["embedding.word_embeddings.weight"]
     assert last.shape == (128, 64) and not last.any()
@@ -117,7 +121,7 @@ def test_a_layout_with_other_names_takes_a_few_lines(tmp_path, hub):
         "mine", ("model.layers.", "transformer.blocks."), ("layernorm_mlp.", "ffn.")
     )
     register_layout(mine)
-    report = import_hf(folder, tmp_path / "r", "mine", tp=2, prefix="")
+    report = import_hf(folder, tmp_path / "r", Parallel("mine", tp=2), prefix="")
     assert "transformer.blocks.1.ffn.fc1_weight" in load_file(tmp_path / "r" / report.files[0])
     paths = [tmp_path / "r" / name for name in report.files]
     found = export_hf(paths, tmp_path / "hf", parallel=Parallel(tp=2), config=folder)
@@ -141,7 +145,7 @@ def test_a_transposed_and_a_stacked_row_both_ways(tmp_path, hub):
             LayoutRow("x.{i}.fc2", ("e_down",), tp=1, transposed=True, stacked=True),
         ),
     )
-    report = import_hf(folder, tmp_path / "r", own, tp=2, ep=2, prefix="")
+    report = import_hf(folder, tmp_path / "r", Parallel(own, tp=2, ep=2), prefix="")
     second = load_file(tmp_path / "r" / report.files[2])  # tp 0, ep 1
     name = "model.layers.0.block_sparse_moe.experts.{}.w1.weight"
     assert torch.equal(second["x.0.fc1"][1, :, :80], state[name.format(5)][:80].T)
@@ -156,10 +160,10 @@ def test_a_table_that_says_something_twice_or_not_at_all_fails_its_proof(tmp_pat
     base = get_layout("te_split", "llama")
     twice = TensorLayout("twice", (*base.rows, LayoutRow("again.{i}", ("o",))), base.drop)
     with pytest.raises(errors.TensorMismatchError, match=r"o_proj.*more than once"):
-        import_hf(folder, tmp_path / "r", twice)
+        import_hf(folder, tmp_path / "r", Parallel(twice))
     less = TensorLayout("less", tuple(r for r in base.rows if r.roles != ("o",)), base.drop)
     with pytest.raises(errors.KeysMismatchError, match=r"has no row for \['o'\]"):
-        import_hf(folder, tmp_path / "r", less)
+        import_hf(folder, tmp_path / "r", Parallel(less))
 
 
 def test_nothing_loads_before_all_is_there_nor_after_a_failure(tmp_path, hub):
@@ -172,17 +176,21 @@ def test_nothing_loads_before_all_is_there_nor_after_a_failure(tmp_path, hub):
             raise RuntimeError("stop")
 
     with pytest.raises(RuntimeError, match="stop"):
-        import_hf(folder, tmp_path / "r", "te_split", tp=2, progress=fail)
+        import_hf(
+            folder, tmp_path / "r", Parallel("te_split", tp=2), options=ImportOptions(progress=fail)
+        )
     assert list((tmp_path / "r").glob("*")) == []
 
 
 def test_an_import_into_s3_is_a_checkpoint_and_takes_the_place_of_another(tmp_path, hub, s3_root):
     folder, state = hub["mixtral"]
     there = f"{s3_root}/import"
-    first = import_hf(folder, there, "mcore_te", tp=2)
+    first = import_hf(folder, there, Parallel("mcore_te", tp=2))
     with pytest.raises(errors.UsageError, match="not empty"):
-        import_hf(folder, there, "mcore_te", tp=2)
-    report = import_hf(folder, there, "mcore_te", tp=2, ep=2, overwrite=True)
+        import_hf(folder, there, Parallel("mcore_te", tp=2))
+    report = import_hf(
+        folder, there, Parallel("mcore_te", tp=2, ep=2), options=ImportOptions(overwrite=True)
+    )
     names = {info.name for info in open_storage(there).list()}
     assert names.issuperset(report.files) and names.isdisjoint(first.files)
     assert verify_checkpoint(there).ok
@@ -237,7 +245,7 @@ def test_memory_stays_small_whatever_the_size_of_a_tensor(tmp_path):
     code = """
     import re, sys
     from pathlib import Path
-    from smckpt.translate import import_hf
+    from smckpt.translate import ImportOptions, Parallel, import_hf
     peak = [0]
     def look(done, total):
         text = Path("/proc/self/status").read_text()
@@ -245,7 +253,8 @@ def test_memory_stays_small_whatever_the_size_of_a_tensor(tmp_path):
                       int(re.search(r"RssShmem:\\s+(\\d+)", text)[1]))
     look(0, 0)
     before = peak[0]
-    import_hf(sys.argv[1], sys.argv[2], "mcore_te", tp=2, threads=2, progress=look)
+    options = ImportOptions(threads=2, progress=look)
+    import_hf(sys.argv[1], sys.argv[2], Parallel("mcore_te", tp=2), options=options)
     print(peak[0] - before)
     """
     kibibytes = int(child.run(code, str(tmp_path / "hf"), str(tmp_path / "r"), timeout=200))

@@ -16,7 +16,17 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import smckpt
-from smckpt import LOCAL, SHARDED, ParallelState, errors, export_hf, import_hf, sm_state_dict_type
+from smckpt import (
+    LOCAL,
+    SHARDED,
+    ImportOptions,
+    Parallel,
+    ParallelState,
+    errors,
+    export_hf,
+    import_hf,
+    sm_state_dict_type,
+)
 from tests.support import references as ref
 from tests.support.launch import run_ranks
 from tests.support.parallel_models import Named, own_group, parallel_llama
@@ -164,11 +174,14 @@ def done(tmp_path_factory) -> tuple[Path, Any, list[tuple[Any, ...]]]:
     for family, model in models.items():
         state = ref.on_disk(model, folder / f"{family} hf")
         torch.save((state, model.config.to_dict()), folder / f"{family}.pt")
-    padded = {"tp": 2, "pad_vocab_to_multiple_of": 64}
-    import_hf(folder / "llama hf", folder / "llama", "te_split", **padded)
-    import_hf(folder / "mixtral hf", folder / "mixtral", "mcore_te", ep=2, **padded)
-    import_hf(folder / "llama hf", folder / "meta", "meta")
-    import_hf(folder / "llama hf", folder / "stages", "mcore_te", pp=2, **padded)
+    padded = ImportOptions(pad_vocab_to_multiple_of=64)
+    for source, made, parallel, options in (
+        ("llama", "llama", Parallel("te_split", tp=2), padded),
+        ("mixtral", "mixtral", Parallel("mcore_te", tp=2, ep=2), padded),
+        ("llama", "meta", Parallel("meta"), None),
+        ("llama", "stages", Parallel("mcore_te", tp=2, pp=2), padded),
+    ):
+        import_hf(folder / f"{source} hf", folder / made, parallel, options=options)
     return folder, models, run_ranks(all_cases, 4, str(folder), timeout=200)
 
 

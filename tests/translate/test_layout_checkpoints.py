@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from smckpt import Parallel, errors, export_hf, import_hf
+from smckpt import ExportOptions, ImportOptions, Parallel, errors, export_hf, import_hf
 from smckpt.layout.entries import Entry
 from smckpt.layout.flat_geometry import FlatGeometry, FlatUnit, Segment
 from smckpt.layout.geometry import MeshGeometry, PerRankGeometry
@@ -197,8 +197,9 @@ def test_experts_cut_otherwise_than_layers(tmp_path, mixtral, t, ep, etp, column
         with pytest.raises(errors.TensorMismatchError, match="copies differ.*experts"):
             export_hf(files, tmp_path / "no", config=model.config, parallel=Parallel(**degrees))
     # the way back writes what these ranks hold
-    report = import_hf(tmp_path / "hf2", tmp_path / "ranks", "mcore_te", prefix="",
-                       pad_vocab_to_multiple_of=128 // t, **degrees)  # fmt: skip
+    options = ImportOptions(pad_vocab_to_multiple_of=128 // t)
+    to = Parallel("mcore_te", **degrees)
+    report = import_hf(tmp_path / "hf2", tmp_path / "ranks", to, prefix="", options=options)
     for file, cut in zip(report.files, cuts, strict=False):
         found = load_file(tmp_path / "ranks" / file)
         assert found.keys() == {n for n in cut if not n.endswith("_extra_state")}
@@ -283,14 +284,16 @@ def test_parts_under_hugging_faces_names_do_not_pass_for_the_model(tmp_path, lla
     for number, (model, state) in enumerate((llama, mixtral)):
         model.save_pretrained(tmp_path / f"hub{number}")
         place = tmp_path / f"c{number}"
-        import_hf(tmp_path / f"hub{number}", place, "hf_tp", tp=2)
+        import_hf(tmp_path / f"hub{number}", place, Parallel("hf_tp", tp=2))
         report = export_hf(place, tmp_path / f"hf{number}")
         assert report.layout == "hf_tp" and same(tmp_path / f"hf{number}", state)
         (place / "config.json").unlink()
         with pytest.raises(errors.UsageError, match=r"no config was given.*pass config="):
-            export_hf(place, tmp_path / "no", against_model=False)
+            export_hf(place, tmp_path / "no", options=ExportOptions(against_model=False))
         with pytest.raises(errors.UsageError, match="no whole tensors"):
-            export_hf(place, tmp_path / "no", config=model.config, naming="module")
+            export_hf(
+                place, tmp_path / "no", config=model.config, options=ExportOptions(naming="module")
+            )
 
 
 def test_copies_of_tensor_parallel_ranks_are_whole_tensors(tmp_path, llama):

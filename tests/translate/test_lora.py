@@ -16,7 +16,7 @@ from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dic
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, GptOssConfig
 
-from smckpt import Adapter, Parallel, errors, export_hf
+from smckpt import Adapter, ExportOptions, Parallel, errors, export_hf
 from tests.support import child, shards
 from tests.support import references as ref
 from tests.support.limits import seconds
@@ -400,7 +400,7 @@ def test_a_merged_model_replaces_an_adapter(tmp_path):
         tmp_path / "out",
         adapter=Adapter(lora="merge", **given),
         config=model.config,
-        overwrite=True,
+        options=ExportOptions(overwrite=True),
     )
     assert_merged(tmp_path / "out", model)
 
@@ -581,9 +581,9 @@ def test_an_adapter_that_is_killed_on_the_way_does_not_load(tmp_path):
     checkpoint = saved(tmp_path, model.state_dict())
     code = """
     import os, sys
-    from smckpt import Adapter, export_hf
+    from smckpt import Adapter, ExportOptions, export_hf
     export_hf(sys.argv[1], sys.argv[2], adapter=Adapter("adapter", sys.argv[3]),
-              progress=lambda done, total: os._exit(0))
+              options=ExportOptions(progress=lambda done, total: os._exit(0)))
     """
     child.run(code, str(checkpoint), str(tmp_path / "out"), str(tmp_path / "peft"))
     left = ["adapter_config.json", "adapter_model.safetensors.unfinished"]

@@ -46,7 +46,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from smckpt.translate import Parallel, export_hf, import_hf
+from smckpt.translate import ExportOptions, ImportOptions, Parallel, export_hf, import_hf
 from smckpt.translate.configs.config import read_config
 from tests.support import families, interpreters, megatron_run, next_families, vision
 from tests.support import references as ref
@@ -177,8 +177,8 @@ def test_megatron_sees_what_is_wrong(tmp_path, megatron, hub, what):
     """It refuses shards of another degree, and writes another model from the others."""
     _, state, folder = hub("llama")
     t = 1 if what == "a wrong degree" else 2
-    report = import_hf(folder, tmp_path / "in", "mcore_local", tp=t, prefix="",
-                       pad_vocab_to_multiple_of=64)  # fmt: skip
+    report = import_hf(folder, tmp_path / "in", Parallel("mcore_local", tp=t),  prefix="",
+                       options=ImportOptions(pad_vocab_to_multiple_of=64))  # fmt: skip
     files = [tmp_path / "in" / name for name in report.files]
     if what == "a swapped tensor":
         one, two = (f"decoder.layers.{i}.self_attention.linear_qkv.weight" for i in (0, 1))
@@ -214,10 +214,9 @@ def agree_both_ways(
         layout: import_hf(
             folder,
             tmp_path / layout,
-            layout,
+            Parallel(layout, **degrees),
             prefix="",
-            pad_vocab_to_multiple_of=128 // t,
-            **degrees,
+            options=ImportOptions(pad_vocab_to_multiple_of=128 // t),
         )
         for layout in HELD
         if family in SPARSE or layout != "mcore_te_legacy"
@@ -268,7 +267,9 @@ def test_mbridge_fills_and_exports_language_model_and_tower(tmp_path, megatron, 
     assert config is not None
     (hub / "config.json").write_text(json.dumps(config.complete(None)))  # for transformers 4 too
     done = {
-        degree: import_hf(hub, tmp_path / f"tp{degree}", "mcore_te_tower", tp=degree, prefix="")
+        degree: import_hf(
+            hub, tmp_path / f"tp{degree}", Parallel("mcore_te_tower", tp=degree), prefix=""
+        )
         for degree in {1, t}
     }
     megatron({
@@ -324,11 +325,13 @@ def test_megatron_and_the_tables_agree_on_layers_that_predict_further_tokens(
     path = folder / "config.json"
     more_said = {"rope_theta": OLD_KEYS["rope_theta"], "num_nextn_predict_layers": 1}
     path.write_text(json.dumps({**json.loads(path.read_text()), **more_said}))
+    options = ImportOptions(mtp="keep", pad_vocab_to_multiple_of=128 // t)
     written = {
-        layout: import_hf(folder, tmp_path / layout, layout, prefix="", mtp="keep",
-                          pad_vocab_to_multiple_of=128 // t, **degrees)
+        layout: import_hf(
+            folder, tmp_path / layout, Parallel(layout, **degrees), prefix="", options=options
+        )
         for layout in ("mcore_te", "mcore_local")
-    }  # fmt: skip
+    }
     world = t * ep
     megatron({
         "hf": str(folder), "ranks": str(tmp_path / "mcore_local"), "out": str(tmp_path),
@@ -345,12 +348,23 @@ def test_megatron_and_the_tables_agree_on_layers_that_predict_further_tokens(
         for path, file in zip(states, done.files, strict=True):
             assert_same(load_file(tmp_path / layout / file), torch.load(path)["model"])
         out = tmp_path / f"{layout}-hf"
-        export_hf(states, out, config=folder, mtp="keep", parallel=Parallel(**degrees))
+        export_hf(
+            states,
+            out,
+            config=folder,
+            options=ExportOptions(mtp="keep"),
+            parallel=Parallel(**degrees),
+        )
         assert_same(load_file(out / "model.safetensors"), whole)
         judged(family, f"{layout}, MTP", exports=["Megatron-core", "logits"],
                imports=["mbridge", "Megatron-core"], at=f"{t}×{ep}")  # fmt: skip
     if world == 2:
-        report = export_hf(tmp_path / "dist", tmp_path / "dist-hf", config=folder, mtp="keep")
+        report = export_hf(
+            tmp_path / "dist",
+            tmp_path / "dist-hf",
+            config=folder,
+            options=ExportOptions(mtp="keep"),
+        )
         assert "torch_dist" in report.source and report.layout == "mcore_te"
         assert_same(load_file(tmp_path / "dist-hf" / "model.safetensors"), whole)
     exported = torch.load(tmp_path / "exported.pt")

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 import smckpt
-from smckpt import Parallel, errors, export_hf
+from smckpt import ExportOptions, ImportOptions, Parallel, errors, export_hf
 from smckpt.cli.app import app
 from smckpt.translate import import_hf, verify_hf
 from tests.support import families
@@ -77,7 +77,13 @@ def cuts_of(
 def test_layers_that_are_kept_are_megatrons_mtp(tmp_path, release, judged, family, layout, t, ep):
     _, state, more, folder = release(family)
     cuts = cuts_of(family, state, more, t, ep, layout == "mcore_local")
-    done = import_hf(folder, tmp_path / "ranks", layout, tp=t, ep=ep, prefix="", mtp="keep")
+    done = import_hf(
+        folder,
+        tmp_path / "ranks",
+        Parallel(layout, tp=t, ep=ep),
+        prefix="",
+        options=ImportOptions(mtp="keep"),
+    )
     assert done.notes == () and config_of(tmp_path / "ranks")[LAYERS] == 1
     for name, cut in zip(done.files, cuts, strict=True):
         found = load_file(tmp_path / "ranks" / name)
@@ -89,7 +95,13 @@ def test_layers_that_are_kept_are_megatrons_mtp(tmp_path, release, judged, famil
         (tmp_path / "ranks", {}), (written(tmp_path / "in", cuts), {"tp": t, "ep": ep}),
     ):  # fmt: skip
         out = tmp_path / f"hf{len(degrees)}"
-        report = export_hf(source, out, config=folder, mtp="keep", parallel=Parallel(**degrees))
+        report = export_hf(
+            source,
+            out,
+            config=folder,
+            options=ExportOptions(mtp="keep"),
+            parallel=Parallel(**degrees),
+        )
         assert report.layout == layout and report.notes == ()
         assert same(load_file(out / "model.safetensors"), whole)
         assert config_of(out)[LAYERS] == 1
@@ -111,7 +123,7 @@ def test_by_default_they_are_left_out_and_the_report_says_so(tmp_path, release, 
     assert same(load_file(tmp_path / "hf" / "model.safetensors"), state)
     assert len(report.notes) == 1 and "that predict further tokens are left out" in report.notes[0]
     assert config_of(tmp_path / "hf").get(LAYERS, 0) == 0
-    done = import_hf(folder, tmp_path / "ranks", "mcore_te", tp=2, prefix="")
+    done = import_hf(folder, tmp_path / "ranks", Parallel("mcore_te", tp=2), prefix="")
     assert f"{len(more)} tensors of layers that predict further tokens" in done.notes[0]
     assert config_of(tmp_path / "ranks").get(LAYERS, 0) == 0
     assert not any("mtp." in n for n in load_file(tmp_path / "ranks" / done.files[0]))
@@ -126,7 +138,7 @@ def test_two_layers_are_numbered_on(tmp_path, release):
         tmp_path / "hf",
         parallel=Parallel(tp=2),
         config=folder,
-        mtp="keep",
+        options=ExportOptions(mtp="keep"),
     )
     assert same(load_file(tmp_path / "hf" / "model.safetensors"), {**state, **more})
     assert config_of(tmp_path / "hf")[LAYERS] == 2
@@ -142,7 +154,9 @@ def test_a_plain_checkpoint_keeps_them_bitwise(tmp_path, release, judged, family
     for number, own in enumerate((state, model.state_dict())):
         smckpt.save({"model": {**own, **more}}, checkpoint_id=str(tmp_path / f"{number}"))
         kept, left = tmp_path / f"kept{number}", tmp_path / f"left{number}"
-        report = export_hf(tmp_path / f"{number}", kept, config=folder, mtp="keep")
+        report = export_hf(
+            tmp_path / f"{number}", kept, config=folder, options=ExportOptions(mtp="keep")
+        )
         assert same(load_file(kept / "model.safetensors"), {**state, **more})
         assert report.notes == () and report.naming == "hub" and config_of(kept)[LAYERS] == 1
         report = export_hf(tmp_path / f"{number}", left, config=folder)
@@ -155,7 +169,7 @@ def test_what_they_share_with_the_model_may_be_missing_in_a_plain_checkpoint(tmp
     _, state, more, folder = release("glm4_moe")
     own = {n: t for n, t in more.items() if "embed_tokens" not in n and "shared_head.head" not in n}
     smckpt.save({"model": {**state, **own}}, checkpoint_id=str(tmp_path / "saved"))
-    export_hf(tmp_path / "saved", tmp_path / "hf", config=folder, mtp="keep")
+    export_hf(tmp_path / "saved", tmp_path / "hf", config=folder, options=ExportOptions(mtp="keep"))
     assert same(load_file(tmp_path / "hf" / "model.safetensors"), {**state, **own})
 
 
@@ -178,7 +192,9 @@ def test_a_checkpoint_of_fsdp2_keeps_them_bitwise(tmp_path, release, judged):
     _, state, more, folder = release("deepseek_v3")
     run_ranks(saved_by_a_rank, 2, str(folder), more, str(tmp_path / "saved"))
     checkpoint = smckpt.latest_checkpoint(tmp_path / "saved")
-    report = export_hf(checkpoint, tmp_path / "hf", config=folder, mtp="keep")
+    report = export_hf(
+        checkpoint, tmp_path / "hf", config=folder, options=ExportOptions(mtp="keep")
+    )
     assert same(load_file(tmp_path / "hf" / "model.safetensors"), {**state, **more})
     assert report.naming == "hub"
     judged("deepseek_v3", "FSDP2, MTP", exports=["save_pretrained"], at="2")
@@ -192,7 +208,7 @@ def test_layers_whose_experts_are_packed_come_out_one_by_one(tmp_path, release):
     packed[f"{at}gate_up_proj"] = torch.stack([torch.cat(three[:2]) for three in each])
     packed[f"{at}down_proj"] = torch.stack([three[2] for three in each])
     smckpt.save({"model": {**model.state_dict(), **packed}}, checkpoint_id=str(tmp_path / "saved"))
-    export_hf(tmp_path / "saved", tmp_path / "hf", config=folder, mtp="keep")
+    export_hf(tmp_path / "saved", tmp_path / "hf", config=folder, options=ExportOptions(mtp="keep"))
     assert same(load_file(tmp_path / "hf" / "model.safetensors"), {**state, **more})
 
 
@@ -206,7 +222,13 @@ def test_pipeline_stages_have_them_at_the_end(tmp_path, release):
         own = name.replace("decoder.layers.1.", "decoder.layers.0.")
         stages[last][own] = tensor
     paths = written(tmp_path / "in", stages)
-    export_hf(paths, tmp_path / "hf", parallel=Parallel(pp=2), config=folder, mtp="keep")
+    export_hf(
+        paths,
+        tmp_path / "hf",
+        parallel=Parallel(pp=2),
+        config=folder,
+        options=ExportOptions(mtp="keep"),
+    )
     assert same(load_file(tmp_path / "hf" / "model.safetensors"), {**state, **more})
     export_hf(paths, tmp_path / "left", parallel=Parallel(pp=2), config=folder)
     assert same(load_file(tmp_path / "left" / "model.safetensors"), state)
@@ -236,7 +258,12 @@ def test_faults_of_such_layers_are_refused(tmp_path, release):
         with_config(path, **config)
         whole = {n: t for n, t in {**state, **more, **changes}.items() if n != without}
         save_file(whole, path / "model.safetensors")
-        import_hf(path, tmp_path / f"ranks{number}", "mcore_te", tp=2, mtp="keep")
+        import_hf(
+            path,
+            tmp_path / f"ranks{number}",
+            Parallel("mcore_te", tp=2),
+            options=ImportOptions(mtp="keep"),
+        )
 
     other = {f"{at}embed_tokens.weight": more[f"{at}embed_tokens.weight"] + 1}
     with pytest.raises(errors.TensorMismatchError, match=r"should be copies .*2.embed_tokens"):
@@ -254,16 +281,28 @@ def test_faults_of_such_layers_are_refused(tmp_path, release):
 def test_what_cannot_be_kept_is_refused_by_name(tmp_path, release, hub_model):
     _, state, _, folder = release("deepseek_v3")
     with pytest.raises(errors.UsageError, match="mtp='both'"):
-        import_hf(folder, tmp_path / "a", "mcore_te", mtp="both")
+        import_hf(folder, tmp_path / "a", Parallel("mcore_te"), options=ImportOptions(mtp="both"))
     with pytest.raises(errors.KeysMismatchError, match="no row for .*mtp_join"):
-        import_hf(folder, tmp_path / "b", rows_of_the_model_alone(), mtp="keep")
+        import_hf(
+            folder,
+            tmp_path / "b",
+            Parallel(rows_of_the_model_alone()),
+            options=ImportOptions(mtp="keep"),
+        )
     smckpt.save({"model": state}, checkpoint_id=str(tmp_path / "saved"))
     with pytest.raises(errors.UsageError, match="there are no layers that predict"):
-        export_hf(tmp_path / "saved", tmp_path / "c", config=folder, mtp="keep")
+        export_hf(
+            tmp_path / "saved", tmp_path / "c", config=folder, options=ExportOptions(mtp="keep")
+        )
     other = hub_model("qwen2_moe")
     smckpt.save({"model": other.state_dict()}, checkpoint_id=str(tmp_path / "other"))
     with pytest.raises(errors.UsageError, match="no table of layers of qwen2_moe"):
-        export_hf(tmp_path / "other", tmp_path / "d", config=other.config, mtp="keep")
+        export_hf(
+            tmp_path / "other",
+            tmp_path / "d",
+            config=other.config,
+            options=ExportOptions(mtp="keep"),
+        )
 
 
 def rows_of_the_model_alone() -> Any:
@@ -309,13 +348,20 @@ def test_a_plain_checkpoint_with_faulty_layers(tmp_path, release, fault):
         assert len(differ) == 2 and all("norm.weight" in text for text in differ)
         return
     with pytest.raises(errors.KeysMismatchError, match="not layers of a glm4_moe model"):
-        export_hf(tmp_path / "saved", tmp_path / "hf", config=folder, mtp="keep")
+        export_hf(
+            tmp_path / "saved", tmp_path / "hf", config=folder, options=ExportOptions(mtp="keep")
+        )
 
 
 @pytest.mark.parametrize("kept", [True, False])
 def test_verification_compares_them_where_both_sides_have_them(tmp_path, release, kept):
     _, state, more, folder = release("deepseek_v3")
-    import_hf(folder, tmp_path / "ranks", "mcore_te", tp=2, mtp="keep" if kept else "drop")
+    import_hf(
+        folder,
+        tmp_path / "ranks",
+        Parallel("mcore_te", tp=2),
+        options=ImportOptions(mtp="keep" if kept else "drop"),
+    )
     report = verify_hf(folder, against=tmp_path / "ranks")
     assert report.compared == len(state) + len(more) * kept
     assert [text for text in report.problems if "checkpoint" in text] == []

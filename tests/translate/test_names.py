@@ -16,7 +16,7 @@ from torch import distributed as dist
 from transformers import StableLmConfig, StableLmForCausalLM
 
 import smckpt
-from smckpt import LOCAL, SHARDED, errors, export_hf, sm_state_dict_type
+from smckpt import LOCAL, SHARDED, ExportOptions, Parallel, errors, export_hf, sm_state_dict_type
 from smckpt.translate import import_hf
 from smckpt.translate.exports.verify_hf import verify_hf
 from smckpt.translate.models import comparison, meta_model
@@ -135,7 +135,9 @@ def test_the_export_is_the_checkpoint_and_has_released_names(sample, family):
 def test_names_in_memory_are_written_on_request_and_verification_names_them(tmp_path, sample):
     checkpoint = smckpt.latest_checkpoint(sample / "qwen2_moe" / "checkpoint")
     model = hub_families.model("qwen2_moe")
-    report = export_hf(checkpoint, tmp_path / "hf", config=model.config, naming="module")
+    report = export_hf(
+        checkpoint, tmp_path / "hf", config=model.config, options=ExportOptions(naming="module")
+    )
     assert report.naming == "module"
     assert_same(tmp_path / "hf", model.state_dict())
     (problem,) = verify_hf(tmp_path / "hf").problems
@@ -154,14 +156,14 @@ def test_without_a_config_the_names_stay_and_the_report_says_so(tmp_path, sample
 def test_another_naming_is_refused(tmp_path, sample):
     checkpoint = smckpt.latest_checkpoint(sample / "phimoe" / "checkpoint")
     with pytest.raises(errors.UsageError, match="naming='disk'"):
-        export_hf(checkpoint, tmp_path / "hf", naming="disk")
+        export_hf(checkpoint, tmp_path / "hf", options=ExportOptions(naming="disk"))
 
 
 @pytest.mark.parametrize(
     ("family", "layout"), [("gpt_neox", "mcore_te"), ("deepseek_v3", "mcore_te")]
 )
 def test_an_import_takes_what_an_export_wrote(tmp_path, sample, family, layout):
-    import_hf(sample / family / "hf", tmp_path / "ranks", layout, tp=2)
+    import_hf(sample / family / "hf", tmp_path / "ranks", Parallel(layout, tp=2))
     model = hub_families.model(family)
     export_hf(smckpt.latest_checkpoint(tmp_path / "ranks"), tmp_path / "hf", config=model.config)
     assert_same(tmp_path / "hf", load_file(sample / family / "hf" / "model.safetensors"))
@@ -276,7 +278,7 @@ def test_the_child_that_compares_imports_what_it_needs_and_answers_as_this_proce
 
 BEGINS = """
 import json, sys
-from smckpt import errors, export_hf
+from smckpt import ExportOptions, errors, export_hf
 from smckpt.translate.exports.export_group import export_group_of_environment
 from smckpt.translate.exports.stages import Stages
 begun, write = [], Stages.write
@@ -286,9 +288,12 @@ def counted(stages):
 Stages.write = counted
 checkpoint, out, config, options = sys.argv[1:]
 crew = export_group_of_environment(60)
+given = json.loads(options)
+dtype = given.pop("dtype", None)
 try:
     made = export_hf(
-        checkpoint, out, config=config, process_group=crew, **json.loads(options)
+        checkpoint, out, config=config, dtype=dtype,
+        options=ExportOptions(process_group=crew, **given),
     )
     notes = [note for note in made.notes if "generation_config" not in note]
     told = [len(begun), made.naming, notes]

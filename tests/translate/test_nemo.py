@@ -22,7 +22,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
-from smckpt import errors, export_hf
+from smckpt import ExportOptions, errors, export_hf
 from smckpt.cli.app import app
 from smckpt.translate.archives import folders
 from smckpt.translate.archives.source_files import SourceFiles
@@ -116,7 +116,9 @@ def test_what_nemo_itself_packs_is_exported(tmp_path, llama, monkeypatch, judged
              (1, 2, "sharded")]  # fmt: skip
     for job in written(tmp_path, state, kinds):
         sharded = job["kind"] == "sharded"
-        report = export_hf(job["save"], tmp_path / "hf", config=model.config, overwrite=True)
+        report = export_hf(
+            job["save"], tmp_path / "hf", config=model.config, options=ExportOptions(overwrite=True)
+        )
         assert report.source.startswith("NeMo, Megatron-core's" if sharded else "NeMo"), job
         # a sharded state has the names of Transformer Engine's spec
         assert report.layout == ("mcore_te" if sharded else "mcore_local"), job
@@ -139,7 +141,9 @@ def test_the_directory_that_nemo_2_itself_writes_is_exported(tmp_path, llama, mo
         assert sorted(entry.name for entry in path.iterdir()) == ["context", "weights"]
         assert {"io.json", "model.yaml"} <= {entry.name for entry in (path / "context").iterdir()}
         for given in (path, path / "weights"):
-            report = export_hf(given, tmp_path / "hf", config=model.config, overwrite=True)
+            report = export_hf(
+                given, tmp_path / "hf", config=model.config, options=ExportOptions(overwrite=True)
+            )
             assert report.source == "NeMo, Megatron-core's distributed checkpoint (torch_dist)"
             assert report.layout == "mcore_te", job
             assert_same(tmp_path / "hf", state)
@@ -153,7 +157,9 @@ def test_an_archive_is_exported_where_it_is(tmp_path, llama, judged, tp, pp):
     path = packed(folder, tmp_path / "model.nemo")
     before = sorted(tmp_path.iterdir())
     for given in (path, folder):
-        report = export_hf(given, tmp_path / "hf", config=model.config, overwrite=True)
+        report = export_hf(
+            given, tmp_path / "hf", config=model.config, options=ExportOptions(overwrite=True)
+        )
         assert (report.source, report.layout) == ("NeMo", "mcore_te")
         assert_same(tmp_path / "hf", state)
     assert sorted(tmp_path.iterdir()) == sorted([*before, tmp_path / "hf"])

@@ -164,7 +164,7 @@ def test_ranks_in_the_wrong_order_are_refused_or_another_model(tmp_path, hub):
 def test_degrees_that_cut_a_head_of_the_net_are_refused(tmp_path, hub):
     _, state, folder = hub("qwen3_next")  # 4 key heads
     with pytest.raises(errors.TopologyError, match="8 does not divide the 4 heads of .*in_proj"):
-        import_hf(folder, tmp_path / "ranks", "mcore_te", tp=8)
+        import_hf(folder, tmp_path / "ranks", Parallel("mcore_te", tp=8))
     paths = written(tmp_path / "in", cuts_of("qwen3_next", state, 2, 1, False))
     with pytest.raises(errors.TensorMismatchError, match="64 rows in total"):
         export_hf(paths[:1], tmp_path / "hf", parallel=Parallel(tp=1), config=folder)

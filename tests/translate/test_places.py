@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed import checkpoint as dcp
 from transformers import AutoModelForCausalLM
 
-from smckpt import Parallel, errors, export_hf
+from smckpt import ExportOptions, Parallel, errors, export_hf
 from tests.support import references
 from tests.support.references import on_disk
 
@@ -48,7 +48,9 @@ def test_a_model_that_is_an_attribute_is_found(tmp_path, llama, place, against, 
     named = below(place, state)
     path = tmp_path / f"last.{kind}"
     save_file(named, path) if kind == "safetensors" else torch.save({"state_dict": named}, path)
-    export_hf(path, tmp_path / "hf", config=model.config, against_model=against)
+    export_hf(
+        path, tmp_path / "hf", config=model.config, options=ExportOptions(against_model=against)
+    )
     assert_same(tmp_path / "hf", state)
     _, told = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", output_loading_info=True)
     assert not any(told.values()), told
@@ -61,13 +63,16 @@ def test_two_models_are_listed_and_each_is_taken_by_its_prefix(tmp_path, llama):
     with pytest.raises(errors.KeysMismatchError, match="'student' or 'teacher.inner'"):
         export_hf(tmp_path / "last.ckpt", tmp_path / "no", config=model.config)
     report = export_hf(
-        tmp_path / "last.ckpt", tmp_path / "loose", config=model.config, against_model=False
+        tmp_path / "last.ckpt",
+        tmp_path / "loose",
+        config=model.config,
+        options=ExportOptions(against_model=False),
     )
     assert any("'student' or 'teacher.inner'" in note for note in report.notes), report.notes
     for prefix, wanted in (("student", state), ("state_dict.student", state),
                            ("teacher.inner", other(state))):  # fmt: skip
         export_hf(tmp_path / "last.ckpt", tmp_path / "hf", config=model.config, prefix=prefix,
-                  overwrite=True)  # fmt: skip
+                  options=ExportOptions(overwrite=True))  # fmt: skip
         assert_same(tmp_path / "hf", wanted)
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from smckpt import Adapter, convert, errors, export_hf, save
+from smckpt import Adapter, Parallel, convert, errors, export_hf, save
 from smckpt.translate import import_hf, verify_hf
 from smckpt.translate.configs.config import read_config
 from smckpt.translate.models.contents import whole_tensors
@@ -115,7 +115,7 @@ def logits(folder: Path) -> torch.Tensor:
 
 
 def round_trip(folder: Path, tmp_path: Path, **degrees: int) -> tuple[State, Path]:
-    import_hf(folder, tmp_path / "ranks", "mcore_te", **degrees)
+    import_hf(folder, tmp_path / "ranks", Parallel("mcore_te", **degrees))
     assert "quantization_config" not in (tmp_path / "ranks" / "config.json").read_text()
     export_hf(tmp_path / "ranks", tmp_path / "hf", config=tmp_path / "ranks")
     return load_file(tmp_path / "hf" / "model.safetensors"), tmp_path / "hf"
@@ -257,7 +257,7 @@ def test_a_release_that_is_not_whole_is_refused(tmp_path, release, fault):
     change, kind, text = FAULTS[fault]
     folder = changed(release, tmp_path / "hf", change)
     with pytest.raises(kind, match=text):
-        import_hf(folder, tmp_path / "r", "mcore_te")
+        import_hf(folder, tmp_path / "r", Parallel("mcore_te"))
     assert not list(tmp_path.glob("r/*"))
 
 
@@ -274,10 +274,10 @@ def test_another_block_size_in_the_config_is_refused(tmp_path, release):
     folder = changed(release, tmp_path / "hf", lambda s: None)
     with_config(folder, quantization_config=of_deepseek((32, 16)))
     with pytest.raises(errors.TensorMismatchError, match="in blocks of 32 × 16"):
-        import_hf(folder, tmp_path / "r", "mcore_te")
+        import_hf(folder, tmp_path / "r", Parallel("mcore_te"))
     with_config(folder, quantization_config={"quant_method": "fbgemm_fp8"})
     with pytest.raises(errors.CheckpointError):
-        import_hf(folder, tmp_path / "r", "mcore_te")
+        import_hf(folder, tmp_path / "r", Parallel("mcore_te"))
 
 
 def test_an_adapter_is_merged_into_a_release_in_float8(tmp_path, release):
@@ -388,10 +388,10 @@ def test_bin_files_alone_are_imported_as_safetensors_are(tmp_path, judged):
     assert same(round_trip(folder, tmp_path / "2", tp=2)[0], state)
     (folder / "pytorch_model-00002-of-00002.bin").unlink()
     with pytest.raises(errors.CorruptCheckpointError, match="-00002-of-00002.bin is missing"):
-        import_hf(folder, tmp_path / "r", "mcore_te")
+        import_hf(folder, tmp_path / "r", Parallel("mcore_te"))
     index.unlink()
     with pytest.raises(errors.CorruptCheckpointError, match="-00001-of-00002.bin .*no index"):
-        import_hf(folder, tmp_path / "r", "mcore_te")
+        import_hf(folder, tmp_path / "r", Parallel("mcore_te"))
     judged("llama", "release in .bin files", imports=["save_pretrained"], at="2")
 
 
@@ -412,7 +412,7 @@ def test_one_file_beside_the_index_of_an_older_model_is_what_transformers_reads(
             (hub / name).write_bytes(data)
         theirs = AutoModelForCausalLM.from_pretrained(hub).state_dict()
         assert torch.equal(theirs["model.norm.weight"], new.state_dict()["model.norm.weight"])
-        import_hf(hub, tmp_path / f"c{number}", "hf_tp")
+        import_hf(hub, tmp_path / f"c{number}", Parallel("hf_tp"))
         export_hf(tmp_path / f"c{number}", tmp_path / f"hf{number}")
         ours = load_file(tmp_path / f"hf{number}" / "model.safetensors")
         assert [n for n in theirs if not torch.equal(ours[n], theirs[n])] == []
@@ -446,7 +446,7 @@ def test_buffers_of_gpt_neox_are_left_out_and_its_weights_are_not(tmp_path, judg
     save_file({**more, "gpt_neox.layers.0.attention.other": torch.ones(3)},
               folder / "model.safetensors")  # fmt: skip
     with pytest.raises(errors.KeysMismatchError, match="attention.other"):
-        import_hf(folder, tmp_path / "r", "mcore_te")
+        import_hf(folder, tmp_path / "r", Parallel("mcore_te"))
     judged("gpt_neox", "release with buffers", imports=["save_pretrained"], at="2")
 
 
@@ -472,9 +472,9 @@ def test_layers_that_predict_further_tokens_are_left_out_and_named(tmp_path, rel
     folder = changed(release, tmp_path / "release", extend)
     with_config(folder, num_nextn_predict_layers=0)
     with pytest.raises(errors.KeysMismatchError, match=r"unexpected .*model.layers.2"):
-        import_hf(folder, tmp_path / "none", "mcore_te")
+        import_hf(folder, tmp_path / "none", Parallel("mcore_te"))
     with_config(folder, num_nextn_predict_layers=1)
-    report = import_hf(folder, tmp_path / "ranks", "mcore_te", tp=2)
+    report = import_hf(folder, tmp_path / "ranks", Parallel("mcore_te", tp=2))
     assert re.search(r"\d+ tensors of layers that predict further tokens", report.notes[0])
     export_hf(tmp_path / "ranks", tmp_path / "hf", config=tmp_path / "ranks")
     assert same(load_file(tmp_path / "hf" / "model.safetensors"), release[1])

@@ -91,7 +91,7 @@ def test_copies_that_drifted_apart_are_averaged_or_summed(tmp_path, directory, h
 @pytest.mark.parametrize("how", ["mean", "sum"])
 def test_an_import_gives_copies_whose_mean_or_sum_is_the_original(tmp_path, directory, how):
     folder, state = directory("llama")
-    done = import_hf(folder, tmp_path / "in", with_copies(how), tp=2, prefix="")
+    done = import_hf(folder, tmp_path / "in", Parallel(with_copies(how), tp=2), prefix="")
     paths = [tmp_path / "in" / name for name in done.files]
     second = load_file(paths[1])[NORM]
     assert torch.equal(second, state["model.norm.weight"] if how == "mean" else torch.zeros(64))
@@ -188,7 +188,7 @@ def test_norms_stored_less_one_get_it_back(tmp_path, directory, layout):
     assert same(tmp_path / "hf", wanted)
     for n, tensor in wanted.items():
         assert torch.allclose(tensor, state[n], atol=1e-6)
-    done = import_hf(folder, tmp_path / "back", name, tp=2, prefix="")
+    done = import_hf(folder, tmp_path / "back", Parallel(name, tp=2), prefix="")
     found, own = load_file(tmp_path / "back" / done.files[1]), cut(1)
     norms = [n for n in own if "norm" in n and not n.endswith("_weight_scale")]
     assert norms and all(torch.equal(found[n], own[n]) for n in norms if own[n].dim() == 1)
@@ -220,7 +220,7 @@ def test_legacy_grouped_experts_are_unfolded(tmp_path, directory, judged, family
     report = export_hf(paths, tmp_path / "hf", parallel=Parallel(tp=t, ep=ep), config=model.config)
     assert report.layout == "mcore_te_legacy"
     assert same(tmp_path / "hf", state)
-    done = import_hf(folder, tmp_path / "back", "mcore_te_legacy", tp=t, ep=ep, prefix="")
+    done = import_hf(folder, tmp_path / "back", Parallel("mcore_te_legacy", tp=t, ep=ep), prefix="")
     for name, cut in zip(done.files, cuts, strict=True):
         found = load_file(tmp_path / "back" / name)
         for key in (f"decoder.layers.{i}.mlp.experts.weight{n}" for i in range(2) for n in (1, 2)):
@@ -278,7 +278,7 @@ def test_metas_order_of_heads_of_which_half_is_rotary(tmp_path, directory):
             cut[name] = heads.reshape(tensor.shape)
     export_hf(written(tmp_path / "in", [cut]), tmp_path / "hf", config=config)
     assert same(tmp_path / "hf", state)
-    done = import_hf(folder, tmp_path / "back", "meta", config=config, prefix="")
+    done = import_hf(folder, tmp_path / "back", Parallel("meta"), config=config, prefix="")
     found = load_file(tmp_path / "back" / done.files[0])
     assert all(torch.equal(found[n], cut[n]) for n in found)
 

@@ -12,7 +12,7 @@ import torch
 from click.testing import CliRunner
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
 
-from smckpt import errors, export_hf
+from smckpt import ExportOptions, errors, export_hf
 from smckpt.cli.app import app
 from tests.support import references
 
@@ -49,13 +49,13 @@ def test_a_models_own_generation_config_is_written(tmp_path, model, how):
     else:
         given: dict[str, Any] = {
             "the model": {"config": model},
-            "object": {"config": model.config, "generation_config": model.generation_config},
-            "dict": {"config": model.config, "generation_config": wanted},
-            "file": {"config": model.config,
-                     "generation_config": tmp_path / "own" / "generation_config.json"},
-            "directory": {"config": alone, "generation_config": tmp_path / "own"},
-        }[how]  # fmt: skip
-        report = export_hf(tmp_path / "model.pt", tmp_path / "hf", **given)
+            "object": {"config": model.config, "own": model.generation_config},
+            "dict": {"config": model.config, "own": wanted},
+            "file": {"config": model.config, "own": tmp_path / "own" / "generation_config.json"},
+            "directory": {"config": alone, "own": tmp_path / "own"},
+        }[how]
+        options = ExportOptions(generation_config=given.pop("own", None))
+        report = export_hf(tmp_path / "model.pt", tmp_path / "hf", options=options, **given)
         assert not any("generation_config" in note for note in report.notes)
     assert generation(tmp_path / "hf") == wanted
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
@@ -74,10 +74,17 @@ def test_that_the_models_own_is_not_known_is_noted(tmp_path, model):
 def test_what_is_no_generation_config_is_refused(tmp_path, model, wrong):
     with pytest.raises(errors.UsageError):
         export_hf(
-            tmp_path / "model.pt", tmp_path / "hf", config=model.config, generation_config=wrong
+            tmp_path / "model.pt",
+            tmp_path / "hf",
+            config=model.config,
+            options=ExportOptions(generation_config=wrong),
         )
     with pytest.raises(errors.UsageError, match="config="):
-        export_hf(tmp_path / "model.pt", tmp_path / "hf", generation_config={"eos_token_id": 1})
+        export_hf(
+            tmp_path / "model.pt",
+            tmp_path / "hf",
+            options=ExportOptions(generation_config={"eos_token_id": 1}),
+        )
     assert not (tmp_path / "hf").exists()
 
 
@@ -165,7 +172,7 @@ def test_a_config_that_names_another_file_of_weights_does_not_lead_away_from_the
     other.save_pretrained(tmp_path / "hf")
     (tmp_path / "hf" / "model.safetensors").rename(tmp_path / "hf" / "ema.safetensors")
     export_hf(
-        tmp_path / "model.pt", tmp_path / "hf", overwrite=True,
+        tmp_path / "model.pt", tmp_path / "hf", options=ExportOptions(overwrite=True),
         config={**values, "transformers_weights": "ema.safetensors"},
     )  # fmt: skip
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
@@ -189,7 +196,6 @@ def test_a_config_that_names_no_class_gets_it(tmp_path, family, how):
 def test_where_the_class_is_not_known_a_note_says_so(tmp_path):
     made = references.model("llama")
     torch.save(made.state_dict(), tmp_path / "model.pt")
-    report = export_hf(
-        tmp_path / "model.pt", tmp_path / "hf", config=made.config, against_model=False
-    )  # fmt: skip
+    options = ExportOptions(against_model=False)
+    report = export_hf(tmp_path / "model.pt", tmp_path / "hf", config=made.config, options=options)
     assert any("names no class" in note for note in report.notes)

@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file
 
 import smckpt
-from smckpt import Parallel, errors, export_hf
+from smckpt import ExportOptions, Parallel, errors, export_hf
 from smckpt.cli.app import app
 from tests.support import families, hub_families
 from tests.support import references as ref
@@ -96,7 +96,9 @@ def test_ranks_and_stages_are_joined(tmp_path, neox, judged, tp, pp):
     model, state = neox
     root = partial(tmp_path / "run", neox_stages(state, tp, pp))
     for given in (root, root / "10_partial"):
-        report = export_hf(given, tmp_path / "hf", config=model.config, overwrite=True)
+        report = export_hf(
+            given, tmp_path / "hf", config=model.config, options=ExportOptions(overwrite=True)
+        )
         assert (report.source, report.layout) == ("SMP v1, partial", "smp_v1")
         assert_same(tmp_path / "hf", state)
     judged("gpt_neox", "SMP v1 partial", exports=["formulas"], at=str(tp))
@@ -280,7 +282,9 @@ def test_parts_of_sharded_data_parallelism_are_joined(tmp_path, judged, world):
     model.save_pretrained(tmp_path / "wanted")
     root = sharded(tmp_path / "run", dict(model.state_dict()), world)
     for given in (root, root / "10_partial"):
-        report = export_hf(given, tmp_path / "hf", config=model.config, overwrite=True)
+        report = export_hf(
+            given, tmp_path / "hf", config=model.config, options=ExportOptions(overwrite=True)
+        )
         assert report.source == "SMP v1, sharded data parallelism"
         assert_same(tmp_path / "hf", load_file(tmp_path / "wanted" / "model.safetensors"))
     judged("qwen2_moe", "SMP v1 sharded", exports=["save_pretrained"])

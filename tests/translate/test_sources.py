@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import smckpt
-from smckpt import errors, export_hf
+from smckpt import ExportOptions, Parallel, errors, export_hf
 from smckpt.translate import import_hf
 from smckpt.translate.archives import source_files
 from smckpt.translate.sources.torch_files import stored_state
@@ -81,7 +81,9 @@ def test_what_megatron_lm_itself_saves_is_exported(tmp_path, monkeypatch, judged
     for job, ((family, _), (tp, ep, _, place)) in zip(jobs, SAVED.items(), strict=True):
         model, state = made[family]
         assert (Path(job["save"]) / "iter_0000010" / place).is_dir(), job
-        report = export_hf(job["save"], tmp_path / "hf", config=model.config, overwrite=True)
+        report = export_hf(
+            job["save"], tmp_path / "hf", config=model.config, options=ExportOptions(overwrite=True)
+        )
         assert (report.source, report.layout) == ("Megatron-LM (mp_rank_XX)", "mcore_local"), job
         assert_same(tmp_path / "hf", state)
         judged(family, "Megatron-LM directory", exports=["Megatron-LM"],
@@ -229,7 +231,9 @@ def test_deepspeeds_weights_are_exported_up_to_stage_2(tmp_path, llama):
     model, state = llama
     root = deepspeed_directory(tmp_path / "whole", [state])
     for given in (root, root / "global_step10"):
-        report = export_hf(given, tmp_path / "hf", config=model.config, overwrite=True)
+        report = export_hf(
+            given, tmp_path / "hf", config=model.config, options=ExportOptions(overwrite=True)
+        )
         assert report.source == "DeepSpeed"
         assert_same(tmp_path / "hf", state)
     cuts = each_rank(lambda r, e: references.mcore(state, 2, r), 2)
@@ -392,7 +396,7 @@ def test_buffers_of_older_releases_hold_no_weights(tmp_path):
         at = f"gpt_neox.layers.{i}.attention"
         old |= {f"{at}.bias": torch.ones(1, 1, 8, 8), f"{at}.masked_bias": torch.tensor(-1e9)}
     save_file(old, tmp_path / "hf" / "model.safetensors")
-    import_hf(tmp_path / "hf", tmp_path / "ranks", "mcore_te", tp=2)
+    import_hf(tmp_path / "hf", tmp_path / "ranks", Parallel("mcore_te", tp=2))
     checkpoint = smckpt.latest_checkpoint(tmp_path / "ranks")
     export_hf(checkpoint, tmp_path / "again", config=model.config)
     assert_same(tmp_path / "again", state)
@@ -404,7 +408,7 @@ def test_a_release_without_the_outer_name_is_imported(tmp_path):
     state = on_disk(model, tmp_path / "hf")
     bare = {name.removeprefix("transformer."): tensor for name, tensor in state.items()}
     save_file(bare, tmp_path / "hf" / "model.safetensors")
-    import_hf(tmp_path / "hf", tmp_path / "ranks", "mcore_te", tp=2)
+    import_hf(tmp_path / "hf", tmp_path / "ranks", Parallel("mcore_te", tp=2))
     checkpoint = smckpt.latest_checkpoint(tmp_path / "ranks")
     export_hf(checkpoint, tmp_path / "again", config=model.config)
     assert_same(tmp_path / "again", state)

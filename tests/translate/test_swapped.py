@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from smckpt import apply_published, export_hf, publish
+from smckpt import ExportOptions, apply_published, export_hf, publish
 from smckpt.checkpoint.commits.pins import remove_newest
 from smckpt.checkpoint.commits.sweep import sweep
 from smckpt.checkpoint.upkeep.transfer import copy_checkpoint
@@ -27,6 +27,7 @@ from tests.support.swaps import below, swap, swapped_at
 from tests.support.synthetic import Step
 
 GROUPS = {"deep/part0": (0, 2), "part1": (1, 3)}
+OPTIONS = ExportOptions(overwrite=True, against_model=False, allow_nonfinite=True, naming="module")
 
 
 def _model(directory: Path, value: float) -> Path:
@@ -70,8 +71,8 @@ class Export:
 
     def act(self) -> None:
         export_hf(
-            self.top / "run" / "1", self.top / "out" / "1", overwrite=True, prefix="",
-            config=self.top / "tok", against_model=False, allow_nonfinite=True, naming="module",
+            self.top / "run" / "1", self.top / "out" / "1", options=OPTIONS, prefix="",
+            config=self.top / "tok",
         )  # fmt: skip
 
 
@@ -83,10 +84,7 @@ class Follow(Export):
 
     def act(self) -> None:
         def export(found: Any, directory: str) -> None:
-            export_hf(
-                found, directory, overwrite=True, prefix="", config=self.top / "tok",
-                against_model=False, allow_nonfinite=True, naming="module",
-            )  # fmt: skip
+            export_hf(found, directory, options=OPTIONS, prefix="", config=self.top / "tok")
 
         for done in follow(self.top / "run", self.top / "out", export, once=True):
             if done.error is not None:

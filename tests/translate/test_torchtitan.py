@@ -55,7 +55,7 @@ def titans(tmp_path_factory) -> dict[str, Titan]:
         folder = tmp_path_factory.mktemp(name)
         model = maker.model(name.removesuffix("_plain").removesuffix("_tied"), **more)
         out[name] = Titan(model, ref.on_disk(model, folder), folder)
-        import_hf(folder, folder / "theirs", "torchtitan", prefix="")
+        import_hf(folder, folder / "theirs", Parallel("torchtitan"), prefix="")
     interpreters.run(python, str(SCRIPT), *(each.folder for each in out.values()))
     return out
 
@@ -121,7 +121,7 @@ def test_an_import_is_what_torchtitans_adapter_reads(titan, judged):
 def test_metas_names_are_the_same_in_other_words(tmp_path, titans, judged):
     judged("llama", "meta", imports=["torchtitan"], at="1")
     folder = titans["llama"].folder
-    report = import_hf(folder, tmp_path / "in", "meta", prefix="")
+    report = import_hf(folder, tmp_path / "in", Parallel("meta"), prefix="")
     found = load_file(tmp_path / "in" / report.files[0])
     names = {"output.weight": "lm_head.weight"}
     renamed = {
@@ -154,7 +154,7 @@ def test_its_parallel_ranks_are_rows_and_columns_of_it(tmp_path, titans, name, t
     at = f"{t}×{ep}" if ep > 1 else f"{t}"
     judged(name, "torchtitan", exports=["formulas"], imports=["formulas"], at=at)
     _, state, folder = titans[name]
-    report = import_hf(folder, tmp_path / "in", "torchtitan", tp=t, ep=ep, prefix="")
+    report = import_hf(folder, tmp_path / "in", Parallel("torchtitan", tp=t, ep=ep), prefix="")
     files = [tmp_path / "in" / each for each in report.files]
     whole = torch.load(folder / "titan0.pt")["model"]
     assert len(files) == t * ep

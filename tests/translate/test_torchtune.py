@@ -52,7 +52,7 @@ def tunes(tmp_path_factory) -> dict[str, Tune]:
         folder = tmp_path_factory.mktemp(name)
         model = maker.model(name.removesuffix("_tied"), **more)
         out[name] = Tune(model, ref.on_disk(model, folder), folder)
-        import_hf(folder, folder / "theirs", "torchtune", prefix="")
+        import_hf(folder, folder / "theirs", Parallel("torchtune"), prefix="")
     interpreters.run(python, str(SCRIPT), *(each.folder for each in out.values()))
     return out
 
@@ -99,7 +99,7 @@ def test_an_import_is_what_torchtunes_checkpointer_reads(tune, judged):
 def test_its_tensor_parallel_ranks_are_rows_and_columns_of_it(tmp_path, tunes, name, judged):
     judged(name, "torchtune", exports=["formulas"], imports=["formulas"], at="2")
     _, state, folder = tunes[name]
-    report = import_hf(folder, tmp_path / "in", "torchtune", tp=2, prefix="")
+    report = import_hf(folder, tmp_path / "in", Parallel("torchtune", tp=2), prefix="")
     files = [tmp_path / "in" / each for each in report.files]
     whole = torch.load(folder / "tune.pt")
     for rank, file in enumerate(files):

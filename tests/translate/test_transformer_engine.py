@@ -107,7 +107,7 @@ def engine(tmp_path_factory) -> tuple[dict[str, Any], Path]:
             hub[family] = (folder, state, y, model.config)
         folder, _, _, config = hub[family]
         ranks = at / f"{family}-{layout}-{t}"
-        report = import_hf(folder, ranks, layout, tp=t, prefix="")
+        report = import_hf(folder, ranks, Parallel(layout, tp=t), prefix="")
         theta = (getattr(config, "rope_parameters", None) or {}).get("rope_theta", 10000)
         rotary = {"dim": ref.D, "rotary_base": theta,
                   "rotary_percent": 0.5 if family == "gpt_neox" else 1.0}  # fmt: skip

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from smckpt import Parallel, ParallelState, errors, export_hf, verify_hf
+from smckpt import ExportOptions, Parallel, ParallelState, errors, export_hf, verify_hf
 from tests.support import hub_families, references, shards
 from tests.support.limits import seconds, within
 
@@ -38,7 +38,12 @@ def checkpoint(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def exported(model: Any, checkpoint: Path, tmp_path: Path) -> Path:
-    export_hf(checkpoint, tmp_path / "hf", config=model.config, max_shard_size="40KB")
+    export_hf(
+        checkpoint,
+        tmp_path / "hf",
+        config=model.config,
+        options=ExportOptions(max_shard_size="40KB"),
+    )
     return tmp_path / "hf"
 
 

@@ -86,7 +86,7 @@ def assert_there_and_back(
     )
     assert report.layout == layout  # the names are enough
     assert_the_original(folder / "hf", model, state)
-    done = import_hf(directory, folder / "back", layout, tp=t, ep=ep, prefix="")
+    done = import_hf(directory, folder / "back", Parallel(layout, tp=t, ep=ep), prefix="")
     for name, cut in zip(done.files, cuts, strict=True):
         found = load_file(folder / "back" / name)
         assert found.keys() == cut.keys()
@@ -157,7 +157,7 @@ def test_megatron_bridge_makes_of_each_tensor_what_the_table_says(tmp_path, hub,
     jobs = []
     for family in vision.FAMILIES:
         (out := tmp_path / family).mkdir()
-        import_hf(hub(family)[2], out / "ranks", "mcore_te", tp=t, prefix="")
+        import_hf(hub(family)[2], out / "ranks", Parallel("mcore_te", tp=t), prefix="")
         jobs.append({"family": family, "hf": str(hub(family)[2]), "ranks": str(out / "ranks"),
                      "tp": t, "out": str(out)})  # fmt: skip
     (tmp_path / "jobs").write_text("\n".join(map(json.dumps, jobs)))
@@ -191,7 +191,11 @@ def test_a_gemma_with_a_head_of_its_own(tmp_path):
 def test_a_checkpoint_of_an_import_exports_to_the_original(tmp_path, hub, judged, family):
     model, state, directory = hub(family)
     ep = 2 if family == MOE else 1
-    import_hf(directory, tmp_path / "in", "mcore_te", tp=2, ep=ep)
+    import_hf(
+        directory,
+        tmp_path / "in",
+        Parallel("mcore_te", tp=2, ep=ep),
+    )
     report = export_hf(tmp_path / "in", tmp_path / "hf", config=model.config)
     assert report.layout == "mcore_te"
     assert_same(load_file(tmp_path / "hf" / "model.safetensors"), state)
@@ -332,4 +336,4 @@ def test_a_tower_in_the_last_stage_is_refused(tmp_path, hub):
 def test_a_layout_without_rows_for_a_tower_says_so(tmp_path, hub, layout):
     directory = hub("qwen3_vl")[2]
     with pytest.raises(errors.CheckpointError, match=r"no row for \['deepstack|is not known for"):
-        import_hf(directory, tmp_path / "in", layout)
+        import_hf(directory, tmp_path / "in", Parallel(layout))

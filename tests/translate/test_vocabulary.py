@@ -12,7 +12,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from smckpt import Adapter, Parallel, ParallelState, errors, export_hf, import_hf, verify_hf
+from smckpt import (
+    Adapter,
+    ImportOptions,
+    Parallel,
+    ParallelState,
+    errors,
+    export_hf,
+    import_hf,
+    verify_hf,
+)
 from smckpt.translate.tables.vocabulary import check_rows, check_tokenizer
 from tests.support import references as ref
 from tests.support import shards
@@ -217,7 +226,12 @@ def test_an_export_that_would_cut_off_a_row_that_its_tokenizer_uses_is_refused(t
 
 def test_an_import_says_where_its_padding_will_have_to_be_said(tmp_path, llama, caplog):
     folder, state = llama
-    told = import_hf(folder, tmp_path / "r", "mcore_te", tp=2, pad_vocab_to_multiple_of=48)
+    told = import_hf(
+        folder,
+        tmp_path / "r",
+        Parallel("mcore_te", tp=2),
+        options=ImportOptions(pad_vocab_to_multiple_of=48),
+    )
     (note,) = told.notes
     assert "120 is padded to 192" in note and "padded_vocab_size=192" in caplog.text
     with pytest.raises(errors.TensorMismatchError, match="padded_vocab_size=192"):
@@ -226,7 +240,12 @@ def test_an_import_says_where_its_padding_will_have_to_be_said(tmp_path, llama, 
         tmp_path / "r", tmp_path / "hf", config=folder, parallel=Parallel(padded_vocab_size=192)
     )
     assert same(tmp_path / "hf", state)
-    usual = import_hf(folder, tmp_path / "s", "mcore_te", tp=8, pad_vocab_to_multiple_of=128)
+    usual = import_hf(
+        folder,
+        tmp_path / "s",
+        Parallel("mcore_te", tp=8),
+        options=ImportOptions(pad_vocab_to_multiple_of=128),
+    )
     assert usual.notes == () and usual.nonfinite == {}
 
 
@@ -235,8 +254,8 @@ def test_transformer_engines_ranks_have_whole_groups(tmp_path, llama):
     folder, state = llama
     for layout in ("te_split", "te_fused", "te_fused_interleaved"):
         with pytest.raises(errors.TopologyError, match=f"8 does not divide the 4 .*{layout}"):
-            import_hf(folder, tmp_path / "r", layout, tp=8)
-    import_hf(folder, tmp_path / "r", "mcore_te", tp=8)
+            import_hf(folder, tmp_path / "r", Parallel(layout, tp=8))
+    import_hf(folder, tmp_path / "r", Parallel("mcore_te", tp=8))
     paths = []
     for r in range(8):
         paths.append(tmp_path / f"rank{r}.safetensors")

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, fields
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict
+from typing import Any
 
 import click
 
+from smckpt.cli.models.options import as_json, mtp, of_ranks, taken, threads
 from smckpt.cli.output import bytes_text, count_text, print_json, print_line, progress_bar
 
-if TYPE_CHECKING:
-    from smckpt.translate import Parallel
-
-__all__ = ["convert", "import_", "mtp", "reshard", "threads"]
+__all__ = ["convert", "import_", "reshard"]
 
 _SHOWN = 8  # names of a line
 _FORMATS = ("smckpt", "dcp", "torch", "trainer", "accelerate", "lightning", "torchtitan")
@@ -32,9 +30,8 @@ _FORMATS = ("smckpt", "dcp", "torch", "trainer", "accelerate", "lightning", "tor
               "default such names are refused.")  # fmt: skip
 @click.option("--ignore", multiple=True, metavar="PATTERN",
               help="Leave these names out (a glob); may be repeated.")  # fmt: skip
-@click.option("--threads", type=click.IntRange(1, 256), default=4, show_default=True,
-              help="Threads that read and check.")  # fmt: skip
-@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a line.")
+@threads
+@as_json
 def convert(
     source: str,
     target: str,
@@ -80,9 +77,8 @@ def convert(
 @click.argument("target")
 @click.option("--shard", type=click.IntRange(1), help="The number of ranks.")
 @click.option("--full", is_flag=True, help="Whole tensors, in one rank's file; as --shard 1.")
-@click.option("--threads", type=click.IntRange(1, 256), default=4, show_default=True,
-              help="Threads that read and check.")  # fmt: skip
-@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a line.")
+@threads
+@as_json
 def reshard(
     source: str, target: str, shard: int | None, full: bool, threads: int, as_json: bool
 ) -> None:
@@ -108,27 +104,6 @@ def reshard(
         f"{count_text(report.tensors, 'tensor')}, {bytes_text(report.nbytes)}, "
         f"{report.seconds:.1f} s: {report.target}"
     )
-
-
-mtp = click.option(
-    "--mtp", type=click.Choice(["drop", "keep"]), default="drop", show_default=True,
-    help="Layers that predict further tokens: leave them out, or keep them.",
-)  # fmt: skip
-threads = click.option(
-    "--threads",
-    type=click.IntRange(1, 256),
-    default=4,
-    show_default=True,
-    help="Threads that read and write.",
-)
-
-
-def parallel_of(options: dict[str, Any], prefix: str = "") -> Parallel:
-    """Take the options about the ranks that wrote a source out of `options`."""
-    from smckpt.translate import Parallel
-
-    names = [field.name for field in fields(Parallel) if prefix + field.name in options]
-    return Parallel(**{name: options.pop(prefix + name) for name in names})
 
 
 @click.command("import")
@@ -159,28 +134,22 @@ def parallel_of(options: dict[str, Any], prefix: str = "") -> Parallel:
     "--allow-equal-ranks", "from_allow_equal_ranks", is_flag=True, help="Of SOURCE, as for export."
 )
 @mtp
-@click.option("--from-layout", help="Of SOURCE: --layout of export. By default found.")
-@click.option("--from-tp", type=click.IntRange(1), help="Of SOURCE, if it is not recorded.")
-@click.option("--from-ep", type=click.IntRange(1), help="Of SOURCE, if it is not recorded.")
-@click.option("--from-etp", type=click.IntRange(1), help="Of SOURCE, as for export.")
-@click.option("--from-pp", type=click.IntRange(1), help="Of SOURCE, as for export.")
-@click.option("--from-vpp", type=click.IntRange(1), help="Of SOURCE, as for export.")
-@click.option("--from-padded-vocab-size", type=click.IntRange(1), help="Of SOURCE, as for export.")
+@of_ranks("from-", "Of SOURCE, as for export.")
 @click.option("--from-prefix", help="The model's key in SOURCE. By default found.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a line.")
+@as_json
 def import_(source: tuple[str, ...], out: str, as_json: bool, **options: Any) -> None:
     """Write the model in SOURCE as a checkpoint of tensor-parallel ranks, in OUT, on disk or in S3.
 
     SOURCE is a Hugging Face directory, or anything else that `smckpt export` reads: a checkpoint at
     other degrees or of another layout goes to the new one in one step.
     """
-    from smckpt.translate import import_hf
+    from smckpt.translate import ImportOptions, Parallel, import_hf
 
-    options["source"] = parallel_of(options, "from_")
+    options["source"] = taken(Parallel, options, "from_")
+    options["parallel"] = taken(Parallel, options)
     with progress_bar("importing", quiet=as_json) as progress:
-        report = import_hf(
-            source if len(source) > 1 else source[0], out, progress=progress, **options
-        )
+        options["options"] = taken(ImportOptions, options, progress=progress)
+        report = import_hf(source if len(source) > 1 else source[0], out, **options)
     if as_json:
         print_json(asdict(report))
         return

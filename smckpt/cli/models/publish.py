@@ -11,11 +11,10 @@ from typing import Any
 
 import click
 
+from smckpt.cli.models.options import as_json
 from smckpt.cli.output import bytes_text, count_text, print_error, print_json, print_line
 
 __all__ = ["apply", "follow_run", "publish", "reload"]
-
-_as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a line.")
 
 
 @click.command()
@@ -26,7 +25,7 @@ _as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON inst
               "since the last publish; none: everything.")  # fmt: skip
 @click.option("--full-every", type=click.IntRange(1), default=20, show_default=True,
               help="Write everything after this many publishes.")  # fmt: skip
-@_as_json
+@as_json
 def publish(source: str, out: str, delta: str, full_every: int, as_json: bool) -> None:
     """Write to OUT what changed in the model directory SOURCE since the last publish.
 
@@ -50,7 +49,7 @@ def publish(source: str, out: str, delta: str, full_every: int, as_json: bool) -
 @click.option("--number", type=click.IntRange(0), help="Which publish. By default the newest.")
 @click.option("--keep", type=click.IntRange(1), default=2, show_default=True,
               help="How many publishes stay in DIRECTORY.")  # fmt: skip
-@_as_json
+@as_json
 def apply(root: str, directory: str, number: int | None, keep: int, as_json: bool) -> None:
     """Make DIRECTORY/latest the model that was last published at ROOT.
 
@@ -73,7 +72,7 @@ def apply(root: str, directory: str, number: int | None, keep: int, as_json: boo
 @click.argument("server", nargs=-1, required=True)
 @click.option("--timeout", type=click.FloatRange(1), default=600.0, show_default=True,
               help="Seconds that a server may take.")  # fmt: skip
-@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of lines.")
+@as_json
 def reload(directory: str, server: tuple[str, ...], timeout: float, as_json: bool) -> None:
     """Let running servers load the weights in DIRECTORY in place of theirs.
 
@@ -113,12 +112,11 @@ def follow_run(
         raise click.UsageError("--follow takes one ROOT")
     if "WORLD_SIZE" in os.environ and os.environ["WORLD_SIZE"] != "1":
         raise click.UsageError("--follow is one process: run it without torchrun")
-    options.pop("overwrite")  # what has no record is the rest of an export
     lower_priority(_NICENESS, _IDLE)
     reports: list[ExportReport] = []
 
     def export(checkpoint: str, directory: str) -> None:
-        reports[:] = [export_hf(checkpoint, directory, overwrite=True, **options)]
+        reports[:] = [export_hf(checkpoint, directory, **options)]
 
     failed = 0
     for done in follow(root[0], out, export, **given):

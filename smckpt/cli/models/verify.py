@@ -8,16 +8,12 @@ from typing import Any, NoReturn
 
 import click
 
-from smckpt.cli.models.convert import parallel_of
+from smckpt.cli.models.options import as_json, of_ranks, taken, threads
 from smckpt.cli.output import bytes_text, count_text, print_json, print_line, progress_bar
 
 __all__ = ["verify"]
 
 _SHOWN = 8  # names of a line
-
-as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of lines.")
-threads = click.option("--threads", type=click.IntRange(1, 256), default=4, show_default=True,
-                       help="Threads that read and check.")  # fmt: skip
 
 
 @click.command()
@@ -41,13 +37,7 @@ threads = click.option("--threads", type=click.IntRange(1, 256), default=4, show
 @click.option(
     "--reference", metavar="DIR", help="With --hf: compare the logits with this directory's model."
 )
-@click.option("--layout", help="With --against: its tensor-parallel layout, as for export.")
-@click.option("--tp", type=click.IntRange(1), help="With --against, as for export.")
-@click.option("--ep", type=click.IntRange(1), help="With --against, as for export.")
-@click.option("--etp", type=click.IntRange(1), help="With --against, as for export.")
-@click.option("--pp", type=click.IntRange(1), help="With --against, as for export.")
-@click.option("--vpp", type=click.IntRange(1), help="With --against, as for export.")
-@click.option("--padded-vocab-size", type=click.IntRange(1), help="With --against, as for export.")
+@of_ranks(help="With --against, as for export.")
 @threads
 @as_json
 def verify(
@@ -122,9 +112,9 @@ def _verify_hf(
     as_json: bool,
     of_layout: dict[str, Any],
 ) -> NoReturn:
-    from smckpt.translate import verify_hf
+    from smckpt.translate import Parallel, verify_hf
 
-    parallel = parallel_of(of_layout)
+    parallel = taken(Parallel, of_layout)
     with progress_bar("comparing", quiet=as_json or against is None) as progress:
         report = verify_hf(
             directory, against=against, reference=reference, progress=progress, parallel=parallel

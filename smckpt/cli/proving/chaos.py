@@ -8,6 +8,7 @@ import sys
 import click
 
 from smckpt.cli.compare import ignore
+from smckpt.cli.models.options import as_json
 from smckpt.cli.output import print_json, print_line, visible
 from smckpt.cli.proving import trials
 
@@ -24,7 +25,7 @@ __all__ = ["chaos"]
               help="Seconds for each run. By default an hour for the first, and ten times as long "
               "as that took, or 60, for each other.")  # fmt: skip
 @ignore
-@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of lines.")
+@as_json
 @trials.command
 def chaos(
     moments: int,

@@ -8,6 +8,7 @@ import sys
 import click
 
 from smckpt.cli.compare import ignore
+from smckpt.cli.models.options import as_json
 from smckpt.cli.output import print_json, print_line, visible
 from smckpt.cli.proving import trials
 
@@ -23,7 +24,7 @@ __all__ = ["prove"]
 @click.option("--timeout", type=click.FloatRange(1), default=3600.0, show_default=True,
               help="Seconds for each of the three runs.")  # fmt: skip
 @ignore
-@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a line.")
+@as_json
 @trials.command
 def prove(
     kill_at: int | None,

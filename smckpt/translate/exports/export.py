@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -17,14 +16,15 @@ from dataclasses import dataclass, field, replace
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from smckpt.calls import alone
+from smckpt.calls import alone, changed, checked
 from smckpt.errors import UsageError
 from smckpt.storage import Access, Storage, StoreOptions, access_to
 from smckpt.storage.urls import is_local
 from smckpt.translate.configs.config import ModelConfig, read_generation
-from smckpt.translate.configs.prediction import DROP, check_mtp, with_prediction_layers
+from smckpt.translate.configs.prediction import with_prediction_layers
 from smckpt.translate.exports.export_group import ExportGroup, export_group_of
 from smckpt.translate.exports.gguf import GgufConverter
+from smckpt.translate.exports.options import ExportOptions
 from smckpt.translate.exports.sidecars import (
     notes_on_absent,
     read_settings,
@@ -34,11 +34,9 @@ from smckpt.translate.exports.sidecars import (
 from smckpt.translate.exports.stages import Planned, Stages
 from smckpt.translate.models.adapter import Adapter, find_peft_contents
 from smckpt.translate.models.comparison import Comparison, OtherNamesError
-from smckpt.translate.models.contents import HUB, MODULE, ExportContents, find_contents
+from smckpt.translate.models.contents import HUB, ExportContents, find_contents
 from smckpt.translate.models.model_source import Parallel
 from smckpt.translate.tables.degrees import (
-    check_counts,
-    check_flags,
     check_paths,
     refuse_given,
     refuse_store,
@@ -51,9 +49,6 @@ from smckpt.translate.writing.targets import ADAPTER_WEIGHTS, OutputFile, arrang
 __all__ = ["ExportReport", "export_hf"]
 
 log = logging.getLogger("smckpt")
-
-_SIZES = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_SIZES |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 
 
 @dataclass(frozen=True)
@@ -89,25 +84,12 @@ def export_hf(
     *,
     parallel: Parallel | None = None,
     config: Any = None,
-    generation_config: Any = None,
     tokenizer: Any = None,
     dtype: str | None = None,
-    max_shard_size: int | str = "5GB",
     prefix: str | None = None,
-    threads: int | None = None,
-    progress: Callable[[int, int], None] | None = None,
-    overwrite: bool = False,
-    storage: StoreOptions | Mapping[str, Any] | None = None,
-    allow_nonfinite: bool = False,
-    against_model: bool = True,
-    naming: str = HUB,
-    mtp: str = DROP,
     adapter: Adapter | None = None,
-    card: bool = True,
-    gguf: str | None = None,
-    gguf_converter: str | os.PathLike[str] | None = None,
-    process_group: Any = None,
-    timeout: float = 600.0,
+    options: ExportOptions | None = None,
+    storage: StoreOptions | Mapping[str, Any] | None = None,
 ) -> ExportReport:
     """Write the model of `checkpoint` as a directory that `from_pretrained` loads.
 
@@ -129,46 +111,18 @@ def export_hf(
             transformers 4 and 5, and with the dtype of the weights. By default the config.json in
             the checkpoint's own directory, where the door for transformers' Trainer writes it; a
             note says so.
-        generation_config: the model's own: `model.generation_config`, a directory or file, or a
-            dict. By default the file beside `config`, or the token ids in the config.
         tokenizer: a directory whose tokenizer files are copied, or an object with
             `save_pretrained`. By default the files beside `config`, if that is a directory or the
             checkpoint's own.
         dtype: "float32", "bfloat16" or "float16": cast floating tensors to it, rounding to nearest
             even, except those that `from_pretrained` keeps in float32. None keeps each tensor's
             own.
-        max_shard_size: how much data one file may have, in bytes or as "5GB", "512MiB".
         prefix: the dotted place of the model in the saved state dict ("model"; "" for all of it).
             By default the key "model", or the only part that is not an optimizer.
-        threads: how many threads read and write; by default one for each processor, at most 8.
-        progress: called with (bytes written, bytes in total) after each chunk, one call at a time.
-            It begins again where released checkpoints turn out to have other names.
-        overwrite: replace a model in `out_dir`. The old one is removed first.
-        storage: as for `save`, if `checkpoint` or `out_dir` is in S3.
-        allow_nonfinite: also export weights with NaN or infinity; the report counts them.
-        against_model: compare names and shapes with the config's model: with the table of a
-            built-in family, and, if they do not fit it exactly and transformers is installed, with
-            the model that transformers makes on the meta device.
-        naming: "hub": the names of released models, as `save_pretrained` writes them. For families
-            without a table, transformers gives them; a note says if it cannot. "module": the names
-            in the state dict, which not all servers and versions load.
-        mtp: layers that predict further tokens (multi-token prediction), of families with a table
-            of them: "drop" leaves them out, as transformers does, and a note says so; "keep" writes
-            them under the names of the release. The config's num_nextn_predict_layers is what is
-            written.
         adapter: for the checkpoint of a PEFT model: write the adapter, or merge it into its base.
-        card: write README.md, a model card: step, checkpoint, sizes, dtype and checksums. One that
-            smckpt did not write stays as it is.
-        gguf: also write `model-<gguf>.gguf`, with llama.cpp's own converter: "f16", "bf16", "f32",
-            "q8_0", "auto" or what else that writes. It reads the finished directory, which needs a
-            tokenizer, and stays whole if the converter fails.
-        gguf_converter: with `gguf`, the script `convert_hf_to_gguf.py`, or a command line that runs
-            it. By default that in the variable SMCKPT_GGUF_CONVERTER, or the one on PATH.
-        process_group: the processes that call this together, with the same arguments, and share the
-            files: a torch process group, or the `ExportGroup` of `export_group_of_environment`.
-            Only the first of them calls `progress`. None: this process exports alone.
-        timeout: with `process_group`: all give up when one of them has not written a byte for this
-            many seconds.
+        options: everything else: whether to replace a model, sizes of files, checks, names, a GGUF
+            file, several processes; see `ExportOptions`.
+        storage: as for `save`, if `checkpoint` or `out_dir` is in S3.
 
     Raises:
         PeerError: another process has died.
@@ -180,43 +134,33 @@ def export_hf(
         StorageError: the store refused: it is full, read-only, or gone.
     """
     began = time.perf_counter()
+    options = checked(ExportOptions, options)
     with ExitStack() as cleanup:
         # first, so that the others get this process's errors
-        group = export_group_of(process_group, timeout)
+        group = export_group_of(options.process_group, options.timeout)
         cleanup.callback(group.close)
         cleanup.enter_context(group.telling())
         files = _check_places(checkpoint, out_dir)
         made_gguf: str | None = None
         access = _access(checkpoint, out_dir, storage)
         dtype = _dtype_name(dtype)
-        if naming not in (HUB, MODULE):
-            raise UsageError(f"naming={naming!r}", remedy=f"pass {HUB!r} or {MODULE!r}")
-        check_mtp(mtp)
         ranks = Parallel.of(parallel)
-        limit = _size(max_shard_size)
-        workers = min(8, os.cpu_count() or 1) if threads is None else threads
-        check_counts(threads=workers)
-        check_flags(
-            overwrite=overwrite,
-            allow_nonfinite=allow_nonfinite,
-            against_model=against_model,
-            card=card,
-        )
         if not isinstance(adapter, (Adapter, type(None))):
             raise UsageError(f"adapter={adapter!r}", remedy='pass an Adapter, as Adapter("merge")')
         alone = adapter is not None and adapter.lora == "adapter"
         base = None if adapter is None else adapter.base
         lora_config = None if adapter is None else adapter.lora_config
-        converter = _converter(gguf, gguf_converter, out_dir, alone)
-        refuse_store(config=config, tokenizer=tokenizer, generation_config=generation_config)
+        converter = _converter(options, out_dir, alone)
+        generation = options.generation_config
+        refuse_store(config=config, tokenizer=tokenizer, generation_config=generation)
         settings, noted = read_settings(
             base if config is None and base is not None else config,
             access,
             None if alone else checkpoint,
             lambda: cleanup.enter_context(TemporaryDirectory()),
         )
-        if generation_config is not None:
-            settings = _with_generation(settings, generation_config)
+        if generation is not None:
+            settings = _with_generation(settings, generation)
         tokens = tokenizer_of(tokenizer, settings)
         given = {"config": config, "tokenizer": tokenizer, "lora_config": lora_config, "base": base}
         if not files:
@@ -224,13 +168,13 @@ def export_hf(
         refuse_into_source(out_dir, *files, **given)
 
         config_of_model = None if settings is None or alone else settings.complete(None)
-        asked = naming == HUB or (against_model and group.leads)
+        asked = options.naming == HUB or (options.against_model and group.leads)
         # One process, whose files replace none and have the tensors' own dtypes. Not in a store,
         # where a file that is whole can be loaded.
-        guess = group.count == 1 and not overwrite and dtype is None and adapter is None
+        guess = group.count == 1 and not options.overwrite and dtype is None and adapter is None
         comparison = Comparison(
             config_of_model if asked else None,
-            strict=against_model,
+            strict=options.against_model,
             guess=guess and is_local(os.fspath(out_dir)),
         )
         cleanup.callback(comparison.close)
@@ -238,25 +182,23 @@ def export_hf(
         def plan() -> Planned:
             if adapter is None:
                 found = find_contents(
-                    access, checkpoint, prefix, settings, ranks, naming, mtp, comparison
-                )
+                    access, checkpoint, prefix, settings, ranks, options.naming, options.mtp,
+                    comparison,
+                )  # fmt: skip
                 if ranks.padded_vocab_size is None:
                     check_tokenizer(tokens, *found.vocabulary)
             else:
-                refuse_given("with adapter=", **ranks.given, mtp=None if mtp == DROP else mtp)
+                refuse_given("with adapter=", **ranks.given, mtp=changed(options).get("mtp"))
                 found = find_peft_contents(
-                    access, checkpoint, prefix, settings, adapter, naming, comparison
+                    access, checkpoint, prefix, settings, adapter, options.naming, comparison
                 )  # fmt: skip
             shapes = {target.name: tuple(target.shape) for target in found.targets}
             notes = (*notes_on_absent(settings), *note_on_ids(tokens, shapes))
             found = replace(_cast(found, dtype), notes=(*noted, *found.notes, *notes))
-            return _planned(found, access.open(out_dir), settings, tokens, limit)
+            return _planned(found, access.open(out_dir), settings, tokens, options.limit)
 
         def attempt() -> tuple[Planned, dict[str, Any]]:
-            return _attempt(
-                group, plan,
-                Stages(group, comparison, overwrite, allow_nonfinite, workers, progress, card),
-            )  # fmt: skip
+            return _attempt(group, plan, Stages(group, comparison, options))
 
         try:
             made, decided = attempt()
@@ -358,7 +300,8 @@ def _check_places(checkpoint: Any, out_dir: Any) -> Sequence[str | os.PathLike[s
     return checkpoint if many else ()
 
 
-def _converter(kind: str | None, command: Any, out_dir: Any, alone: bool) -> GgufConverter | None:
+def _converter(options: ExportOptions, out_dir: Any, alone: bool) -> GgufConverter | None:
+    kind, command = options.gguf, options.gguf_converter
     if kind is None:
         refuse_given("without gguf=", gguf_converter=command)
         return None
@@ -372,7 +315,9 @@ def _converter(kind: str | None, command: Any, out_dir: Any, alone: bool) -> Ggu
 
 def _with_generation(settings: ModelConfig | None, given: Any) -> ModelConfig:
     if settings is None:
-        raise UsageError("generation_config= is given, but no config", remedy="pass config= too")
+        raise UsageError(
+            "ExportOptions(generation_config=) is given, but no config", remedy="pass config= too"
+        )
     return replace(settings, own_generation=read_generation(given))
 
 
@@ -398,13 +343,3 @@ def _dtype_name(dtype: Any) -> str | None:
 
 def _is_float(dtype: str) -> bool:
     return dtype.startswith(("float", "bfloat"))
-
-
-def _size(size: int | str) -> int:
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?B?)\s*", str(size).upper())
-    unit = match.group(2) if match else "?"
-    if match is None or unit not in _SIZES or float(match.group(1)) * _SIZES[unit] < 1:
-        raise UsageError(
-            f"max_shard_size={size!r}", remedy='pass bytes, or a text such as "5GB" or "512MiB"'
-        )
-    return int(float(match.group(1)) * _SIZES[unit])

@@ -10,34 +10,29 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from smckpt.calls import alone
+from smckpt.calls import alone, checked
 from smckpt.checkpoint.records.format import new_attempt
 from smckpt.errors import UsageError
 from smckpt.storage import StoreOptions, access_to
 from smckpt.storage.urls import normal_url
 from smckpt.topology import ParallelState
 from smckpt.translate.configs.config import CONFIG, ModelConfig
-from smckpt.translate.configs.prediction import DROP, check_mtp, with_prediction_layers
+from smckpt.translate.configs.prediction import with_prediction_layers
 from smckpt.translate.exports.checkpoint_output import CheckpointOutput, rank_files
+from smckpt.translate.exports.options import ImportOptions
 from smckpt.translate.exports.sidecars import read_settings
 from smckpt.translate.models.model import model_dims, source_of_ranks, source_of_release, to_ranks
 from smckpt.translate.models.model_source import ModelSource, Parallel, open_model
 from smckpt.translate.models.release import open_release
 from smckpt.translate.ranks.pipeline import stages_of_ranks
 from smckpt.translate.sources.rank_files import TensorReader
-from smckpt.translate.tables.degrees import (
-    Degrees,
-    check_counts,
-    check_flags,
-    check_paths,
-    refuse_store,
-)
+from smckpt.translate.tables.degrees import check_paths, refuse_given, refuse_store
 from smckpt.translate.tables.family import Family
 from smckpt.translate.tables.layouts import get_layout
 from smckpt.translate.tables.pieces import Side
@@ -73,23 +68,14 @@ class ImportReport:
 def import_hf(
     directory: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     out_dir: str | os.PathLike[str],
-    layout: str | TensorLayout,
+    parallel: Parallel,
     *,
-    tp: int = 1,
-    ep: int = 1,
-    etp: int | None = None,
-    pp: int = 1,
     config: Any = None,
-    pad_vocab_to_multiple_of: int = 1,
     prefix: str = "model",
-    threads: int | None = None,
-    progress: Callable[[int, int], None] | None = None,
-    overwrite: bool = False,
-    storage: StoreOptions | Mapping[str, Any] | None = None,
-    allow_nonfinite: bool = False,
-    mtp: str = DROP,
     source: Parallel | None = None,
     from_prefix: str | None = None,
+    options: ImportOptions | None = None,
+    storage: StoreOptions | Mapping[str, Any] | None = None,
 ) -> ImportReport:
     """Write a model as a checkpoint of the ranks of a tensor-parallel layout.
 
@@ -106,32 +92,21 @@ def import_hf(
             index), or anything else that `export_hf` reads: a checkpoint of another layout or of
             other degrees, a directory of Megatron's, a list of the files of ranks.
         out_dir: the checkpoint's directory, on disk or in S3. It is made if it is missing.
-        layout: a layout's name, or a `TensorLayout`.
-        tp: the tensor-parallel degree.
-        ep: the expert-parallel degree.
-        etp: the degree at which experts are cut, if it is not tp, as in `export_hf`. As many ranks
-            are written as are needed for all experts. They are recorded as tp times expert-parallel
-            ranks.
-        pp: the number of pipeline stages, with the same number of layers each. Those of Megatron's
-            layouts (`mcore_…`) number their layers from 0; in others layers keep the model's
-            numbers. The embedding is in the first stage, the last norm and the head in the last
-            one, which has a copy of the embedding where the config ties the two.
+        parallel: the ranks that are written, such as `Parallel("te_split", tp=2)`: their layout,
+            which must be named, and their degrees, by default 1. With `etp`, as many ranks are
+            written as are needed for all experts. They are recorded as tp times expert-parallel
+            ranks. The pp stages have the same number of layers each. Those of Megatron's layouts
+            (`mcore_…`) number their layers from 0; in others layers keep the model's numbers. The
+            embedding is in the first stage, the last norm and the head in the last one, which has a
+            copy of the embedding where the config ties the two.
         config: the model's, as in `export_hf`. By default the one in the source's directory.
-        pad_vocab_to_multiple_of: each rank's rows are padded to this multiple (Megatron's
-            make_vocab_size_divisible_by). A note says if a later export will need
-            `padded_vocab_size`.
         prefix: the dotted place of the model in the state dict that will be loaded; "" for all of
             it.
-        threads: as in `export_hf`.
-        progress: as in `export_hf`.
-        overwrite: replace a checkpoint in `out_dir`. The old one stays until the new one is whole.
-        storage: as for `save`, if `directory` or `out_dir` is in S3.
-        allow_nonfinite: also import weights with NaN or infinity; the report counts them.
-        mtp: layers that predict further tokens (DeepSeek's `num_nextn_predict_layers`): "drop"
-            leaves them out, and a note says so; "keep" writes them as Megatron-core's `mtp`, and
-            refuses a layout that has no such layers, and pipeline stages.
         source: how the ranks that wrote the source shared the model: `parallel` in `export_hf`.
         from_prefix: the model's place in the source: `prefix` in `export_hf`.
+        options: everything else: whether to replace a checkpoint, padding, checks; see
+            `ImportOptions`.
+        storage: as for `save`, if `directory` or `out_dir` is in S3.
 
     Raises:
         UsageError: an argument is wrong; `out_dir` is not empty; weights are NaN or infinite.
@@ -145,14 +120,21 @@ def import_hf(
     if not files:
         check_paths(directory=directory)
     refuse_store(config=config)
-    workers = min(8, os.cpu_count() or 1) if threads is None else threads
-    check_counts(pad_vocab_to_multiple_of=pad_vocab_to_multiple_of, threads=workers, pp=pp)
-    check_flags(overwrite=overwrite, allow_nonfinite=allow_nonfinite)
-    given = Parallel.of(source, "source")
-    check_mtp(mtp)
+    options = checked(ImportOptions, options)
+    given, ranks = Parallel.of(source, "source"), Parallel.of(parallel)
+    if ranks.layout is None:
+        raise UsageError(
+            "parallel= names no layout to write", remedy='pass a Parallel("te_split", tp=2)'
+        )
+    refuse_given(
+        "in the parallel= of ranks that are written",
+        vpp=ranks.vpp,
+        padded_vocab_size=ranks.padded_vocab_size,
+        allow_equal_ranks=ranks.allow_equal_ranks or None,
+    )
     if not isinstance(prefix, str):
         raise UsageError(f"prefix={prefix!r}", remedy='pass a dotted place, or "" for none')
-    degrees = Degrees.of(tp, ep, etp)
+    degrees, pp, multiple = ranks.degrees, ranks.pp or 1, options.pad_vocab_to_multiple_of
     url = normal_url(os.fspath(out_dir))
     read = [] if files else [os.fspath(directory)]  # type: ignore[arg-type]
     access = access_to(url, *read, storage=storage)
@@ -164,20 +146,20 @@ def import_hf(
         where = os.fspath(files[0]) if files else read[0]
         family = model_dims(settings, where).family
         assert settings is not None
-        chosen = get_layout(layout, family)
+        chosen = get_layout(ranks.layout, family)
         found = open_model(access, directory, from_prefix, settings, given)
-        side, reader, predicting, left_out = _side_of(found, settings, family, mtp)
-        chunks, made = to_ranks(reader, side, chosen, degrees, pad_vocab_to_multiple_of)
+        side, reader, predicting, left_out = _side_of(found, settings, family, options.mtp)
+        chunks, made = to_ranks(reader, side, chosen, degrees, multiple)
         cleanup.callback(chunks.close)
         stages = stages_of_ranks(chosen, side.dims, degrees.ep, pp)
         topology = ParallelState(
-            degrees.ranks * pp, tensor_parallel_degree=tp,
+            degrees.ranks * pp, tensor_parallel_degree=degrees.tp,
             expert_parallel_degree=degrees.columns, pipeline_parallel_degree=pp,
         )  # fmt: skip
         size = side.dims.sizes["V"]
         notes = [
             *(note for note in config_notes if config is None and not found.is_hub), *found.notes,
-            *left_out, *_notes(chosen, size, degrees.tp, pad_vocab_to_multiple_of),
+            *left_out, *_notes(chosen, size, degrees.tp, multiple),
         ]  # fmt: skip
         nonfinite = NonFinite()
         ranker, attempt = topology.ranker, new_attempt()
@@ -188,19 +170,21 @@ def import_hf(
         written = rank_files(attempt, tuple(filter(None, prefix.split("."))), own)
         output = CheckpointOutput(access.open(url), attempt, written)
         cleanup.callback(output.close)
-        output.prepare(overwrite=overwrite)
+        output.prepare(overwrite=options.overwrite)
         on_failure = cleanup.enter_context(ExitStack())
         on_failure.callback(output.abandon)
-        write_chunks(chunks, output, written, workers, progress, nonfinite.look)
+        write_chunks(chunks, output, written, options.workers, options.progress, nonfinite.look)
         counts = nonfinite.counts
-        notes += refuse_nonfinite(counts, allow_nonfinite, output.url, "use a model without them")
+        notes += refuse_nonfinite(
+            counts, options.allow_nonfinite, output.url, "use a model without them"
+        )
         output.put_parts(topology, {"layout": chosen.name})
         # last, because it replaces the old checkpoint's config, which must stay until `commit`
         if predicting or left_out:
             settings = with_prediction_layers(settings, predicting)
         output.put(CONFIG, (json.dumps(_config(settings), indent=2) + "\n").encode())
         on_failure.pop_all()
-        output.commit(sweep_older=overwrite)
+        output.commit(sweep_older=options.overwrite)
     for note in notes:
         log.warning("%s: %s", output.url, note)
     return ImportReport(

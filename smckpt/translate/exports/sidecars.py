@@ -218,8 +218,8 @@ def notes_on_absent(settings: ModelConfig | None) -> tuple[str, ...]:
     writes = any(name.endswith(_GENERATE) for name in names)
     if writes and settings.directory is None and settings.own_generation is None:
         notes.append(
-            f"{GENERATION_CONFIG} has only the config's token ids: pass generation_config= "
-            "(model.generation_config) to write the model's own"
+            f"{GENERATION_CONFIG} has only the config's token ids: pass "
+            "ExportOptions(generation_config=model.generation_config) to write the model's own"
         )
     wanted = {f"{name}.py" for name in modules_of_map(settings.values)}
     code = code_files(settings.directory) if settings.directory else settings.code

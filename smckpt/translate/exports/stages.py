@@ -11,6 +11,7 @@ from smckpt.errors import UsageError
 from smckpt.translate.configs.config import ModelConfig
 from smckpt.translate.exports.card import write_card
 from smckpt.translate.exports.export_group import ExportGroup, shares
+from smckpt.translate.exports.options import ExportOptions
 from smckpt.translate.exports.sidecars import index_of
 from smckpt.translate.models.comparison import Comparison
 from smckpt.translate.models.contents import ExportContents
@@ -43,11 +44,7 @@ class Stages:
 
     group: ExportGroup
     comparison: Comparison
-    overwrite: bool
-    allow_nonfinite: bool
-    threads: int
-    progress: Callable[[int, int], None] | None
-    card: bool = True
+    options: ExportOptions
     nonfinite: NonFinite = field(default_factory=NonFinite)
     planned: Planned | None = None
     notes: list[str] = field(default_factory=list)
@@ -75,11 +72,11 @@ class Stages:
         own = [t for t in planned.found.targets if t.name not in planned.found.further]
         self.comparison.tell(own, planned.found.source.url)
         self.comparison.check()
-        if self.overwrite:  # only when the new files are known to be a model
+        if self.options.overwrite:  # only when the new files are known to be a model
             self.notes += self._compared()
         kind, note = self.comparison.unnamed_class(own, planned.found.source.url)
         self.notes += [note] if note else []
-        planned.output.prepare(overwrite=self.overwrite)
+        planned.output.prepare(overwrite=self.options.overwrite)
         # First, because a single file of weights can be loaded as soon as the object appears.
         planned.sidecars(kind)
         return {}
@@ -88,8 +85,8 @@ class Stages:
         """Write this process's share of the files."""
         planned, group = self.made, self.group
         total = sum(file.data_bytes for file in planned.files)
-        if self.progress is not None and group.leads:
-            tell = self.progress
+        tell = self.options.progress
+        if tell is not None and group.leads:
             group.tell = lambda done: tell(done, total)
         numbers = shares([file.size for file in planned.files], group.count)[group.member]
         mine = [planned.files[number] for number in numbers]
@@ -97,7 +94,7 @@ class Stages:
             planned.found.source,
             planned.output,
             mine,
-            self.threads,
+            self.options.workers,
             self._meanwhile,
             self.nonfinite.look,
         )
@@ -110,15 +107,15 @@ class Stages:
         if self.group.count > 1:
             output.refuse_absent()
             total = sum(file.data_bytes for file in files)
-            if self.progress is not None:
-                self.progress(total, total)
-        if not self.overwrite:
+            if self.options.progress is not None:
+                self.options.progress(total, total)
+        if not self.options.overwrite:
             self.notes += self._compared()
         counts = {n: c for body in bodies.values() for n, c in body["nonfinite"].items()}
         self.notes += refuse_nonfinite(
-            counts, self.allow_nonfinite, output.url, "use an earlier checkpoint"
+            counts, self.options.allow_nonfinite, output.url, "use an earlier checkpoint"
         )
-        if self.card:
+        if self.options.card:
             sums = {n: c for body in bodies.values() for n, c in body["checksums"].items()}
             self.notes += write_card(output, self.made.found, self.made.settings, files, sums)
         output.publish(index_of(files) if len(files) > 1 else None)

@@ -438,7 +438,8 @@ def _change_of(
         raise UsageError(
             f"released models of this family hold {changed[0]} in other tensors ({hub.name}), "
             "which are not merged with an adapter",
-            remedy="pass naming='module', which transformers 5 loads, or merge it with PEFT",
+            remedy="pass ExportOptions(naming='module'), which transformers 5 loads, or merge it "
+            "with PEFT",
         )
     ((part, copy),) = hub.parts
     return changes[part], copy

@@ -147,7 +147,8 @@ def changed_tensor(
             raise UsageError(
                 f"released models of this family hold {change.name} in other tensors "
                 f"({base.name}), which are not merged with an adapter",
-                remedy="pass naming='module', which transformers 5 loads, or merge it with PEFT",
+                remedy="pass ExportOptions(naming='module'), which transformers 5 loads, or merge "
+                "it with PEFT",
                 path=where,
             )
         box, turned = found

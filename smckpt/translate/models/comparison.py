@@ -217,7 +217,7 @@ class Comparison:
         """What to do if the names are not the model's."""
         if any(places_of_models(self._names)):
             return prefix_remedy(self._names)
-        return "pass the model's own config; against_model=False skips this check"
+        return "pass the model's own config; ExportOptions(against_model=False) skips this check"
 
     def close(self) -> None:
         if self._child is not None:

@@ -131,7 +131,7 @@ def _translated(
         raise UsageError(
             "naming='module' keeps the names of the state dict, and a tensor-parallel layout has "
             "no whole tensors under them",
-            remedy="leave naming= out",
+            remedy="leave ExportOptions(naming=) out",
             path=reader.url,
         )
     made = to_hub(
@@ -212,7 +212,7 @@ def renamed(hub: Sequence[HubTensor], targets: Sequence[Translated]) -> list[Tra
         if len(dtypes) != 1:
             raise TensorMismatchError(
                 f"{tensor.name} would be made from parts of different dtypes: {sorted(dtypes)}",
-                remedy="save all parts in one dtype, or pass naming='module'",
+                remedy="save all parts in one dtype, or pass ExportOptions(naming='module')",
             )
         (dtype,) = dtypes
         keys = {name: stored[name].blocks[0].source for name, _ in tensor.parts}

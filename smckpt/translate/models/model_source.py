@@ -63,7 +63,8 @@ _UNKNOWN_ORDER = (
 
 @dataclass(frozen=True)
 class Parallel:
-    """How the ranks that wrote a model shared it, where the source does not record it.
+    """How ranks share a model: those that wrote a source, where it does not record it; or those
+    that an import writes, which take a layout and degrees.
 
     layout: the tensor-parallel layout: a name, or a `TensorLayout`. By default it is found from the
         tensors' names; names that fit several layouts are refused.

@@ -81,7 +81,7 @@ def prove_copies(
         raise KeysMismatchError(
             f"{len(wrong)} tensors would not be used or filled exactly once: "
             f"{'; '.join(wrong[:8])}",
-            remedy="pass the model's own config; naming='module' keeps the names as they are",
+            remedy="pass the model's own config; ExportOptions(naming='module') keeps the names",
         )
 
 

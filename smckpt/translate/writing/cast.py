@@ -129,5 +129,7 @@ def refuse_nonfinite(counts: Mapping[str, int], allowed: bool, url: str, remedy:
     more = f" and {len(counts) - 8} more" if len(counts) > 8 else ""
     text = f"{len(counts)} tensors have NaN or infinite elements: {worst}{more}"
     if not allowed:
-        raise UsageError(text, remedy=f"{remedy}, or pass allow_nonfinite=True", path=url)
+        raise UsageError(
+            text, remedy=f"{remedy}, or pass options with allow_nonfinite=True", path=url
+        )
     return [text]

@@ -161,7 +161,8 @@ class Output:
         if (present or self.storage.list_dirs()) and not overwrite:
             raise UsageError(
                 "the directory is not empty",
-                remedy="choose another out_dir, or pass overwrite=True to replace the model there",
+                remedy="choose another out_dir, or pass options with overwrite=True to "
+                "replace the model there",
                 path=self.url,
             )
         return present

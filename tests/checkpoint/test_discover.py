@@ -17,9 +17,12 @@ import pytest
 
 import smckpt
 from smckpt.checkpoint.commits.discover import FoundCheckpoint, _as_text, find_checkpoints, latest
+from smckpt.checkpoint.commits.run_directory import RunDirectory
+from smckpt.checkpoint.commits.template import Template
 from smckpt.errors import StorageError
 from smckpt.storage import open_storage
 from tests.support import synthetic
+from tests.support.failing import failing
 from tests.support.launch import run_ranks
 from tests.support.saves import Group, hybrid, state_of
 from tests.support.synthetic import Step, flip
@@ -271,3 +274,19 @@ def test_a_link_beside_a_step_is_no_other_checkpoint(tmp_path: Path, above: str)
         root = tmp_path / above
     found = find_checkpoints(root)
     assert [Path(one).name for one in found] == ["1", "2", "archived"]
+
+
+def test_a_listing_that_fails_for_a_moment_costs_no_checkpoint(tmp_path: Path) -> None:
+    single(tmp_path / "1", 1)
+    with failing("scandir", errno.EIO, tmp_path / "1", times=1) as met:
+        assert [found.step for found in find_checkpoints(str(tmp_path))] == [1]
+    assert met
+
+
+def test_the_newest_step_of_a_run_is_found_without_a_look_at_the_others(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        single(tmp_path / f"step-{step}", step)
+    next((tmp_path / "step-3").glob("manifest-*")).write_bytes(b"damaged")
+    with failing("open", errno.EIO, tmp_path / "step-1") as met:
+        found = RunDirectory(open_storage(str(tmp_path)), Template("step-{step}")).newest()
+    assert found is not None and found.step == 2 and not met

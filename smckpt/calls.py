@@ -35,7 +35,10 @@ def alone(name: str = "", *, outer: bool = False) -> Callable[[Callable[_P, _T]]
         @functools.wraps(function)
         def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
             _refuse_within(said, outer)
-            return function(*args, **kwargs)
+            # Under torch.compile the compiler would trace smckpt itself, and fail in it.
+            disable = getattr(sys.modules.get("torch._dynamo"), "disable", None)
+            act = function if disable is None else disable(function)
+            return act(*args, **kwargs)
 
         return call
 

@@ -8,6 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import smckpt
 from smckpt.checkpoint.commits.part import table_of, tables_digest
@@ -15,7 +19,7 @@ from smckpt.checkpoint.reading.committed import open_catalogue
 from smckpt.checkpoint.records import sealed
 from smckpt.checkpoint.records.rows import encode_rows
 from smckpt.checkpoint.records.sealed import PART_VERSION
-from smckpt.errors import FormatVersionError, StateError
+from smckpt.errors import CheckpointError, FormatVersionError, StateError
 from smckpt.layout.entries import Entry
 from smckpt.layout.geometry import PerRankGeometry
 from smckpt.layout.image import compile_layout
@@ -207,3 +211,42 @@ def test_the_manifest_does_not_show_which_rank_wrote_a_table(tmp_path: Path) -> 
     assert first[1] == of[0]
     assert saved("late", {0: 2, 1: 1, 2: 2, 3: 1}) == first
     assert saved("later", {0: 2, 1: 3, 2: 2, 3: 3}) == first
+
+
+def saves_unlike(folder: str) -> list[str]:
+    """What each of several saves said; in each rank 1 has other shards than rank 0."""
+    rank, mesh = dist.get_rank(), init_device_mesh("cpu", (2,))
+
+    def cut(*shape: int, dtype: torch.dtype = torch.float32, dim: int = 0) -> Any:
+        return distribute_tensor(torch.ones(*shape, dtype=dtype), mesh, [Shard(dim)])
+
+    whole, more = {"w": cut(4, 4)}, {"w": cut(4, 4), "x": cut(4, 2)}
+    moment = {"state": {0: {"exp_avg": cut(4, 4)}}, "param_groups": [{"params": [0]}]}
+    none = {"state": {}, "param_groups": [{"params": [0]}]}
+    pairs = {
+        "one more": (whole, more),
+        "one less": (more, whole),
+        "nothing": (whole, {}),
+        "dtype": (whole, {"w": cut(4, 4, dtype=torch.bfloat16)}),
+        "shape": (whole, {"w": cut(6, 4)}),
+        "dimension": (whole, {"w": cut(4, 4, dim=1)}),
+        "optimizer": ({**whole, "o": moment}, {**whole, "o": none}),
+        "no elements": ({"w": cut(1, 4)}, {}),
+    }
+    said = []
+    for name, both in pairs.items():
+        try:
+            smckpt.save(both[rank], checkpoint_id=f"{folder}/{name}")
+            smckpt.load(checkpoint_id=f"{folder}/{name}", no_dist=True)
+            said.append("fine")
+        except CheckpointError as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return said
+
+
+def test_a_shard_that_a_rank_of_the_mesh_lacks_is_refused_at_the_save(tmp_path: Path) -> None:
+    """It was committed, and the load found that elements are missing."""
+    for said in run_ranks(saves_unlike, 2, str(tmp_path)):
+        *refused, last = said
+        assert all("SaveFailedError" in one and "no load could fill it" in one for one in refused)
+        assert last == "fine"

@@ -336,3 +336,28 @@ def test_a_fake_tensor_is_refused_by_name(tmp_path: Path) -> None:
         fake = torch.ones(2)
         with pytest.raises(errors.StateError, match=r"\bw is a FakeTensor"):
             smckpt.save({"w": fake}, checkpoint_id=tmp_path)
+
+
+def test_a_compiled_function_may_save_load_and_restore(tmp_path: Path) -> None:
+    """The compiler would trace smckpt itself, and fail in it."""
+    net, optimizer = made(0, "adamw")
+    train(net, optimizer, 0)
+    before = snapshot(net, optimizer)
+    other, fresh = made(1, "adamw")
+    last, new = made(2, "adamw")
+    with smckpt.CheckpointManager(tmp_path / "run") as manager:
+
+        @torch.compile(backend="eager")
+        def step(x: torch.Tensor) -> torch.Tensor:
+            y = x + 1
+            state = {"model": net, "optimizer": optimizer}
+            smckpt.save(state, checkpoint_id=tmp_path / "one", step=1)
+            manager.save(1, state).wait()
+            smckpt.load({"model": other, "optimizer": fresh}, checkpoint_id=tmp_path / "one")
+            return y * 2
+
+        assert torch.equal(step(torch.ones(2)), torch.full((2,), 4.0))
+        manager.restore({"model": last, "optimizer": new})
+    for model, its in ((other, fresh), (last, new)):
+        found = snapshot(model, its)
+        assert differences(before, found) == []

@@ -13,7 +13,7 @@ from smckpt.checkpoint.commits.part import tables_digest
 from smckpt.checkpoint.records.crc import BLOCK, crc64, hex64
 from smckpt.checkpoint.records.format import FileRecord, PartRecord
 from smckpt.checkpoint.records.prefixes import PrefixStores
-from smckpt.checkpoint.records.rows import RowMerger
+from smckpt.checkpoint.records.rows import RowMerger, decode_rows
 from smckpt.checkpoint.records.sealed import MAX_JSON_BYTES, open_sections, sound
 from smckpt.decoding import decode
 from smckpt.errors import (
@@ -80,7 +80,9 @@ def gather_parts(
     if group.unseen:
         _not_shared(storage, group.unseen, parts)
     _check_classes(storage.url, group)
-    return group.gathered(parts)
+    gathered = group.gathered(parts)
+    _check_shards(storage.url, gathered.layout, ranks)
+    return gathered
 
 
 @dataclass(frozen=True)
@@ -297,6 +299,33 @@ def _check_classes(url: str, group: _Group) -> None:
             path=url,
             rank=odd[0],
         )
+
+
+def _check_shards(url: str, layout: Mapping[str, Any], ranks: Sequence[int]) -> None:
+    """Each rank of a mesh must have its shard of what another rank of it has; otherwise no load
+    could fill the tensor. A rank without elements of it may lack it."""
+    rows = [row for row in layout["rows"] if "ranks" in row]  # those that some ranks lack
+    lacking: dict[tuple[int, int], list[int]] = {}  # rows share both tuples
+    entries = decode_rows({**layout, "rows": rows}, sorted(ranks), url) if rows else []
+    for entry in entries:
+        rule = entry.geometry
+        if rule.per_rank or rule.explicit:
+            continue
+        key = id(rule.ranks), id(entry.ranks)
+        if key not in lacking:
+            lacking[key] = sorted({*rule.ranks}.intersection(ranks).difference(entry.ranks))
+        if odd := [rank for rank in lacking[key] if rule.pieces(rank)]:
+            others = [e for e in entries if e.path == entry.path and odd[0] in e.ranks]
+            what = f"{others[0].dtype} with the rule {others[0].geometry}" if others else "nothing"
+            raise StateError(
+                f"{entry.key} is divided over ranks {_few(rule.ranks)}; rank {entry.ranks[0]} has "
+                f"its part as {entry.dtype} with the rule {rule}, but rank {odd[0]} has {what} "
+                "under this name: no load could fill it",
+                remedy="give all ranks of the mesh the same state (for an optimizer: "
+                "init_optim_state), and save values that differ between ranks as plain tensors",
+                path=url,
+                rank=odd[0],
+            )
 
 
 def _differing(ours: bytes | None, theirs: bytes | None) -> str:

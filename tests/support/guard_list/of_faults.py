@@ -50,6 +50,13 @@ TABLES = [
         GATHER + "test_rows_that_some_ranks_lack_name_the_ranks_that_have_them",
     ),
     of(
+        "tables: a rank of a mesh that lacks its shard is refused",
+        "checkpoint/commits/gather.py",
+        "    _check_shards(storage.url, gathered.layout, ranks)\n",
+        "",
+        GATHER + "test_a_shard_that_a_rank_of_the_mesh_lacks_is_refused_at_the_save",
+    ),
+    of(
         "tables: a rank that names a table has its optimizers",
         "checkpoint/reading/catalogue.py",
         "(part if owner == rank else self.part(owner))",

@@ -64,16 +64,6 @@ class Commit:
     through_record: bool = False  # opened in the record's directory, so all groups are here
     replaces: str | None = None  # what DCP had written here before, see `replaces.py`
 
-    def to_json(self) -> dict[str, Any]:
-        """As JSON data, for ranks that need not read the files."""
-        manifests = [(where, manifest.to_json()) for where, manifest in self.manifests]
-        return {**vars(self), "manifests": manifests}
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Commit:
-        manifests = tuple((where, Manifest.from_json(body)) for where, body in data["manifests"])
-        return cls(**{**data, "order": tuple(data["order"]), "manifests": manifests})
-
 
 def read_part(storage: Storage, listed: PartRecord, manifest: Manifest) -> dict[str, Any]:
     """Read the part of a rank and compare it with the manifest that names it; the fields of `Part`.

@@ -41,7 +41,7 @@ from smckpt.engine.loading.load_rounds import (
     nothing,
     total,
 )
-from smckpt.engine.loading.load_share import body_of, open_chosen, share
+from smckpt.engine.loading.load_share import for_all, open_chosen, share
 from smckpt.engine.loading.passing import Passing
 from smckpt.errors import (
     CheckpointReplacedError,
@@ -358,7 +358,7 @@ class Loader:
                 with _swept(request, Choice(theirs)):
                     found = open_any(request.storage, choose=theirs)
             opened.append(found)
-            return Choice(found.identity, found.name, body_of(found, rounds.group.count))
+            return Choice(found.identity, found.name, for_all(found, rounds.group.count))
 
         commit = rounds.choose(bring, look)
         return Chosen(commit, opened[0] if opened else None)

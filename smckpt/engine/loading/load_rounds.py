@@ -24,12 +24,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Choice:
-    """A commit: its identity, and the name of the file that committed it, if it is known. body: the
-    manifests that one rank has read for all, if they are small."""
+    """A commit: its identity, and the name of the file that committed it, if it is known. read: the
+    commit as one rank has read it for all, if it is small."""
 
     choose: str
     name: str | None = None
-    body: Commit | None = None
+    read: Commit | None = None
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from smckpt.meeting.group import Group
 from smckpt.meeting.keys import to_text
 from smckpt.storage import Storage
 
-__all__ = ["body_of", "open_chosen", "share"]
+__all__ = ["for_all", "open_chosen", "share"]
 
 _MOST = 256 << 20  # bytes that the job's store sends at most for the manifests of all ranks
 _PART = 200  # bytes, at least, of what a manifest says of a rank
@@ -43,22 +43,21 @@ class Team:
     addresses: dict[int, Address] = field(default_factory=dict)
 
 
-def body_of(catalogue: Catalogue, count: int) -> Commit | None:
-    """The manifests of a commit, for `count` ranks; None if the store of the checkpoint sends them
-    sooner than the job's, or if they are not ours."""
+def for_all(catalogue: Catalogue, count: int) -> Commit | None:
+    """The commit with its manifests, for `count` ranks; None if the store of the checkpoint sends
+    them sooner than the job's, or if they are not ours."""
     if count == 1 or not isinstance(catalogue, CommittedCatalogue):
         return None
     if _PART * len(catalogue.parts) * count > _MOST:
         return None
-    body = catalogue.commit
-    return body if len(to_text(body)) * count <= _MOST else None
+    return catalogue.commit if len(to_text(catalogue.commit)) * count <= _MOST else None
 
 
 def open_chosen(storage: Storage, commit: Choice) -> Catalogue:
     """The catalogue of the commit that another rank has chosen."""
-    if commit.body is None:
+    if commit.read is None:
         return open_any(storage, choose=commit.choose, name=commit.name)
-    return catalogue_of(storage, commit.body)
+    return catalogue_of(storage, commit.read)
 
 
 def share(

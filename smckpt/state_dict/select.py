@@ -34,7 +34,7 @@ from smckpt.state_dict.of_optimizers.bindings import (
     stock_record,
 )
 from smckpt.state_dict.of_optimizers.groups import names_of, names_record
-from smckpt.state_dict.of_optimizers.own_methods import is_optimizer
+from smckpt.state_dict.of_optimizers.own_methods import is_optimizer, swaps_parameters
 from smckpt.state_dict.parts import parts_of
 from smckpt.state_dict.tags import (
     FullStateDict,
@@ -219,7 +219,11 @@ class Selector:
             self._parameters,
             self._stepped,
             next(
-                (type(e.optimizer).__name__ for _, e in walk.owners if e and _swaps(e.optimizer)),
+                (
+                    type(e.optimizer).__name__
+                    for _, e in walk.owners
+                    if e and swaps_parameters(e.optimizer)
+                ),
                 "",
             ),
             walk.gathered or "FULL" in kinds,
@@ -450,14 +454,6 @@ def _is_stepped(entry: Entry, tag: Tag | None, states: Set[Path]) -> bool:
     if tag is not None and tag.geometry is None:
         return tag.parameter
     return _is_parameter(entry, tag)
-
-
-def _swaps(optimizer: Any) -> bool:
-    """Whether it has two modes, between which it changes the parameters (schedule-free)."""
-    inner = getattr(optimizer, "optimizer", None)  # accelerate's wrapper always has both methods
-    if is_optimizer(inner):
-        return _swaps(inner)
-    return all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
 
 
 def geometry_of(tensor: torch.Tensor, fqn: str, rank: int) -> tuple[torch.Tensor, Geometry]:

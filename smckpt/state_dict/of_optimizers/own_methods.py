@@ -43,6 +43,7 @@ __all__ = [
     "init_optim_state",
     "init_slots",
     "is_optimizer",
+    "swaps_parameters",
     "stock_methods",
     "wrappers_in",
 ]
@@ -293,3 +294,11 @@ def _momentum_of_sgd(
         optimizer.state[parameter]["momentum_buffer"] = torch.full_like(
             parameter, -0.0, requires_grad=False
         )
+
+
+def swaps_parameters(optimizer: Any) -> bool:
+    """Whether it has two modes, between which it changes the parameters (schedule-free)."""
+    inner = getattr(optimizer, "optimizer", None)  # accelerate's wrapper always has both methods
+    if is_optimizer(inner):
+        return swaps_parameters(inner)
+    return all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))

@@ -165,7 +165,8 @@ PUBLISHED = [
     of(
         "publish: a forged name stays in its directory",
         "translate/publishing/published.py",
-        "Name = Annotated[str, Meta(pattern=", "Name = Annotated[str, Meta(title=",
+        "Name = Annotated[str, Meta(pattern=",
+        "Name = Annotated[str, Meta(title=",
         PUBLISH + "test_a_forged_manifest_is_refused",
     ),
     of(

@@ -43,8 +43,8 @@ __all__ = [
     "init_optim_state",
     "init_slots",
     "is_optimizer",
-    "swaps_parameters",
     "stock_methods",
+    "swaps_parameters",
     "wrappers_in",
 ]
 

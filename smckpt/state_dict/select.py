@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import reprlib
 from collections.abc import Mapping, Set
@@ -49,6 +48,7 @@ from smckpt.state_dict.tensors import (
     PLAIN,
     box_geometry,
     dtensor_parts,
+    dtype_name,
     flags_of,
     flattened,
     is_dtensor,
@@ -391,7 +391,7 @@ class Selector:
             geometry = tag.geometry
         else:
             geometry = self._geometry(tensor, local, fqns, path)
-        dtype = _dtype_name(local.dtype)
+        dtype = dtype_name(local.dtype)
         entry = Entry(path, dtype, geometry, before, after, (self._rank,))
         if entry.shape != tuple(local.shape):  # bytes would be read back to other places, silently
             raise StateError(
@@ -483,15 +483,10 @@ def _check(tensor: torch.Tensor, local: torch.Tensor, path: Path, rank: int) -> 
         what = "is quantised"
     elif local.device.type == "meta":
         what = "is on the meta device and has no data"
-    elif _dtype_name(local.dtype) not in DTYPES:
+    elif dtype_name(local.dtype) not in DTYPES:
         what = f"has the dtype {local.dtype}"
     if what is not None:
         raise _unsupported(dotted(path), what, rank)
-
-
-@functools.cache
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _unsupported(name: str, what: str, rank: int) -> StateError:

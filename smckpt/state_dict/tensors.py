@@ -23,6 +23,7 @@ __all__ = [
     "box_geometry",
     "detached",
     "dtensor_parts",
+    "dtype_name",
     "fill",
     "flagged",
     "flags_of",
@@ -241,3 +242,8 @@ def mesh_of(mesh: Any) -> Mesh:
     """smckpt's `Mesh` for torch's `DeviceMesh`."""
     names = mesh.mesh_dim_names or tuple(f"dim{i}" for i in range(mesh.ndim))
     return Mesh(tuple(names), tuple(mesh.mesh.shape), tuple(mesh.mesh.flatten().tolist()))
+
+
+@functools.cache
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

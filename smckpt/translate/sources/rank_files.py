@@ -235,12 +235,19 @@ def _of_config(folder: Folder) -> str | None:
     transformers then loads no other.
 
     Raises:
-        CorruptCheckpointError: transformers refuses the name, or it is not beside the config.
+        CorruptCheckpointError: transformers refuses the name or the whole file, or what it names is
+            not beside the config.
     """
     try:  # as transformers reads it: NaN and a key that occurs twice are accepted
         values = json.loads(folder.read(CONFIG, _CONFIG_LIMIT).decode())
-    except (KeyError, ValueError, RecursionError):
+    except KeyError:
         return None  # there is no config
+    except (ValueError, RecursionError) as error:
+        raise CorruptCheckpointError(
+            f"{CONFIG} cannot be read, and it may name weights (transformers_weights): {error}",
+            remedy="write it as JSON in UTF-8 without a byte order mark, or move it away",
+            path=folder.url,
+        ) from error
     name = values.get("transformers_weights") if isinstance(values, dict) else None
     endings = (".safetensors", ".safetensors.index.json")
     if name is None or (

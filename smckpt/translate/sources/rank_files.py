@@ -43,6 +43,7 @@ __all__ = [
     "open_files",
     "open_stages",
     "weight_files",
+    "weight_map",
 ]
 
 _INDEX_LIMIT, _CONFIG_LIMIT = 256 << 20, 64 << 20  # bytes
@@ -219,7 +220,7 @@ def weight_files(folder: Folder) -> tuple[dict[str, ArchiveRecord], dict[str, st
     where: dict[str, str] = {}
     names, by = [chosen], CONFIG
     if chosen.endswith(".index.json") and chosen in folder.files:
-        where = _weight_map(folder, chosen)
+        where = weight_map(folder, chosen)
         names, by = sorted({*where.values()}), chosen
     for name in names:
         if name not in folder.files:
@@ -263,7 +264,7 @@ def _of_config(folder: Folder) -> str | None:
     )
 
 
-def _weight_map(folder: Folder, index: str) -> dict[str, str]:
+def weight_map(folder: Folder, index: str) -> dict[str, str]:
     """Tensor → file beside the index.
 
     Raises:

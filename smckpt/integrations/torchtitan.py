@@ -20,6 +20,7 @@ from torchtitan.components.checkpointer.base import MODEL
 from torchtitan.tools import filesystem
 
 import smckpt
+from smckpt.checkpoint.commits.discover import found_at
 from smckpt.checkpoint.commits.run_directory import RunDirectory
 from smckpt.errors import CheckpointNotFoundError, UsageError
 from smckpt.integrations.replaced import keep_last, run_directory
@@ -185,7 +186,7 @@ class SmckptCheckpointManager(CheckpointManager):  # type: ignore[misc]
                 remedy="name one that `smckpt ls` shows, or leave it out",
                 path=directory,
             )
-        if from_hf or _is_of_dcp(directory):
+        if from_hf or self._is_of_dcp(directory):
             quantized = initial and self.initial_load_in_hf_quantized
             self.dcp_load(target, directory, from_hf=from_hf, from_quantized=quantized)
             return
@@ -194,6 +195,15 @@ class SmckptCheckpointManager(CheckpointManager):  # type: ignore[misc]
 
     def _run(self, folder: str) -> RunDirectory:
         return run_directory(folder, "step-{step}", self._arguments)
+
+    def _is_of_dcp(self, path: str) -> bool:
+        """Whether torchtitan's own manager saved it last. In S3 it could not without s3fs."""
+        if smckpt.is_s3_url(path) or not filesystem.isfile(filesystem.join(path, ".metadata")):
+            return False
+        try:  # a run that was killed after its commit has not deleted what it replaced
+            return found_at(self._run(path).root) is None
+        except UsageError:  # DCP saved after that commit
+            return True
 
     def _find_load_step(self, folder: str = "") -> int:
         """The newest step that is whole, smckpt's or torchtitan's own; -1: there is none. Rank 0
@@ -230,8 +240,3 @@ def take_over(kind: Any = CheckpointManager) -> Callable[[], None]:
 def _step_of(path: str) -> int | None:
     name = _NAME.fullmatch(path.rstrip("/").rpartition("/")[2])
     return int(name[1]) if name else None
-
-
-def _is_of_dcp(path: str) -> bool:
-    """Whether torchtitan's own manager saved it. In S3 it could not without s3fs."""
-    return not smckpt.is_s3_url(path) and filesystem.isfile(filesystem.join(path, ".metadata"))

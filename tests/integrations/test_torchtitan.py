@@ -131,6 +131,20 @@ def test_an_unchanged_config_goes_through_the_door_and_resumes_what_torchtitan_s
 
 
 @pytest.mark.long
+def test_what_a_killed_run_had_not_yet_deleted_is_not_loaded(top: Path) -> None:
+    """torchtitan's own checkpoint, in whose directory the run had committed."""
+    folder = top / "over theirs"
+    train(folder, ranks=1, stock=True, steps=2, interval=1)
+    step = folder / "checkpoint" / "step-2"
+    theirs = (step / ".metadata").read_bytes()
+    train(folder, ranks=1, steps=2, interval=1, load_step=1)
+    assert not (step / ".metadata").exists()
+    (step / ".metadata").write_bytes(theirs)  # of its data nothing is left
+    begun, _ = train(folder, ranks=1, steps=3)
+    assert begun[0]["began"] == 2 and list(begun[0]["losses"]) == ["3"]
+
+
+@pytest.mark.long
 def test_it_saves_to_s3_and_resumes_from_there(
     straight: list[dict[str, Any]], top: Path, s3_root: str
 ) -> None:

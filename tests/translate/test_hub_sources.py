@@ -145,6 +145,22 @@ def test_weights_that_the_config_cannot_name_are_refused(tmp_path, llama, name):
         export_hf(source, tmp_path / "hf")
 
 
+@pytest.mark.parametrize("form", ["byte order mark", "UTF-16", "cut short"])
+def test_a_config_that_cannot_be_read_may_name_weights(tmp_path, llama, form):
+    """model.safetensors was taken in place of what it names. transformers refuses the file too."""
+    source, _ = named_by_config(tmp_path / "own", llama, "b.safetensors")
+    config = source / "config.json"
+    text = config.read_text()
+    forms = {"byte order mark": b"\xef\xbb\xbf" + text.encode(), "UTF-16": text.encode("utf-16")}
+    config.write_bytes(forms.get(form, text[:-3].encode()))
+    with pytest.raises(OSError, match="config"):
+        AutoModelForCausalLM.from_pretrained(source)
+    with pytest.raises(errors.CorruptCheckpointError, match="cannot be read, and it may name"):
+        export_hf(source, tmp_path / "hf")
+    config.unlink()
+    assert export_hf(source, tmp_path / "hf").tensors
+
+
 def test_an_adapter_beside_the_weights_is_noted(tmp_path, llama):
     """transformers adds it to the model that it loads."""
     model, state = llama

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import threading
@@ -19,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
+from safetensors import safe_open
 
 import smckpt
 from smckpt import errors, export_hf, reload_weights
@@ -156,6 +158,33 @@ def test_what_a_server_refuses_is_told_and_it_goes_on(tmp_path, two):
     ):  # fmt: skip
         with pytest.raises(errors.UsageError, match=text):
             reload_weights(directory, server)
+
+
+@pytest.mark.parametrize("odd", ["named by the config", "old index", "adapter"])
+def test_a_directory_of_which_a_server_would_load_other_files_is_refused(tmp_path, two, odd):
+    """A server does not ask the config. It said that it has the weights, and had others."""
+    place = tmp_path / "hf"
+    shutil.copytree(two[0][1], place)
+    if odd == "named by the config":
+        shutil.copy(place / "model.safetensors", place / "ema.safetensors")
+        config = json.loads((place / "config.json").read_text())
+        config["transformers_weights"] = "ema.safetensors"
+        (place / "config.json").write_text(json.dumps(config))
+    elif odd == "old index":
+        shutil.copy(place / "model.safetensors", place / "model-00001-of-00001.safetensors")
+        with safe_open(place / "model.safetensors", "pt") as names:
+            where = dict.fromkeys(names.keys(), "model-00001-of-00001.safetensors")
+        index = {"metadata": {}, "weight_map": where}
+        (place / "model.safetensors.index.json").write_text(json.dumps(index))
+    else:
+        shutil.copy(place / "model.safetensors", place / "adapter_model.safetensors")
+    engine = Engine(True)
+    with pytest.raises(errors.UsageError, match="a server would load"):
+        reload_weights(place, engine)
+    assert engine.asked == []
+    export_hf(place, tmp_path / "again")
+    reload_weights(tmp_path / "again", engine)
+    assert engine.asked
 
 
 # -- vLLM itself ---------------------------------------------------------------------------------

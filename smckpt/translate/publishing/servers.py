@@ -24,7 +24,8 @@ from smckpt.errors import CheckpointError, StorageError, UsageError
 from smckpt.storage.urls import is_local, local_path
 from smckpt.translate.archives.folders import Folder
 from smckpt.translate.archives.source_files import SourceFiles
-from smckpt.translate.sources.rank_files import weight_files
+from smckpt.translate.sources.rank_files import weight_files, weight_map
+from smckpt.translate.writing.targets import INDEX
 
 __all__ = ["ReloadReport", "reload_weights"]
 
@@ -85,17 +86,32 @@ def reload_weights(
 
 
 def _checked(directory: str | os.PathLike[str]) -> str:
-    """The directory without links, with all of its weights."""
+    """The directory without links, with all of its weights.
+
+    Raises:
+        UsageError: there are none; or the server would load others. It does not ask the config, and
+            takes the files of the index, or else all safetensors.
+    """
     if not is_local(os.fspath(directory)):
         raise UsageError(
             "a server reads the weights of a disk here", path=os.fspath(directory),
             remedy="bring the directory to a disk that the server sees (smckpt apply)",
         )  # fmt: skip
     model_path = os.path.realpath(local_path(os.fspath(directory)))
-    if not Path(model_path).is_dir() or not weight_files(Folder(SourceFiles(), model_path))[0]:
+    folder = Folder(SourceFiles(), model_path)
+    chosen = weight_files(folder)[0] if Path(model_path).is_dir() else {}
+    if not chosen:
         raise UsageError(
             "no weights of a model are in the directory", path=model_path,
             remedy="pass what smckpt export or smckpt apply wrote",
+        )  # fmt: skip
+    loaded = {name for name in folder.files if name.endswith(".safetensors")}
+    if INDEX in folder.files:
+        loaded &= {*weight_map(folder, INDEX).values()}
+    if loaded and loaded != {*chosen}:
+        raise UsageError(
+            f"the model is in {sorted(chosen)[:3]}, but a server would load {sorted(loaded)[:3]}",
+            remedy="pass an export of the directory (smckpt export)", path=model_path,
         )  # fmt: skip
     return model_path
 

@@ -43,6 +43,7 @@ __all__ = [
     "open_files",
     "open_stages",
     "weight_files",
+    "weight_map",
 ]
 
 _INDEX_LIMIT, _CONFIG_LIMIT = 256 << 20, 64 << 20  # bytes
@@ -219,7 +220,7 @@ def weight_files(folder: Folder) -> tuple[dict[str, ArchiveRecord], dict[str, st
     where: dict[str, str] = {}
     names, by = [chosen], CONFIG
     if chosen.endswith(".index.json") and chosen in folder.files:
-        where = _weight_map(folder, chosen)
+        where = weight_map(folder, chosen)
         names, by = sorted({*where.values()}), chosen
     for name in names:
         if name not in folder.files:
@@ -235,12 +236,19 @@ def _of_config(folder: Folder) -> str | None:
     transformers then loads no other.
 
     Raises:
-        CorruptCheckpointError: transformers refuses the name, or it is not beside the config.
+        CorruptCheckpointError: transformers refuses the name or the whole file, or what it names is
+            not beside the config.
     """
     try:  # as transformers reads it: NaN and a key that occurs twice are accepted
         values = json.loads(folder.read(CONFIG, _CONFIG_LIMIT).decode())
-    except (KeyError, ValueError, RecursionError):
+    except KeyError:
         return None  # there is no config
+    except (ValueError, RecursionError) as error:
+        raise CorruptCheckpointError(
+            f"{CONFIG} cannot be read, and it may name weights (transformers_weights): {error}",
+            remedy="write it as JSON in UTF-8 without a byte order mark, or move it away",
+            path=folder.url,
+        ) from error
     name = values.get("transformers_weights") if isinstance(values, dict) else None
     endings = (".safetensors", ".safetensors.index.json")
     if name is None or (
@@ -256,7 +264,7 @@ def _of_config(folder: Folder) -> str | None:
     )
 
 
-def _weight_map(folder: Folder, index: str) -> dict[str, str]:
+def weight_map(folder: Folder, index: str) -> dict[str, str]:
     """Tensor → file beside the index.
 
     Raises:

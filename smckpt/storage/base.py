@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
+from smckpt.decoding import decode
 from smckpt.errors import UsageError
 from smckpt.registry import Registry
 from smckpt.storage.budget import Share
@@ -143,8 +144,7 @@ class Access:
     def from_json(cls, data: Mapping[str, Any]) -> Access:
         for scheme, factory in data["stores"].items():
             register_store(scheme, factory)
-        share = Share(**data["share"])
-        return cls(data["options"], share, tuple(data["named"]), tuple(data["read_from"]))
+        return decode(cls, {key: value for key, value in data.items() if key != "stores"})
 
 
 class Storage(ABC):

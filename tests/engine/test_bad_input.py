@@ -67,6 +67,7 @@ def bad_saves(folder: str) -> Message:
         "nothing": save(None if rank else state(2), good),
         "no id": save(state(2), None if rank else good),
         "step": save(state(2), good, step="seven" if rank else 7),
+        "huge step": save(state(2), good, step=1 << 63 if rank else 7),
         "metadata": save(
             state(2), good, options=smckpt.SaveOptions(metadata={"f": print} if rank else {})
         ),
@@ -88,11 +89,21 @@ def bad_saves(folder: str) -> Message:
 
 def test_a_bad_save_is_told_on_every_rank_and_loses_nothing(tmp_path: Path) -> None:
     zero, one = run_ranks(bad_saves, 2, str(tmp_path))
-    culprit = {"object", "lambda", "nothing", "no id", "dead worker", "step", "metadata"}
+    culprit = {
+        "object",
+        "lambda",
+        "nothing",
+        "no id",
+        "dead worker",
+        "step",
+        "metadata",
+        "huge step",
+    }
     culprit |= {"coordinator", "no member", "options", "a number"}  # it was rank 0 before
     path = {"path is a file": "/file", "below a file": "/file", "object": "hook", "lambda": "hook"}
     path.update(step="'seven'", metadata="builtin_function", coordinator="coordinator_rank")
     path |= {
+        "huge step": "more than 64 bits",
         "no member": "coordinator_rank 7",
         "options": "'timeout': 9",
         "a number": "is 5, which is a int",

@@ -157,6 +157,8 @@ class SaveRequest:
                 f"step is {self.step!r}, which is a {type(self.step).__name__} and not an integer",
                 remedy="pass a whole number",
             ) from None
+        if step is not None and step.bit_length() > 63:
+            raise UsageError(f"step {step} has more than 64 bits", remedy="pass a smaller number")
         try:
             metadata = json.loads(json.dumps(self.options.metadata or {}, allow_nan=False))
         except (TypeError, ValueError) as error:

@@ -263,6 +263,22 @@ DISKS = [
 
 LATE = [
     of(
+        "messages: a field that is not known is refused", "decoding.py",
+        "    if not newer:\n        _refuse_unknown(made, data)\n", "",
+        "tests/meeting/test_keys.py::test_a_value_of_another_type_is_refused_with_the_field",
+        "tests/meeting/test_meeting.py::test_a_message_of_another_version_is_an_error_on_all",
+    ),
+    of(
+        "records: a number has at most 64 bits", "decoding.py",
+        "Meta(ge=0, le=(1 << 63) - 1)", "Meta(ge=0)",
+        "tests/checkpoint/test_format.py::test_a_wrong_field_of_a_manifest_is_refused",
+    ),
+    of(
+        "records: a step has at most 64 bits, at the call too", "engine/saving/job.py",
+        "        if step is not None and step.bit_length() > 63:\n", "        if False:\n",
+        "tests/engine/test_bad_input.py::test_a_bad_save_is_told_on_every_rank_and_loses_nothing",
+    ),
+    of(
         "late: an absent rank is named", "meeting/store.py",
         "            if data is None:\n                raise _absent(sorted(away), self._name, held.point)\n",
         '            if data is None:\n                raise PeerError("a rank is late")\n',

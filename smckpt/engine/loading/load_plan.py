@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -256,7 +257,7 @@ def plan_of(
     spare = _marked(plan.unexpected, catalogue) if plan.unexpected else ""
     options = request.options
     once = request.storage.read_once if options.read_once is None else options.read_once
-    shares = once and not options.preverify and len(group.ranks) > 1
+    shares = once and not options.preverify and len(group.ranks) > 1 and sys.platform == "linux"
     agreed = Common(spare, tops, tuple(name for name, _ in gathered), shares)
     return LoadPlan(
         commit, catalogue, state_dict, selection, objects, plan, memory, gathered, agreed

@@ -51,7 +51,7 @@ __all__ = ["Address", "Door", "Passing"]
 
 log = logging.getLogger("smckpt")
 
-_SLOTS = 16  # at most
+_SLOTS = 8  # at most: twice as many cost twice the time to get their pages
 _WINDOW = 128 << 20  # bytes of all slots, at most
 _LOOK = 0.5  # seconds between two looks whether a member that has not come is gone
 _GOODBYE = 5.0  # seconds in which a failed rank hands its error over
@@ -349,7 +349,10 @@ class Passing:
             if not came:
                 raise self._lost(member, "has closed its connection")
             for fd in theirs:
-                link.window = mmap.mmap(fd, os.fstat(fd).st_size, prot=mmap.PROT_READ)
+                # all pages at once: a fault for each costs more than the copy out of it
+                shared = mmap.MAP_SHARED | mmap.MAP_POPULATE
+                size = os.fstat(fd).st_size
+                link.window = mmap.mmap(fd, size, flags=shared, prot=mmap.PROT_READ)
                 os.close(fd)
 
     def _send(self, link: _Link, header: dict[str, Any], *data: memoryview) -> None:
@@ -360,9 +363,9 @@ class Passing:
             # its error, or the end of its process, is what its own connection says
             if link.thread is not None and link.thread is not threading.current_thread():
                 link.thread.join(_GOODBYE)
-            raise self.heard or self._lost(link.member, f"takes nothing ({error!r})", error) from (
-                error
-            )
+            if self.heard is not None:
+                raise self.heard from self.heard.__cause__
+            raise self._lost(link.member, f"takes nothing ({error!r})", error) from error
 
     def _leave(self, error: CheckpointError | None) -> None:
         """Tell all members why this rank gives up."""

@@ -36,6 +36,7 @@ from smckpt.staging.arena import free_memory
 from smckpt.storage import open_storage
 from smckpt.storage.memory.keeper import listening
 from smckpt.storage.memory.store import asked_locally, job_of
+from smckpt.storage.memory.wire import own_address
 from smckpt.storage.urls import Below
 
 __all__ = ["MEMORY_QUEUE", "Memory", "MemoryTier", "Tiers"]
@@ -272,7 +273,7 @@ def _start_here(job: str, budget: int | None) -> None:
         stack.callback(os.close, ends)
         asked = {
             "budget": budget if budget is not None else free_memory() // 2,
-            "address": _address(),
+            "address": own_address(),
             "local": local.fileno(),
             "ends": [ends],
         }
@@ -285,11 +286,3 @@ def _start_here(job: str, budget: int | None) -> None:
             cwd="/",
             start_new_session=True,  # it outlives this rank
         )
-
-
-def _address() -> str:
-    """The address of this host that others reach: the one from which it would talk to rank 0's."""
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as made:
-        made.connect((os.environ.get("MASTER_ADDR", ""), 9))  # sends nothing
-        return str(made.getsockname()[0])
-    return "127.0.0.1"

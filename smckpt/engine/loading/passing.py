@@ -42,6 +42,7 @@ from smckpt.storage.memory.wire import (
     call,
     challenged,
     fill,
+    own_address,
     receive,
     send,
     user_of,
@@ -414,14 +415,6 @@ def _task(
     give: Callable[[PortionTargets, Readers], None], each: PortionTargets, readers: Readers
 ) -> Any:
     return lambda: give(each, readers)
-
-
-def own_address() -> str:
-    """The address of this host that others reach: the one from which it would talk to rank 0's."""
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as made:
-        made.connect((os.environ.get("MASTER_ADDR", ""), 9))  # sends nothing
-        return str(made.getsockname()[0])
-    return "127.0.0.1"
 
 
 def _system() -> str:

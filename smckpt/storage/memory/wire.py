@@ -27,6 +27,7 @@ __all__ = [
     "challenged",
     "fill",
     "local_name",
+    "own_address",
     "receive",
     "reply_of",
     "send",
@@ -63,6 +64,14 @@ def local_name(job: str) -> str:
     """The name of the keeper's Unix socket on its host. It ends with the keeper."""
     digest = hashlib.sha256(f"{os.getuid()}\0{job}".encode()).hexdigest()[:32]
     return f"\0smckpt-keeper-{digest}"
+
+
+def own_address() -> str:
+    """The address of this host that others reach: the one from which it would talk to rank 0's."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as made:
+        made.connect((os.environ.get("MASTER_ADDR", ""), 9))  # sends nothing
+        return str(made.getsockname()[0])
+    return "127.0.0.1"
 
 
 def user_of(other: socket.socket) -> int:

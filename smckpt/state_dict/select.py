@@ -31,6 +31,7 @@ from smckpt.state_dict.of_optimizers.bindings import (
     is_optimizer_dict,
     optimizer_dicts,
     stock_record,
+    whole_in,
 )
 from smckpt.state_dict.of_optimizers.groups import names_of, names_record
 from smckpt.state_dict.of_optimizers.own_methods import is_optimizer, swaps_parameters
@@ -190,16 +191,11 @@ class Selector:
             if binding is not None and binding.held:
                 kinds.add(binding.kind)
             walk.owners.append((path, binding))
-        states = {(*path, "state"): binding for path, binding in walk.owners}
-        on_mesh = {at: each.shapes_on_mesh() if each else {} for at, each in states.items()}
+        states = {(*path, "state"): whole_in(binding) for path, binding in walk.owners}
         for path, tensor in walk.tensors:  # a new optimizer has none whose flags could be kept
             above = next((path[:n] for n in range(1, len(path)) if path[:n] in states), None)
-            if above is None:
-                continue
-            binding, at = states[above], path[len(above) :]
-            whole = on_mesh[above].get(at[0]) == tensor.shape and not is_dtensor(tensor)
-            whole |= binding is not None and at in binding.whole
-            if flags := flags_of(tensor) + "whole" * whole:
+            whole = above is not None and states[above](path[len(above) :], tensor)
+            if above and (flags := flags_of(tensor) + "whole" * whole):
                 walk.containers[path] = f"{walk.containers.get(path, '')};{flags}"
         if len(entries) != len(self._last) or any(
             a is not b for a, b in zip(entries, self._last, strict=True)

@@ -36,6 +36,7 @@ __all__ = [
     "stock",
     "stock_record",
     "walked",
+    "whole_in",
 ]
 
 
@@ -174,6 +175,17 @@ class Binding:
 
 def bind(optimizer: torch.optim.Optimizer, kind: str, view: ModelView) -> Binding:
     return Binding(optimizer, kind, view.held())
+
+
+def whole_in(binding: Binding | None) -> Callable[[Path, torch.Tensor], bool]:
+    """Tells, by its path in the state, whether each rank has the whole of a tensor, while a mesh
+    divides its parameter."""
+    if binding is None:
+        return lambda at, tensor: False
+    whole, on_mesh = binding.whole, binding.shapes_on_mesh()
+    return lambda at, tensor: (
+        at in whole or (on_mesh.get(at[0]) == tensor.shape and not is_dtensor(tensor))
+    )
 
 
 def walked(value: Any, take: Callable[[torch.Tensor, Path], Any], at: Path = ()) -> Any:

@@ -135,6 +135,9 @@ class MemoryTier:
             found = brought()
             failed = next((error for _, error in found.values() if error), "")
             peers = {peer[3]: peer for peer, _ in found.values() if peer is not None}
+            cut_off = [host for host, address, *_ in peers.values() if not address]
+            if cut_off and len(peers) > 1 and memory.replicas:
+                failed = failed or f"no network leads to {cut_off[0]}"
             return [[*peers.values()], failed]
 
         def joined() -> str:

@@ -119,6 +119,27 @@ def test_each_byte_is_read_once(tmp_path: Path, loading: tuple[int, int], apart:
         assert max(event.fetched for event in events) < 0.35 * needed
 
 
+def without_network(folder: str) -> tuple[bool, float | None]:
+    """Two hosts of two ranks, and no address by which one reaches the other."""
+    target = state_on(mesh_of((4, 1)), seed=0)
+    smckpt.save(target, checkpoint_id=folder)
+    other = state_on(mesh_of((4, 1)), seed=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCAL_WORLD_SIZE", "2")
+        patch.setattr(passing, "_system", lambda: str(dist.get_rank() // 2))
+        patch.setattr(passing, "own_address", lambda: "")
+        found = loaded(folder, other)
+    same = all(map(torch.equal, found.tensors, tensors_of(target)))
+    return same, found.event.read_ratio
+
+
+def test_hosts_that_cannot_reach_each_other_share_within_each(tmp_path: Path) -> None:
+    found = run_ranks(without_network, 4, str(tmp_path))
+    for same, ratio in found:
+        assert same
+        assert 2 <= ratio <= 2.1
+
+
 def different_targets(folder: str) -> tuple[bool, float | None]:
     target = state_on(mesh_of((4, 1)), seed=0)
     smckpt.save(target, checkpoint_id=folder)

@@ -92,9 +92,9 @@ class LoadOptions:
             ("preverify", isinstance(self.preverify, bool), "pass True or False"),
             (
                 "read_once",
-                self.read_once in ((None, False) if self.preverify else (None, False, True)),
+                self.read_once in (None, False, not self.preverify and sys.platform == "linux"),
                 "pass True, False or None; and not True with preverify, where each rank checks all "
-                "of its own",
+                "of its own, or without Linux",
             ),
             ("threads", self.threads is None or _positive(self.threads, int), count),
             ("timeout", _positive(self.timeout, (int, float)), count),

@@ -77,6 +77,13 @@ def share(
         offers = brought()
         needs = {member: offer.needs for member, offer in offers.items()}
         found, needed = teams(needs, most)
+        hosts = {offer.address.host for offer in offers.values()}
+        if len(hosts) > 1 and any(offer.address.peer is None for offer in offers.values()):
+            for host in sorted(hosts):  # each shares what its own ranks read
+                here = {m: needs[m] for m in needs if offers[m].address.host == host}
+                for member in here:
+                    found.pop(member, None)
+                found |= teams(here, most)[0]
         for member, shared in found.items():
             others = {m for team in shared.teams.values() for m in team} - {member}
             addresses = {other: offers[other].address for other in sorted(others)}

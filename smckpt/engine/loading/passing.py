@@ -61,7 +61,8 @@ _GOODBYE = 5.0  # seconds in which a failed rank hands its error over
 @dataclass(frozen=True)
 class Address:
     """Where a rank takes connections. host: its system and network, whose ranks share memory. name:
-    of its Unix socket. peer: for other hosts; None if all ranks are on one."""
+    of its Unix socket. peer: for other hosts; None if all ranks are on one, or if no network leads
+    to this one."""
 
     host: str
     name: str
@@ -81,8 +82,8 @@ class Door:
             self._unix.bind(f"\0{name}")
             self._unix.listen(128)
             peer = None
-            if beyond:
-                self._tcp = socket.create_server((own_address(), 0), backlog=128)
+            if beyond and (own := own_address()):
+                self._tcp = socket.create_server((own, 0), backlog=128)
                 address, port = self._tcp.getsockname()[:2]
                 peer = [socket.gethostname(), address, port, self._secret]
         except BaseException:
@@ -283,7 +284,8 @@ class Passing:
     def _lost(self, member: int, what: str, cause: Exception | None = None) -> PeerError:
         error = PeerError(
             f"rank {self._group.ranks[member]} passes on bytes of this load, and {what}",
-            remedy="look at the log of that rank: it died, hangs, or is slow",
+            remedy="look at the log of that rank: it died, hangs, or is slow. If hosts must not "
+            "connect to each other: LoadOptions(read_once=False)",
             rank=self._group.rank,
         )
         error.__cause__ = cause

@@ -67,11 +67,14 @@ def local_name(job: str) -> str:
 
 
 def own_address() -> str:
-    """The address of this host that others reach: the one from which it would talk to rank 0's."""
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as made:
-        made.connect((os.environ.get("MASTER_ADDR", ""), 9))  # sends nothing
-        return str(made.getsockname()[0])
-    return "127.0.0.1"
+    """The address of this host that others reach: the one from which it would talk to rank 0's, or
+    to other networks; "" if there is none."""
+    for host in (os.environ.get("MASTER_ADDR"), "192.0.2.1"):  # RFC 5737: nobody's
+        with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as made:
+            if host:
+                made.connect((host, 9))  # sends nothing
+                return str(made.getsockname()[0])
+    return ""
 
 
 def user_of(other: socket.socket) -> int:

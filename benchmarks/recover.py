@@ -2,21 +2,30 @@
 
     OMP_NUM_THREADS=1 python benchmarks/recover.py --tensors 16 --repeats 5
 
-One process, one host: no copy goes over a network.
+One process, one host. What a restore from another host costs is measured over TCP on loopback,
+against the same bytes sent by `sendfile` over a connection of its own.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
+import socket
 import statistics
+import subprocess
+import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+import smckpt
 from smckpt import CheckpointManager, Memory
+from smckpt.storage.memory.store import asked_locally
 
 TENSOR = 8 << 20  # elements of float32: 32 MiB
 
@@ -76,6 +85,57 @@ def main() -> None:
             for what, each in (("blocks", blocked), ("is committed", committed)):
                 print(f"{f'{name}: a save {what}':46}{text(each[1:], limit)}")
             print(f"{f'{name}: a restore':46}{text(took[1:], limit)}")
+    from_another_host(state, other, nbytes, options.repeats)
+
+
+def from_another_host(
+    state: dict[str, torch.Tensor], other: dict[str, torch.Tensor], nbytes: int, repeats: int
+) -> None:
+    """A load of which every byte comes from another keeper, beside `sendfile`."""
+    names = [f"recover-{os.getpid()}-{letter}" for letter in "ab"]
+    command = [sys.executable, "-m", "smckpt.cli", "keeper"]
+    with contextlib.ExitStack() as stack:
+        for name in names:
+            given = [name, "--address", "127.0.0.1", "--budget", str(2 * nbytes / 2**30 + 0.1)]
+            keeper = stack.enter_context(
+                subprocess.Popen([*command, *given], stdout=subprocess.PIPE)
+            )
+            stack.callback(keeper.kill)
+            assert keeper.stdout is not None
+            keeper.stdout.readline()
+        smckpt.save(state, checkpoint_id=f"keeper://{names[1]}/1")
+        peers = [asked_locally(name, {"do": "hello"})["own"] for name in names]
+        asked_locally(names[0], {"do": "join", "peers": peers, "replicas": 0})
+        raw = seconds(lambda: sent(nbytes), repeats + 1)[1:]
+        limit = statistics.median(raw)
+        print(f"{'sendfile over loopback':46}{text(raw, limit)}")
+        for tensor in other.values():
+            tensor.zero_()
+        where = f"keeper://{names[0]}/1"
+        took = seconds(lambda: smckpt.load(other, checkpoint_id=where), repeats + 1)[1:]
+        assert all(torch.equal(other[key], state[key]) for key in state)
+        print(f"{'memory of another host: a load, ÷ sendfile':46}{text(took, limit)}")
+
+
+def sent(nbytes: int) -> None:
+    """Send so many bytes of memory to a thread of this process."""
+    fd = os.memfd_create("raw")
+    os.ftruncate(fd, nbytes)
+    os.posix_fallocate(fd, 0, nbytes)
+    buffer = memoryview(bytearray(8 << 20))
+    with open(fd, "rb") as file, socket.create_server(("127.0.0.1", 0)) as door:
+
+        def send() -> None:
+            with socket.create_connection(door.getsockname()) as to:
+                to.sendfile(file, 0, nbytes)
+
+        sender = threading.Thread(target=send)
+        sender.start()
+        made, _ = door.accept()
+        with made:
+            while made.recv_into(buffer):
+                pass
+        sender.join()
 
 
 if __name__ == "__main__":

@@ -317,8 +317,8 @@ class Watch:
         if self.save_seconds > grace and self._membership.group.index == 0:
             log.warning(
                 "the run's last save took %.3g s until its commit, and %.3g s are left: the next "
-                "run may have to restore an older step. Pass grace= if your scheduler gives more "
-                "time",
+                "run may have to restore an older step. Pass signals=Signals(grace=) if your "
+                "scheduler gives more time",
                 self.save_seconds,
                 grace,
             )

@@ -11,12 +11,10 @@ from collections.abc import Callable, Sequence
 from smckpt.errors import CorruptCheckpointError
 from smckpt.storage.disk.directory import Directory
 
-__all__ = ["Descriptor", "Reading", "is_a_link", "not_a_file", "open_file"]
+__all__ = ["STRETCH", "Descriptor", "Reading", "is_a_link", "not_a_file", "open_file"]
 
 _READ_AHEAD = 1 << 20  # bytes; for a read this large the kernel is asked to read ahead
-_STRETCH = (
-    1 << 20
-)  # bytes, a block: with less, many threads wait for the interpreter, not for bytes
+STRETCH = 1 << 20  # bytes, a block: with less, many threads wait for the interpreter, not for bytes
 _NOWAIT = getattr(os, "RWF_NOWAIT", 0)  # not on macOS
 _MAX_VECTOR = 1024  # IOV_MAX of Linux and macOS
 
@@ -99,14 +97,14 @@ class Reading:
         or belong to another file.
         """
         while self._left:
-            if self._seen is not None and self._left[-1].nbytes > _STRETCH:
+            if self._seen is not None and self._left[-1].nbytes > STRETCH:
                 buffer = self._left.pop()
                 taken = self._in_stretches(file, buffer, self._seen)
                 if taken < buffer.nbytes:
                     self._left.append(buffer[taken:])
                     return False
                 continue
-            batch = self._next(_STRETCH if self._seen is not None else self._span)
+            batch = self._next(STRETCH if self._seen is not None else self._span)
             count = self._read(file, batch)
             if count == 0:
                 return False
@@ -122,7 +120,7 @@ class Reading:
         try:
             while at < size:
                 # No stretch crosses a block's end, so each goes whole into one checksum.
-                stretch = buffer[at : at + _STRETCH - self.offset % _STRETCH]
+                stretch = buffer[at : at + STRETCH - self.offset % STRETCH]
                 count = self._read(file, [stretch])
                 if count == 0:
                     break

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 
 from smckpt.errors import CheckpointNotFoundError, StorageError
 from smckpt.storage.base import Access, FileInfo, FileWriter, Storage
+from smckpt.storage.disk.posix_read import STRETCH, Descriptor, Reading
 from smckpt.storage.faults import refuse_incomplete, refuse_outside, storage_error, too_short
 from smckpt.storage.memory.wire import (
     KeeperRefusal,
@@ -84,7 +85,7 @@ class KeeperStorage(Storage):
 
     def __init__(self, url: str, access: Access | None = None) -> None:
         self._lock = threading.Lock()
-        self._open: dict[str, tuple[int, int]] = {}  # of large files here: descriptor, size
+        self._open: dict[str, tuple[Descriptor, int]] = {}  # of large files here, with their sizes
         super().__init__(url, access)
         self._job = job_of(self.url)
         self._directory = self.url.partition("://")[2].partition("/")[2].strip("/")
@@ -136,18 +137,12 @@ class KeeperStorage(Storage):
     ) -> None:
         self.refuse_name(name)
         wanted = [b if b.format == "B" and b.ndim == 1 else b.cast("B") for b in buffers]
-        with self._descriptor(name) as here:
-            if here is not None:
-                fd, size = here
-                self._refuse_end(name, size, offset, wanted)
-                for buffer in wanted:
-                    at = 0
-                    while at < len(buffer):
-                        at += os.preadv(fd, [buffer[at:]], offset + at)
-                    offset += len(buffer)
-                    if seen is not None:
-                        seen(buffer)
-                return
+        here = self._descriptor(name)
+        if here is not None:
+            file, size = here
+            self._refuse_end(name, size, offset, wanted)
+            Reading(offset, [b for b in wanted if b], seen).run(file)
+            return
         known = self._peers()
         lost: OSError | None = None
         others = [*range(known.own + 1, len(known.peers)), *range(known.own)]
@@ -183,9 +178,12 @@ class KeeperStorage(Storage):
             size = self.size(name)
             raise too_short(name, size, offset + length, file_url(self.url, name)) from error
         for buffer in wanted:
-            fill(other, buffer)
-            if seen is not None:
-                seen(buffer)
+            while buffer:
+                stretch = buffer[: STRETCH - offset % STRETCH]  # whole blocks, for `seen`
+                fill(other, stretch)
+                if seen is not None:
+                    seen(stretch)
+                buffer, offset = buffer[len(stretch) :], offset + len(stretch)
         return True
 
     def _refuse_end(self, name: str, size: int, offset: int, wanted: Sequence[memoryview]) -> None:
@@ -193,35 +191,27 @@ class KeeperStorage(Storage):
         if end > size:
             raise too_short(name, size, end, file_url(self.url, name))
 
-    @contextlib.contextmanager
-    def _descriptor(self, name: str) -> Iterator[tuple[int, int] | None]:
+    def _descriptor(self, name: str) -> tuple[Descriptor, int] | None:
         """A descriptor of a file of this host's keeper, and its size. Of a large file it stays open
         until the store is closed."""
         with self._lock:
             found = self._open.get(name)
         if found is not None:
-            yield found
-            return
+            return found
         try:
             with call(local_name(self._job)) as to:
                 send(to, {**self._at(name), "do": "read", "descriptor": True})
-                with contextlib.suppress(FileNotFoundError):
+                try:
                     size = int(reply_of(to)["size"])
-                    found = socket.recv_fds(to, 1, 1)[1][0], size
+                except FileNotFoundError:
+                    return None
+                found = Descriptor(socket.recv_fds(to, 1, 1)[1][0]), size
         except (OSError, IndexError) as error:
             raise no_keeper(self._job, error) from error
-        if found is not None and found[1] > self.request_bytes:
+        if size > self.request_bytes:
             with self._lock:
-                known = self._open.setdefault(name, found)
-            if known != found:  # another thread has just opened it
-                os.close(found[0])
-            yield known
-            return
-        try:
-            yield found
-        finally:
-            if found is not None:
-                os.close(found[0])
+                return self._open.setdefault(name, found)
+        return found
 
     def size(self, name: str) -> int:
         self.refuse_name(name)
@@ -242,12 +232,7 @@ class KeeperStorage(Storage):
 
     def close(self) -> None:
         with self._lock:
-            descriptors, self._open = [fd for fd, _ in self._open.values()], {}
-        for fd in descriptors:
-            os.close(fd)
-
-    def __del__(self) -> None:
-        self.close()
+            self._open = {}
 
     # -- the keepers -------------------------------------------------------------------------------
 

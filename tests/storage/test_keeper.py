@@ -19,6 +19,7 @@ import smckpt
 from smckpt.checkpoint.upkeep.verify import verify_checkpoint
 from smckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, StorageError, UsageError
 from smckpt.storage import Storage, open_storage
+from smckpt.storage.memory import store as memory_store
 from smckpt.storage.memory import wire
 from smckpt.storage.memory.keeper import Keeper, listening
 from smckpt.storage.memory.store import asked_locally
@@ -256,6 +257,30 @@ def test_a_file_whose_copy_went_with_its_host_is_copied_again(three: list[Runnin
         time.sleep(0.01)
     joined([third])
     assert open_storage(f"keeper://{third.job}/run/1").read("data") == bytes(1000)
+
+
+def test_reads_from_another_host_share_a_connection(
+    three: list[Running], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second, _ = three
+    write(open_storage(f"keeper://{second.job}/run/1"), "data", bytes(range(256)) * 64)
+    joined([first, second])
+    calls = []
+
+    def counted(to: Peer | str) -> socket.socket:
+        calls.append(to)
+        return call(to)
+
+    monkeypatch.setattr(memory_store, "call", counted)
+    store = open_storage(f"keeper://{first.job}/run/1")
+    for at in range(20):
+        assert store.read("data", at, 5) == bytes(range(at, at + 5))
+    assert calls.count(second.peer) == 1
+    for _, idle in store._idle[second.peer.secret]:  # type: ignore[attr-defined]
+        idle.shutdown(socket.SHUT_RD)  # as when the keeper has closed it
+    assert store.read("data", 7, 2) == bytes((7, 8))
+    assert calls.count(second.peer) == 2
+    store.close()
 
 
 def test_a_keeper_that_hangs_costs_one_wait(

@@ -332,14 +332,14 @@ class Passing:
                 raise ConnectionError("it says of no address that other hosts reach")
             if only_look:
                 return socket.create_connection(tuple(address.peer[1:3]), IDLE)
-        with contextlib.ExitStack() as stack:
-            to = f"\0{address.name}" if self._near(member) else Peer(*(address.peer or ()))
-            made = stack.enter_context(call(to))
+        made = call(f"\0{address.name}" if self._near(member) else Peer(*(address.peer or ())))
+        try:
             if not only_look:
                 send(made, {"member": self._member})
-            found = made.dup()
-            found.settimeout(IDLE)
-            return found
+        except BaseException:
+            made.close()
+            raise
+        return made
 
     def _begin(self, member: int, made: socket.socket) -> None:
         """Give the member this rank's arena, if it is on this host, and take that of the member."""

@@ -12,8 +12,10 @@ import contextlib
 import errno
 import json
 import os
+import select
 import socket
 import threading
+import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -24,6 +26,7 @@ from smckpt.storage.base import Access, FileInfo, FileWriter, Storage
 from smckpt.storage.disk.posix_read import STRETCH, Descriptor, Reading
 from smckpt.storage.faults import refuse_incomplete, refuse_outside, storage_error, too_short
 from smckpt.storage.memory.wire import (
+    IDLE,
     KeeperRefusal,
     Peer,
     call,
@@ -85,6 +88,7 @@ class KeeperStorage(Storage):
 
     def __init__(self, url: str, access: Access | None = None) -> None:
         self._lock = threading.Lock()
+        self._idle: dict[str, list[tuple[float, socket.socket]]] = {}  # of a peer, since when
         self._open: dict[str, tuple[Descriptor, int]] = {}  # of large files here, with their sizes
         super().__init__(url, access)
         self._job = job_of(self.url)
@@ -148,7 +152,7 @@ class KeeperStorage(Storage):
         others = [*range(known.own + 1, len(known.peers)), *range(known.own)]
         for at in sorted(others, key=known.silent.__contains__):
             try:
-                with self._calling(known, at) as to:
+                with self._calling(known, at, stays=True) as to:
                     if self._read_from(to, name, offset, wanted, seen):
                         return
             except OSError as error:
@@ -232,7 +236,12 @@ class KeeperStorage(Storage):
 
     def close(self) -> None:
         with self._lock:
-            self._open = {}
+            idle, self._idle, self._open = self._idle, {}, {}
+        for _, made in [one for each in idle.values() for one in each]:
+            made.close()
+
+    def __del__(self) -> None:
+        self.close()
 
     # -- the keepers -------------------------------------------------------------------------------
 
@@ -244,17 +253,45 @@ class KeeperStorage(Storage):
         return _Peers(tuple(Peer(*each) for each in answer["peers"]), int(answer["own"]), silent)
 
     @contextlib.contextmanager
-    def _calling(self, known: _Peers, at: int) -> Iterator[socket.socket]:
-        """A connection to one of the keepers. If it does not answer, this host's hears of it."""
+    def _calling(self, known: _Peers, at: int, *, stays: bool = False) -> Iterator[socket.socket]:
+        """A connection to one of the keepers. If it does not answer, this host's hears of it.
+
+        Args:
+            stays: the connection stays open for the next such call, for which it needs no proof.
+        """
+        peer = known.peers[at]
+        to: socket.socket | None = None
         try:
-            with call(local_name(self._job) if at == known.own else known.peers[at]) as to:
-                yield to
+            if stays:
+                to = self._idle_to(peer)
+            if to is None:
+                to = call(local_name(self._job) if at == known.own else peer)
+            yield to
+            if stays:
+                with self._lock:
+                    self._idle.setdefault(peer.secret, []).append((time.monotonic(), to))
+                    to = None
         except (KeeperRefusal, FileNotFoundError):
             raise
         except OSError:
             if at != known.own:
                 asked_locally(self._job, {"do": "silent", "peer": at})
             raise
+        finally:
+            if to is not None:
+                to.close()
+
+    def _idle_to(self, peer: Peer) -> socket.socket | None:
+        while True:
+            with self._lock:
+                idle = self._idle.get(peer.secret, [])
+                if not idle:
+                    return None
+                since, found = idle.pop()
+            # the keeper closes it after a while; what is to be read then is its end
+            if time.monotonic() - since < IDLE / 2 and not select.select([found], [], [], 0)[0]:
+                return found
+            found.close()
 
     def _all(self, request: dict[str, Any]) -> Sequence[dict[str, Any]]:
         """The answers of all keepers that answer; this host's must."""

@@ -16,7 +16,6 @@ import os
 import secrets
 import socket
 import struct
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -136,26 +135,30 @@ def reply_of(source: socket.socket) -> dict[str, Any]:
     return header
 
 
-@contextlib.contextmanager
-def call(to: Peer | str) -> Iterator[socket.socket]:
+def call(to: Peer | str) -> socket.socket:
     """A connection to a keeper: the one of this host, by `local_name`, or one over TCP.
 
     Raises:
         OSError: nobody answers, or not as a keeper of the job.
     """
     if isinstance(to, str):
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as made:
+        made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    else:
+        made = socket.create_connection((to.address, to.port), ANSWER)
+    try:
+        if isinstance(to, str):
             made.settimeout(IDLE)
             made.connect(to)
             if user_of(made) != os.getuid():  # a name without a file belongs to whoever takes it
                 raise ConnectionError("another user listens under the name of the keeper")
-            yield made
-        return
-    with socket.create_connection((to.address, to.port), ANSWER) as made:
-        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        _prove(made, to.secret)
-        made.settimeout(IDLE)
-        yield made
+        else:
+            made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            _prove(made, to.secret)
+            made.settimeout(IDLE)
+    except BaseException:
+        made.close()
+        raise
+    return made
 
 
 def _prove(to: socket.socket, secret: str) -> None:

@@ -46,14 +46,14 @@ def test_zeros_are_as_many_as_the_template_says() -> None:
      "{step}-{step}", "{step:d}", "{step", "a{step}\0", "{tp}", "tp{tp}_{step}", "tp{tp}/{step}",
      "{step}/{tp}{ep}", "{step}/tp{tp}_{tp}", "{step}/tp{tp}/fsdp{fsdp}", "{step}/tp{tp}_{cp}"],
 )  # fmt: skip
-def test_a_layout_that_does_not_tell_steps_apart_is_refused(layout: str) -> None:
-    with pytest.raises(UsageError, match="layout is"):
+def test_a_template_that_does_not_tell_steps_apart_is_refused(layout: str) -> None:
+    with pytest.raises(UsageError, match="steps. directories is"):
         Template(layout)
 
 
 @pytest.mark.parametrize(("step", "epoch"), [(-1, 1), (1, None), (True, 1), (1.0, 1)])
 def test_a_number_that_is_missing_or_none_is_refused(step: int, epoch: int | None) -> None:
-    with pytest.raises(UsageError, match="and the layout"):
+    with pytest.raises(UsageError, match="and the template"):
         Template("{epoch}/{step}").place(step, epoch)
 
 

@@ -13,7 +13,7 @@ from smckpt.cli.app import app
 from smckpt.cli.output import progress_bar
 from tests.support.main_job import ROOT
 
-NO_JSON = {"browse", "run"}  # one writes a page, the other runs a script
+NO_JSON = {"browse", "keeper", "run"}  # they write a page, serve, and run a script
 PAGE = (ROOT / "docs" / "manager.md").read_text().partition("## Commands and their exit status")[2]
 ROWS = {row[0]: row for row in re.findall(r"^\| `(\w+)`( ▸)? \| (.*?) \|", PAGE, re.MULTILINE)}
 

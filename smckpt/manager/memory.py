@@ -44,6 +44,7 @@ __all__ = ["MEMORY_QUEUE", "Memory", "MemoryTier", "Tiers"]
 log = logging.getLogger("smckpt")
 
 MEMORY_QUEUE = "manager-memory"
+MOST_LEFT_OUT = 64  # saves to memory, while they fail
 SERVICE = "SMCKPT_KEEPER"  # the name of the keepers that run as services (`smckpt keeper`)
 _PROGRAM = (
     "import sys; sys.path.insert(0, sys.argv[1]); "
@@ -102,6 +103,8 @@ class MemoryTier:
         self.retention: Retention | None = None
         self._template = template
         self._member = -1
+        self._last: SaveHandle | None = None
+        self._failed = self._left_out = 0  # saves in a row; of those that are due from now on
         self._run = hashlib.sha256(f"{root}\0{template.text}".encode()).hexdigest()[:12]
 
     def begin(self, meeting: Meeting, point: str, process_group: Any, timeout: float) -> None:
@@ -175,7 +178,11 @@ class MemoryTier:
                 log.warning("%d hosts hold %d copies, not %d", len(peers), have, memory.replicas)
 
     def is_due(self, step: int) -> bool:
-        return self.memory is not None and self.schedule.is_due(step)
+        due = self.memory is not None and self.schedule.is_due(step)
+        if due and self._left_out:
+            self._left_out -= 1
+            return False
+        return due
 
     def save(
         self,
@@ -195,18 +202,34 @@ class MemoryTier:
         if not self.root:
             return None
         try:
-            return save(
+            handle = save(
                 checkpoint_id=Below(group.directory(f"{self.root}/{subpath}"), self.root),
                 options=replace(self.options, metadata=metadata, on_commit=committed),
             )
+            self._judge(handle)
+            return handle
         except StorageError as error:
             log.warning("the step in %s is saved on disk: memory fails: %s", subpath, error)
             return None
+
+    def _judge(self, handle: SaveHandle | None) -> None:
+        """While saves fail, leave out ever more of those that are due: a keeper that hangs would
+        hold training up in each of them."""
+        before, self._last = self._last, handle
+        if before is None:
+            return
+        before.ended()  # it has, since this save waited for it; so all ranks count alike
+        self._failed = 0 if before.error is None else self._failed + 1
+        self._left_out = min(2**self._failed, MOST_LEFT_OUT) - 1
+        if self._left_out and self._member == 0:
+            text = "%d saves to memory have failed in a row: the next %d are left out"
+            log.warning(text, self._failed, self._left_out)
 
     def restored(self, step: int) -> None:
         """Start again from this step, on all ranks. The hosts that are left give what they hold
         its copies again, in the background."""
         self.schedule.restored(step)
+        self._last, self._failed, self._left_out = None, 0, 0
         if self.root:
             with contextlib.suppress(StorageError):  # the next save says what is wrong
                 asked_locally(job_of(self.root), {"do": "heal"})

@@ -61,20 +61,23 @@ dist.destroy_process_group()
 """
 
 
-def run(
-    job: Sequence[Host], tmp_path: Path, port: int, until: int, last: int = -1, replicas: int = 1
-) -> list[Any]:
+def start(job: Sequence[Host], tmp_path: Path, port: int, script: str, *words: str) -> None:
     tmp_path.mkdir(exist_ok=True)
-    script = tmp_path / "train.py"
-    script.write_text(textwrap.dedent(SCRIPT))
+    program = tmp_path / "train.py"
+    program.write_text(textwrap.dedent(script))
     for rank, host in enumerate(job):
         env = {
             "RANK": str(rank), "WORLD_SIZE": str(len(job)), "LOCAL_RANK": "0",
             "MASTER_ADDR": job[0].address, "MASTER_PORT": str(port),
             "TORCHELASTIC_RUN_ID": f"job{tmp_path.name}", "GLOO_SOCKET_IFNAME": "e0",
         }  # fmt: skip
-        numbers = [str(until), str(last), str(replicas)]
-        host.begin([sys.executable, str(script), str(tmp_path / "root"), *numbers], env)
+        host.begin([sys.executable, str(program), str(tmp_path / "root"), *words], env)
+
+
+def run(
+    job: Sequence[Host], tmp_path: Path, port: int, until: int, last: int = -1, replicas: int = 1
+) -> list[Any]:
+    start(job, tmp_path, port, SCRIPT, str(until), str(last), str(replicas))
     ended = [host.ended() for host in job]
     wanted = 9 if last >= 0 else 0
     assert [code for code, *_ in ended] == [wanted] * len(job), ended
@@ -207,6 +210,46 @@ def test_a_keeper_that_is_a_service_outlives_the_job(
     assert after.stdout == "from 0 [0.0, 0.0, 0.0, 0.0]\n"
     assert "no step is kept in memory: " in after.stderr
     assert f"the keeper of job {name} on " in after.stderr
+
+
+HARMED = """
+import json, os, signal, sys
+import torch, torch.distributed as dist
+from smckpt import CheckpointManager, Memory
+
+dist.init_process_group("gloo")
+rank, number = dist.get_rank(), getattr(signal, sys.argv[2])
+state = {"w": torch.zeros(1000)}
+saved = []
+with CheckpointManager(sys.argv[1], interval=1000, memory=Memory(1), random=False) as manager:
+    manager.restore(into=state)
+    for step in range(1, 40):
+        if step == 4 and rank == 1:  # its host's keeper
+            keepers = [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc")))
+                       if b"memory.keeper" in open(f"/proc/{pid}/cmdline", "rb").read()
+                       and os.stat(f"/proc/{pid}/ns/net") == os.stat("/proc/self/ns/net")]
+            os.kill(keepers[0], number)
+        dist.barrier()
+        if manager.should_save(step):
+            manager.save(step, state).exception()
+            saved.append(step)
+print(json.dumps(saved), flush=True)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("harm", ["SIGKILL", pytest.param("SIGSTOP", marks=pytest.mark.long)])
+def test_while_a_keeper_is_gone_or_hangs_most_saves_are_left_out(tmp_path: Path, harm: str) -> None:
+    with hosts(2) as job:
+        start(job, tmp_path, 29618, HARMED, harm)
+        ended = [host.ended() for host in job]
+    assert [code for code, *_ in ended] == [0, 0], ended
+    one, other = [json.loads(out) for _, out, _ in ended]
+    assert one == other
+    assert one[:4] == [1, 2, 3, 4]
+    assert len(one) < 12  # of 39
+    assert "saves to memory have failed in a row" in ended[0][2]
 
 
 def test_a_budget_for_a_service_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

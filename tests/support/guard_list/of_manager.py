@@ -217,6 +217,12 @@ KEEPING = [
         KEEPER + "test_a_keeper_that_hangs_costs_one_wait",
     ),
     of(
+        "memory: while saves fail most are left out", "manager/memory.py",
+        "        self._left_out = min(2**self._failed, MOST_LEFT_OUT) - 1\n",
+        "        self._left_out = 0\n",
+        MEMORY + "test_while_a_keeper_is_gone_or_hangs_most_saves_are_left_out[SIGKILL]",
+    ),
+    of(
         "memory: a keeper ends with its job", "storage/memory/keeper.py",
         "            if any(one in ends for one in ready):\n                return\n",
         "            ready = [one for one in ready if one not in ends]\n",

@@ -32,8 +32,9 @@ for step in range(1, 1000):
             state,
             checkpoint_id=f"{sys.argv[1]}/group{rank}",
             process_group=groups[rank],
-            groups=[[r] for r in range(dist.get_world_size())],
-            options=smckpt.SaveOptions(timeout=float(sys.argv[2])),
+            options=smckpt.SaveOptions(
+                timeout=float(sys.argv[2]), groups=[[r] for r in range(dist.get_world_size())]
+            ),
         )
     except smckpt.SaveFailedError:
         sys.exit(3)  # the peer was killed

@@ -42,7 +42,6 @@ from smckpt.engine.loading.load_rounds import (
     total,
 )
 from smckpt.engine.loading.load_share import for_all, open_chosen, share
-from smckpt.engine.loading.passing import Passing
 from smckpt.errors import (
     CheckpointReplacedError,
     UsageError,
@@ -61,6 +60,7 @@ from smckpt.state_dict.select import Selection, Selector
 from smckpt.storage import Storage
 
 if TYPE_CHECKING:
+    from smckpt.engine.loading.passing import Passing
     from smckpt.layout.entries import Entry
 
 __all__ = ["Loader"]

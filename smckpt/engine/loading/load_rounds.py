@@ -10,6 +10,7 @@ from smckpt.checkpoint.commits.choose import Commit
 from smckpt.meeting.round import Meeting
 
 __all__ = [
+    "Address",
     "Choice",
     "Common",
     "Rounds",
@@ -20,6 +21,17 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a rank takes connections. host: its system and network, whose ranks share memory. name:
+    of its Unix socket. peer: for other hosts; None if all ranks are on one, or if no network leads
+    to this one."""
+
+    host: str
+    name: str
+    peer: list[Any] | None
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from smckpt.checkpoint.commits.choose import Commit
 from smckpt.checkpoint.reading.catalogue import Catalogue
@@ -15,11 +16,13 @@ from smckpt.checkpoint.reading.read import Reads
 from smckpt.checkpoint.reading.readers import open_any
 from smckpt.decoding import decode
 from smckpt.engine.loading.load_plan import LoadPlan, LoadRequest
-from smckpt.engine.loading.load_rounds import Choice, Rounds
-from smckpt.engine.loading.passing import Address, Door, Passing
+from smckpt.engine.loading.load_rounds import Address, Choice, Rounds
 from smckpt.meeting.group import Group
 from smckpt.meeting.keys import to_text
 from smckpt.storage import Storage
+
+if TYPE_CHECKING:
+    from smckpt.engine.loading.passing import Passing
 
 __all__ = ["for_all", "open_chosen", "share"]
 
@@ -67,6 +70,8 @@ def share(
     rank of the group also how many bytes its ranks need, if they say so."""
     if not planned.agreed.shares:
         return None, 0
+    from smckpt.engine.loading.passing import Door, Passing  # not every load shares
+
     meeting, point = rounds.group, f"{rounds.point}/share"
     reads = Reads(planned.plan, planned.memory.buffers)
     most = portion_bytes(request.storage.request_bytes)

@@ -32,6 +32,7 @@ from typing import Any
 from smckpt.checkpoint.reading.blocks import Destination, HostMemory, Readers
 from smckpt.checkpoint.reading.portions import Portion, PortionTargets, divided
 from smckpt.checkpoint.reading.read import Reads
+from smckpt.engine.loading.load_rounds import Address
 from smckpt.errors import CheckpointError, PeerError, as_checkpoint_error, error_from_json
 from smckpt.layout.image import ALIGNMENT
 from smckpt.meeting.group import Group
@@ -48,7 +49,7 @@ from smckpt.storage.memory.wire import (
     user_of,
 )
 
-__all__ = ["Address", "Door", "Passing"]
+__all__ = ["Door", "Passing"]
 
 log = logging.getLogger("smckpt")
 
@@ -56,17 +57,6 @@ _SLOTS = 8  # at most: twice as many cost twice the time to get their pages
 _WINDOW = 128 << 20  # bytes of all slots, at most
 _LOOK = 0.5  # seconds between two looks whether a member that has not come is gone
 _GOODBYE = 5.0  # seconds in which a failed rank hands its error over
-
-
-@dataclass(frozen=True)
-class Address:
-    """Where a rank takes connections. host: its system and network, whose ranks share memory. name:
-    of its Unix socket. peer: for other hosts; None if all ranks are on one, or if no network leads
-    to this one."""
-
-    host: str
-    name: str
-    peer: list[Any] | None
 
 
 class Door:

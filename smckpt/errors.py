@@ -173,7 +173,7 @@ class TensorMismatchError(CheckpointError):
 
 
 class MemoryBudgetError(CheckpointError, MemoryError):
-    """The arenas of this host's ranks do not fit its memory."""
+    """What this host's ranks, or its keeper, want to hold does not fit its memory."""
 
     def __str__(self) -> str:
         return CheckpointError.__str__(self)

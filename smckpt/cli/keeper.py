@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 
 import click
 
@@ -44,4 +45,5 @@ def keeper(name: str, address: str, port: int, budget: float) -> None:
         service = Keeper(nbytes, address, port)
         where = "{}:{}".format(*service.address)
         print_line(f"keeper {name} at {where}, {bytes_text(nbytes)}")
+        sys.stdout.flush()  # into a log, it would wait for the end
         service.serve(local, [ended])

@@ -320,6 +320,7 @@ class CheckpointManager:
 
         meeting = self._membership.meeting(self._timeout)
         self._steps.forget()
+        self._memory.discard_unfinished()
         point = f"restore/{next(self._rounds)}"
         tiers = Tiers(self._steps, self._memory.steps)
         resumed = resume(meeting, point, tiers, fill, self._timeout)

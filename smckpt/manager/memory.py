@@ -16,26 +16,32 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from smckpt.checkpoint.commits.contents import what_is_missing
 from smckpt.checkpoint.commits.discover import FoundCheckpoint
-from smckpt.checkpoint.commits.run_directory import Damaged, RunDirectory
+from smckpt.checkpoint.commits.run_directory import Damaged, RunDirectory, Whole
 from smckpt.checkpoint.commits.template import Template
 from smckpt.engine.api import leave_queue, maybe_finalize_async_calls, prepare_queue
 from smckpt.engine.groups import ReplicationGroup
 from smckpt.engine.saving.job import SaveHandle, SaveOptions
-from smckpt.errors import CheckpointError, SaveFailedError, StorageError, UsageError
+from smckpt.errors import (
+    CheckpointError,
+    MemoryBudgetError,
+    SaveFailedError,
+    StorageError,
+    UsageError,
+)
 from smckpt.manager.keeping.retention import Newest, Retention
 from smckpt.manager.schedule import Interval, Schedule, refused
 from smckpt.meeting.round import Meeting
 from smckpt.staging.arena import free_memory
 from smckpt.storage import open_storage
 from smckpt.storage.memory.keeper import listening
-from smckpt.storage.memory.store import asked_locally, job_of
+from smckpt.storage.memory.store import KeeperStorage, asked_locally, job_of
 from smckpt.storage.memory.wire import own_address
 from smckpt.storage.urls import Below
 
@@ -103,6 +109,8 @@ class MemoryTier:
         self.retention: Retention | None = None
         self._template = template
         self._member = -1
+        self._policy = _WhatFits(1)
+        self._newest = ""  # of the commits
         self._last: SaveHandle | None = None
         self._failed = self._left_out = 0  # saves in a row; of those that are due from now on
         self._run = hashlib.sha256(f"{root}\0{template.text}".encode()).hexdigest()[:12]
@@ -163,7 +171,8 @@ class MemoryTier:
             return
         self.root = f"keeper://{job}/{self._run}" if is_service else f"keeper://{job}"
         self.steps = RunDirectory(open_storage(self.root), self._template)
-        self.retention = Retention(self.steps, (Newest(memory.keep),), None)
+        self._policy = _WhatFits(memory.keep)
+        self.retention = Retention(self.steps, (self._policy,), None)
         prepare_queue(MEMORY_QUEUE, process_group)
         if meeting.member == 0:
             have = min(memory.replicas, len(peers) - 1)
@@ -197,6 +206,7 @@ class MemoryTier:
         def committed(handle: SaveHandle) -> None:
             if self._member == 0 and self.retention is not None and handle.timings is not None:
                 self.schedule.measured(handle.timings)
+                self._newest = subpath
                 self.retention.committed(subpath)
 
         if not self.root:
@@ -221,9 +231,42 @@ class MemoryTier:
         before.ended()  # it has, since this save waited for it; so all ranks count alike
         self._failed = 0 if before.error is None else self._failed + 1
         self._left_out = min(2**self._failed, MOST_LEFT_OUT) - 1
+        if isinstance(before.error, MemoryBudgetError):
+            self._make_room()
         if self._left_out and self._member == 0:
             text = "%d saves to memory have failed in a row: the next %d are left out"
             log.warning(text, self._failed, self._left_out)
+
+    def _make_room(self) -> None:
+        """Keep one step from now on: without room for another one, none would ever be deleted."""
+        if self.retention is None or self.steps is None or self._policy.short or self._member:
+            return
+        if not self._newest and (found := self.steps.all()):
+            self._newest = self.steps.subpath_of(found[-1])
+        if self._newest:
+            log.warning("memory is short: it holds one step from now on")
+            self._policy.short = True
+            self.retention.committed(self._newest)
+
+    def discard_unfinished(self) -> None:
+        """Delete what a job left there that ended in the middle of a save. No save of this one has
+        begun: all ranks are at their first restore."""
+        if self.steps is None or self._member or self._last is not None:
+            return
+        try:
+            self.steps.forget()
+            steps = [
+                one.subpath if isinstance(one, Damaged) else self.steps.subpath_of(one)
+                for one in self.steps.newest_first()
+            ]
+            for directory, names in KeeperStorage(self.root).tree().items():
+                if not any(
+                    f"{directory}/".startswith(f"{step}/" if step else "") for step in steps
+                ):
+                    log.info("%s in memory was never committed: deleted", directory)
+                    KeeperStorage(f"{self.root}/{directory}").delete_many(names)
+        except StorageError as error:
+            log.warning("what was not committed stays in memory: %s", error)
 
     def restored(self, step: int) -> None:
         """Start again from this step, on all ranks. The hosts that are left give what they hold
@@ -243,6 +286,17 @@ class MemoryTier:
             maybe_finalize_async_calls(queue=MEMORY_QUEUE)
         leave_queue(MEMORY_QUEUE, timeout)
         self.retention.close(timeout)
+
+
+@dataclass
+class _WhatFits:
+    """A policy: the newest steps; one of them once memory is `short`."""
+
+    count: int
+    short: bool = False
+
+    def kept(self, steps: Sequence[FoundCheckpoint], whole: Whole) -> Sequence[FoundCheckpoint]:
+        return Newest(1 if self.short else self.count).kept(steps, whole)
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ import smckpt
 from smckpt import CheckpointManager, Memory, UsageError
 from smckpt.manager import schedule
 from smckpt.manager.memory import SERVICE
+from smckpt.storage import open_storage
 from tests.support.hosts import Host, hosts
 from tests.support.limits import seconds
 
@@ -252,6 +253,29 @@ def test_while_a_keeper_is_gone_or_hangs_most_saves_are_left_out(tmp_path: Path,
     assert "saves to memory have failed in a row" in ended[0][2]
 
 
+def test_what_a_job_left_in_the_middle_of_a_save_is_deleted(
+    tmp_path: Path, service: tuple[str, subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, _ = service
+    monkeypatch.setenv(SERVICE, name)
+    state = {"w": torch.ones(4)}
+
+    def manager() -> CheckpointManager:
+        return CheckpointManager(str(tmp_path), memory=Memory(1), signals=(), random=False)
+
+    with manager() as first:
+        first.restore(into=state)
+        assert first.should_save(5)
+        first.save(5, state).wait()
+    (run,) = open_storage(f"keeper://{name}").list_dirs()
+    root = open_storage(f"keeper://{name}/{run}")
+    root.join("6/part").put("data-0773ea0c5872-00000002-r00000-0.safetensors", b"half")
+    root.join("50").put("data-0773ea0c5872-00000003-r00000-0.safetensors", b"half")
+    with manager() as second:
+        assert second.restore(into=state) == 5
+    assert list(root.list_dirs()) == ["5"]
+
+
 def test_a_budget_for_a_service_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SERVICE, "nobody")
     with (
@@ -259,6 +283,23 @@ def test_a_budget_for_a_service_is_refused(tmp_path: Path, monkeypatch: pytest.M
         CheckpointManager(str(tmp_path), memory=Memory(1, budget=1 << 20)) as manager,
     ):
         manager.restore(into={"w": torch.zeros(1)})
+
+
+def test_with_room_for_two_steps_the_newest_one_stays_and_the_next_is_written(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = {"w": torch.ones(1 << 18)}  # 1 MiB
+    with CheckpointManager(
+        str(tmp_path), memory=Memory(interval=1, budget=5 << 19), signals=(), random=False
+    ) as manager:
+        saved, until = [], time.monotonic() + seconds(20)
+        while len(saved) < 6:
+            step = len(saved) + 1
+            assert time.monotonic() < until
+            if manager.should_save(step) and manager.save(step, state).exception() is None:
+                saved.append(step)
+        assert manager.restore(into=state) == saved[-1]
+    assert caplog.text.count("it holds one step from now on") == 1
 
 
 def test_without_room_in_memory_the_step_is_saved_on_disk_and_the_log_says_why(

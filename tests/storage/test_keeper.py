@@ -17,7 +17,13 @@ import torch
 
 import smckpt
 from smckpt.checkpoint.upkeep.verify import verify_checkpoint
-from smckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, StorageError, UsageError
+from smckpt.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    MemoryBudgetError,
+    StorageError,
+    UsageError,
+)
 from smckpt.storage import Storage, open_storage
 from smckpt.storage.memory import store as memory_store
 from smckpt.storage.memory import wire
@@ -133,10 +139,10 @@ def test_of_all_that_create_a_name_one_succeeds(store: Storage) -> None:
 
 def test_the_budget_is_held_and_given_back(running: Running, store: Storage) -> None:
     big = store.create_file("big", (1 << 26) - 10)
-    with pytest.raises(StorageError, match="keeper of"):
+    with pytest.raises(MemoryBudgetError, match="keeper of"):
         store.create_file("more", 100)
     big.abort()
-    with pytest.raises(StorageError, match="more do not fit"):
+    with pytest.raises(MemoryBudgetError, match="more do not fit"):
         store.create_file("huge", 1 << 40)
     for _ in range(100):
         store.overwrite("name", bytes(1 << 20))

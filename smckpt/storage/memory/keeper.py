@@ -275,7 +275,7 @@ class Keeper:
         with self._lock:
             peers, own = self._peers, self._own
             wanted = min(self._replicas, max(len(peers) - 1, 0))
-        hosts, failed = list[str](), list[str]()
+        hosts, failed, code = list[str](), list[str](), errno.EIO
         silent = self._silent_now()
         after = [*range(own + 1, len(peers)), *range(max(own, 0))]
         for at in sorted(after, key=silent.__contains__):
@@ -288,9 +288,11 @@ class Keeper:
                 failed.append(f"{peers[at].host}: {error}")
                 if not isinstance(error, KeeperRefusal):
                     self._mark_silent(at)
+                elif error.errno == errno.ENOSPC:
+                    code = error.errno
         if len(hosts) < wanted:
             raise KeeperRefusal(
-                errno.EIO, f"{len(hosts)} of {wanted} other hosts took a copy ({'; '.join(failed)})"
+                code, f"{len(hosts)} of {wanted} other hosts took a copy ({'; '.join(failed)})"
             )
         return hosts
 

@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from smckpt.errors import CheckpointNotFoundError, StorageError
+from smckpt.errors import CheckpointNotFoundError, MemoryBudgetError, StorageError
 from smckpt.storage.base import Access, FileInfo, FileWriter, Storage
 from smckpt.storage.disk.posix_read import STRETCH, Descriptor, Reading
 from smckpt.storage.faults import refuse_incomplete, refuse_outside, storage_error, too_short
@@ -234,6 +234,16 @@ class KeeperStorage(Storage):
         answers = self._all({"do": "directories", "directory": self._directory})
         return sorted({str(name) for answer in answers for name in answer["names"]})
 
+    def tree(self) -> dict[str, set[str]]:
+        """The names of the files here and below, by their directory's path from here."""
+        above = f"{self._directory}/" if self._directory else ""
+        found: dict[str, set[str]] = {}
+        for answer in self._all({"do": "all"}):
+            for directory, name, _ in answer["files"]:
+                if f"{directory}/".startswith(above):
+                    found.setdefault(str(directory)[len(above) :], set()).add(str(name))
+        return found
+
     def close(self) -> None:
         with self._lock:
             idle, self._idle, self._open = self._idle, {}, {}
@@ -340,7 +350,7 @@ class KeeperStorage(Storage):
 
     def _failed(self, error: OSError, name: str, action: str) -> Exception:
         if isinstance(error, KeeperRefusal):
-            return StorageError(
+            return (MemoryBudgetError if error.errno == errno.ENOSPC else StorageError)(
                 f"cannot {action}: {error.strerror}",
                 remedy="give keepers a larger budget, or keep fewer steps in memory; steps that "
                 "are committed stay",

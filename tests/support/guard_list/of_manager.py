@@ -223,6 +223,16 @@ KEEPING = [
         MEMORY + "test_while_a_keeper_is_gone_or_hangs_most_saves_are_left_out[SIGKILL]",
     ),
     of(
+        "memory: where it is short one step stays", "manager/memory.py",
+        "            self._policy.short = True\n", "",
+        MEMORY + "test_with_room_for_two_steps_the_newest_one_stays_and_the_next_is_written",
+    ),
+    of(
+        "memory: what was never committed is deleted", "manager/memory.py",
+        "                    KeeperStorage(f\"{self.root}/{directory}\").delete_many(names)\n", "",
+        MEMORY + "test_what_a_job_left_in_the_middle_of_a_save_is_deleted",
+    ),
+    of(
         "memory: a keeper ends with its job", "storage/memory/keeper.py",
         "            if any(one in ends for one in ready):\n                return\n",
         "            ready = [one for one in ready if one not in ends]\n",

@@ -330,11 +330,11 @@ def _groups_unknown(top: Storage) -> Refusal | None:
     for name in top.list_dirs():
         if is_prefix(name):
             continue
-        place = top.join(name)
-        if any(parse_name(info.name) is not None for info in place.list("part-")):
-            if newest_commit(place) is not None:
+        directory = top.join(name)
+        if any(parse_name(info.name) is not None for info in directory.list("part-")):
+            if newest_commit(directory) is not None:
                 return None  # directories of steps, or of a step that is committed
-            wrote[name] = attempts_at(place, name)[0]
+            wrote[name] = attempts_at(directory, name)[0]
     ranks = [rank for one in wrote.values() for rank in one.group_ranks]
     if not wrote or len(set(ranks)) != len(ranks):
         return None

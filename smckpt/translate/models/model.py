@@ -227,9 +227,9 @@ def _are_released(reader: Holder, further: Collection[str], dims: Dims) -> bool:
 
 def side_of_reader(reader: Holder, layout: TensorLayout, dims: Dims, degrees: Degrees) -> Side:
     side = Side(layout, dims, degrees)
-    for place in tensors_of(layout, dims, degrees.ep):
-        side.add(place, reader.held[place.name])
-        _refuse_no_weight(reader.held[place.name])
+    for tensor in tensors_of(layout, dims, degrees.ep):
+        side.add(tensor, reader.held[tensor.name])
+        _refuse_no_weight(reader.held[tensor.name])
     return side
 
 
@@ -244,9 +244,9 @@ def _refuse_no_weight(held: RankTensors) -> None:
 def hub_side(dims: Dims) -> Side:
     """Hugging Face's tensors, as a layout of one rank."""
     side = Side(dims.family.hub, dims, Degrees.of(1, 1))
-    for place in tensors_of(side.layout, dims, 1):
-        shape = side.local_shape(place, dims.sizes["V"], 1, 1)
-        side.add(place, RankTensors(place.name, "", {(0, 0): shape}))
+    for tensor in tensors_of(side.layout, dims, 1):
+        shape = side.local_shape(tensor, dims.sizes["V"], 1, 1)
+        side.add(tensor, RankTensors(tensor.name, "", {(0, 0): shape}))
     return side
 
 
@@ -254,13 +254,13 @@ def side_of_ranks(layout: TensorLayout, dims: Dims, degrees: Degrees, multiple: 
     """The tensors that ranks would hold, with the vocabulary padded to a multiple for each rank."""
     side = Side(layout, dims, degrees)
     vocabulary = padded_rows(dims.sizes["V"], degrees.tp, multiple)
-    for place in tensors_of(layout, dims, degrees.ep):
-        parts = degrees.etp if place.row.of_experts else degrees.tp
-        parts = 1 if place.row.tp is None else parts
-        shape = side.local_shape(place, vocabulary, parts, degrees.ep)
-        stored = folded(place.row, shape)
+    for tensor in tensors_of(layout, dims, degrees.ep):
+        parts = degrees.etp if tensor.row.of_experts else degrees.tp
+        parts = 1 if tensor.row.tp is None else parts
+        shape = side.local_shape(tensor, vocabulary, parts, degrees.ep)
+        stored = folded(tensor.row, shape)
         shards = {(t, c): stored for c in range(degrees.columns) for t in range(degrees.tp)}
-        side.add(place, RankTensors(place.name, "", shards))
+        side.add(tensor, RankTensors(tensor.name, "", shards))
     return side
 
 

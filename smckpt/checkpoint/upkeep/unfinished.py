@@ -160,10 +160,10 @@ def attempts_at(storage: Storage, subpath: str) -> list[UnfinishedSave]:
     for over in shardings:
         stores = PrefixStores(storage, over)
         wrote: dict[tuple[str, int], set[int]] = {}
-        for place in {one.url: one for one in stores.all()}.values():
-            for info in place.list("part-"):
+        for store in {one.url: one for one in stores.all()}.values():
+            for info in store.list("part-"):
                 parsed = parse_name(info.name)
-                if parsed is not None and stores.of(parsed.rank).url == place.url:
+                if parsed is not None and stores.of(parsed.rank).url == store.url:
                     wrote.setdefault((parsed.session, parsed.number), set()).add(parsed.rank)
         for (session, number), ranks in wrote.items():
             name, its = part_name(f"{session}-{number:08d}", min(ranks)), tokens.get(session, 0)

@@ -20,7 +20,7 @@ from smckpt.translate.sources.rank_files import TensorReader
 from smckpt.translate.sources.source_facts import SourceFacts
 from smckpt.translate.tables.compile import Block, compile_blocks
 from smckpt.translate.tables.degrees import Degrees
-from smckpt.translate.tables.detect import choose_layout, unmatched, without_place
+from smckpt.translate.tables.detect import choose_layout, dropped_names, unmatched
 from smckpt.translate.tables.dims import Dims, read_dims
 from smckpt.translate.tables.pieces import RankTensors, Side, TensorKey, folded, tensors_of
 from smckpt.translate.tables.table import TensorLayout
@@ -58,7 +58,7 @@ class Translation:
     """The targets in the source's dtypes, and the source that reads them. `left_out`: names that
     are tied to another. vocabulary: how many rows of it are written, and how many are stored.
     predicting: how many layers that predict further tokens are among the targets.
-    without_place: names that this family's models in Hugging Face have no place for."""
+    dropped_names: names that this family's models in Hugging Face have no place for."""
 
     layout: str
     targets: tuple[Translated, ...]
@@ -67,7 +67,7 @@ class Translation:
     vocabulary: tuple[int, int]
     predicting: int = 0
     notes: tuple[str, ...] = ()
-    without_place: tuple[str, ...] = ()
+    dropped_names: tuple[str, ...] = ()
 
 
 def model_dims(config: ModelConfig | None, where: str, predicting: int = 0) -> Dims:
@@ -208,7 +208,7 @@ def to_hub(
         left_out = tied_names(source, targets, reader.url)
         targets = [target for target in targets if target.name not in left_out]
     vocabulary = proof.side.dims.sizes["V"], proof.rows
-    lost = tuple(without_place(reader.held, proof.layout, proof.side.dims))
+    lost = tuple(dropped_names(reader.held, proof.layout, proof.side.dims))
     return Translation(
         proof.layout.name, (*targets, *whole_layers), source, left_out, vocabulary, kept,
         (*proof.notes, *(() if kept else left_out_note(further))), lost,

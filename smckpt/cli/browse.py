@@ -99,7 +99,7 @@ def _telemetry(files: tuple[str, ...], facts: Facts) -> dict[str, Any]:
         for number, step in enumerate(facts.steps)
     }
 
-    def place(directory: str) -> int | None:
+    def step_number(directory: str) -> int | None:
         """The step whose directory this is, or is above: a group's is below its step's."""
         try:
             at = normal_url(directory).rstrip("/")
@@ -111,7 +111,7 @@ def _telemetry(files: tuple[str, ...], facts: Facts) -> dict[str, Any]:
             at = at.rpartition("/")[0]
         return places.get("")
 
-    found = read_timeline(files, place)
+    found = read_timeline(files, step_number)
     return {
         "events": plain(found.events),
         "left": found.left,

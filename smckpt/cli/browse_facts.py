@@ -190,10 +190,10 @@ class Facts:
     ) -> dict[str, Any]:
         from smckpt.checkpoint.upkeep.verify import verify_storage
 
-        place, quick = self.root.join(condition.place), self.wanted.verify == "quick"
-        url, bar = place.url, None if quick else progress
+        directory, quick = self.root.join(condition.place), self.wanted.verify == "quick"
+        url, bar = directory.url, None if quick else progress
         try:
-            report = verify_storage(place, url, progress=bar, quick=quick, beside=beside)
+            report = verify_storage(directory, url, progress=bar, quick=quick, beside=beside)
         except CheckpointError as error:
             return {"ok": False, "quick": quick, "problems": [[url, str(error), None]], "of": 1}
         problems = [[one.path, one.what, one.offset] for one in report.problems[:PROBLEMS]]

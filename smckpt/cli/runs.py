@@ -247,12 +247,12 @@ def _run_at(root: Storage, newest: Any) -> dict[str, Any] | None:
     if newest is None:
         failed = uncommitted_at(root, "").failed
         return {"failures": failed, "seconds": 0.0, "interval": None} if failed else None
-    place = root.join(newest.place)
-    found = found_at(place)
+    directory = root.join(newest.place)
+    found = found_at(directory)
     run = None if found is None else run_of(found)
     if found is None or run is None:
         return None
-    since = uncommitted_at(place, found.identity)
+    since = uncommitted_at(directory, found.identity)
     return {**run, "failures": history_of(found).failures + since.failed} if since.count else run
 
 

@@ -96,7 +96,7 @@ def _told(dtype: str, tensor: torch.Tensor, geometry: Geometry, rank: int) -> Ar
     (fqn,) = geometry.fqns  # SHARDED state has one parameter per entry
     return ArrayMetadata(
         dtype, geometry.shape_of(fqn), tensor.numel(), tuple(geometry.pieces(rank)),
-        tuple(geometry.ranks), geometry.place(rank), tensor.device.type,
+        tuple(geometry.ranks), geometry.named_coordinate(rank), tensor.device.type,
     )  # fmt: skip
 
 

@@ -101,15 +101,15 @@ def save_state(
     named = accelerator.project_configuration.automatic_checkpoint_naming
     iteration = accelerator.save_iteration
     arguments = _arguments(accelerator)
-    place = os.fspath(output_dir) if output_dir is not None else ""
+    directory = os.fspath(output_dir) if output_dir is not None else ""
     if named:
-        place = f"{_folder(accelerator)}/checkpoint_{iteration}"
-        if _on_main(lambda: _is_committed(place, arguments)):
+        directory = f"{_folder(accelerator)}/checkpoint_{iteration}"
+        if _on_main(lambda: _is_committed(directory, arguments)):
             raise ValueError(
-                f"Checkpoint directory {place} ({iteration}) already exists. Set "
+                f"Checkpoint directory {directory} ({iteration}) already exists. Set "
                 "`project_configuration.iteration` to the iteration to begin with."
             )
-    elif not place:
+    elif not directory:
         raise UsageError("save_state has no directory", remedy="pass output_dir")
     with _rest_alone(accelerator), tempfile.TemporaryDirectory() as folder:
         stock(folder, safe_serialization)
@@ -121,14 +121,14 @@ def save_state(
         state = {**_live(accelerator), "files": shared[0], "own_files": own}
         smckpt.async_save(
             state,
-            checkpoint_id=place,
+            checkpoint_id=directory,
             step=iteration,
             options=smckpt.SaveOptions(
-                on_commit=_after_commit(accelerator, place, iteration if named else None)
+                on_commit=_after_commit(accelerator, directory, iteration if named else None)
             ),
             **arguments,
         )
-    return place
+    return directory
 
 
 def merge_fsdp_weights(
@@ -149,31 +149,31 @@ def merge_fsdp_weights(
     Raises:
         UsageError: it has no such model.
     """
-    place, key = os.fspath(checkpoint_dir).rstrip("/"), "model"
-    above, _, name = place.rpartition("/")
-    if (found := _FSDP.fullmatch(name)) and not os.path.exists(place):
-        place, key = above, "model" if found[1] == "0" else f"model_{found[1]}"
-    if not _is_committed(place, {}):
+    directory, key = os.fspath(checkpoint_dir).rstrip("/"), "model"
+    above, _, name = directory.rpartition("/")
+    if (found := _FSDP.fullmatch(name)) and not os.path.exists(directory):
+        directory, key = above, "model" if found[1] == "0" else f"model_{found[1]}"
+    if not _is_committed(directory, {}):
         stock(checkpoint_dir, output_path, safe_serialization, remove_checkpoint_dir)
         return
     PartialState().wait_for_everyone()  # all have seen it, before it is removed
     if PartialState().is_main_process:
         try:
             state = smckpt.load(
-                checkpoint_id=place, options=smckpt.LoadOptions(only=[key]), no_dist=True
+                checkpoint_id=directory, options=smckpt.LoadOptions(only=[key]), no_dist=True
             )
         except KeysMismatchError as error:
             raise UsageError(
                 f"the checkpoint has no {key!r}",
                 remedy="pass the directory of save_state, or name one of its models",
-                path=place,
+                path=directory,
             ) from error
         assert state is not None
         os.makedirs(output_path, exist_ok=True)
         made = os.path.join(output_path, SAFE_WEIGHTS_NAME if safe_serialization else WEIGHTS_NAME)
         save(state[key], made, safe_serialization=safe_serialization)
         if remove_checkpoint_dir:
-            smckpt.remove(place)
+            smckpt.remove(directory)
     PartialState().wait_for_everyone()
 
 
@@ -196,9 +196,9 @@ def load_state(
     _refuse(accelerator, accelerator._load_model_state_pre_hook, "load", {})
     arguments = _arguments(accelerator)
     smckpt.maybe_finalize_async_calls()  # the newest may be in flight
-    place, ours = _on_main(lambda: _to_load(accelerator, input_dir))
+    directory, ours = _on_main(lambda: _to_load(accelerator, input_dir))
     if not ours:
-        stock(place or input_dir, load_kwargs, **kwargs)
+        stock(directory or input_dir, load_kwargs, **kwargs)
         return
     if kwargs:
         raise UsageError(
@@ -207,7 +207,7 @@ def load_state(
         )
     with _kinds(accelerator):
         target = {**_live(accelerator), "files": b"", "own_files": b""}
-        smckpt.load(target, checkpoint_id=place, **arguments)
+        smckpt.load(target, checkpoint_id=directory, **arguments)
     with _rest_alone(accelerator), tempfile.TemporaryDirectory() as folder:
         for name in ("files", "own_files"):  # files of the second replace those of the first
             with zipfile.ZipFile(io.BytesIO(target[name])) as packed:
@@ -278,8 +278,8 @@ def _on_main(look: Callable[[], Result]) -> Result:
     return over_group().round("look", lambda: None, lambda _: look())
 
 
-def _is_committed(place: str, arguments: dict[str, Any]) -> bool:
-    return bool(smckpt.find_checkpoints(place, sure=True, **arguments))
+def _is_committed(directory: str, arguments: dict[str, Any]) -> bool:
+    return bool(smckpt.find_checkpoints(directory, sure=True, **arguments))
 
 
 def _run(accelerator: Any) -> RunDirectory:
@@ -331,7 +331,7 @@ def _begun(directory: str) -> bool:
 
 
 def _after_commit(
-    accelerator: Any, place: str, iteration: int | None
+    accelerator: Any, directory: str, iteration: int | None
 ) -> Callable[[smckpt.SaveHandle], None]:
     """The function that the coordinator calls after the commit.
 
@@ -339,10 +339,10 @@ def _after_commit(
         iteration: with automatic naming; None: nothing older is removed.
     """
     limit = accelerator.project_configuration.total_limit
-    before = stock_files(place) if is_local(place) and accelerator.is_main_process else {}
+    before = stock_files(directory) if is_local(directory) and accelerator.is_main_process else {}
 
     def act(_: smckpt.SaveHandle) -> None:
-        remove_stale(place, before)
+        remove_stale(directory, before)
         if iteration is not None and limit is not None:
             keep_last(_run(accelerator), max(limit, 1), iteration)
 

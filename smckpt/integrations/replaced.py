@@ -87,7 +87,7 @@ def keep_last(run: RunDirectory, count: int, newest: int) -> None:
     Args:
         newest: the step that was just committed.
     """
-    run.keep((Newest(count),), run.template.place(newest))
+    run.keep((Newest(count),), run.template.subpath(newest))
     remove_probes(run.root, [subpath for step, subpath in run.places() if step < newest])
 
 

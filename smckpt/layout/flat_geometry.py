@@ -143,8 +143,8 @@ class FlatGeometry(GeometryDefaults):
     def cuts(self) -> tuple[tuple[Mesh, Shape], ...]:
         return ((self.mesh, (1,)),) if self.shard_degree() > 1 else ()
 
-    def place(self, rank: int) -> tuple[tuple[str, int, int], ...]:
-        return self.mesh.place(rank)
+    def named_coordinate(self, rank: int) -> tuple[tuple[str, int, int], ...]:
+        return self.mesh.named_coordinate(rank)
 
     def of_member(self, number: int) -> FlatGeometry:
         return FlatGeometry(self.unit, self.mesh, number)

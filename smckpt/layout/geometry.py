@@ -80,7 +80,7 @@ class Geometry(Protocol):
     def cuts(self) -> tuple[tuple[Mesh, Shape], ...]:
         """The mesh, if there is one, and its dimensions that shard the tensor."""
 
-    def place(self, rank: int) -> tuple[tuple[str, int, int], ...]:
+    def named_coordinate(self, rank: int) -> tuple[tuple[str, int, int], ...]:
         """Name, size and the rank's index of each dimension of the mesh; () without one."""
 
     def of_member(self, number: int) -> Geometry:
@@ -117,7 +117,7 @@ class GeometryDefaults:
     def cuts(self) -> tuple[tuple[Mesh, Shape], ...]:
         return ()
 
-    def place(self, rank: int) -> tuple[tuple[str, int, int], ...]:
+    def named_coordinate(self, rank: int) -> tuple[tuple[str, int, int], ...]:
         del rank
         return ()
 
@@ -270,8 +270,8 @@ class MeshGeometry(GeometryDefaults):
     def cuts(self) -> tuple[tuple[Mesh, Shape], ...]:
         return ((self.mesh, self.shard_dims),)
 
-    def place(self, rank: int) -> tuple[tuple[str, int, int], ...]:
-        return self.mesh.place(rank)
+    def named_coordinate(self, rank: int) -> tuple[tuple[str, int, int], ...]:
+        return self.mesh.named_coordinate(rank)
 
     def over(self, mesh: Mesh) -> Geometry:
         return _over(self.fqn, self.shape, mesh, divided=bool(self.shard_dims))

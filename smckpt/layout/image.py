@@ -123,7 +123,7 @@ def compile_layout(
     for writers, members in classes.items():
         cuts += _share([(i, ordered[i]) for i in members], writers.index(rank), len(writers))
     cuts.sort()
-    slots, files = _place(ordered, cuts, max_file_bytes)
+    slots, files = _laid_out(ordered, cuts, max_file_bytes)
     last = files[-1] if files else None
     describe = _Describer()
     description = [
@@ -234,7 +234,7 @@ def _share(
     return out
 
 
-def _place(
+def _laid_out(
     entries: Sequence[Entry], cuts: Sequence[tuple[int, int, int]], max_file_bytes: int
 ) -> tuple[list[Slot], list[FileImage]]:
     batches: list[list[tuple[int, int, int]]] = []

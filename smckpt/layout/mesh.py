@@ -103,7 +103,7 @@ class Mesh:
             index //= size
         return tuple(reversed(out))
 
-    def place(self, rank: int) -> tuple[tuple[str, int, int], ...]:
+    def named_coordinate(self, rank: int) -> tuple[tuple[str, int, int], ...]:
         """Name, size and the rank's index of each dimension."""
         return tuple(zip(self.dim_names, self.shape, self.coordinate(rank), strict=True))
 

@@ -90,11 +90,11 @@ class RunAttempt:
             known, self._committed = self._committed, True
             if known or self._at is None or self._root is None:
                 return
-            for place in {at.url: at for at in (self._at, self._root)}.values():
+            for directory in {at.url: at for at in (self._at, self._root)}.values():
                 try:
-                    place.delete(ATTEMPTS)
+                    directory.delete(ATTEMPTS)
                 except CheckpointError as error:
-                    log.debug("%s stays: %s", file_url(place.url, ATTEMPTS), error)
+                    log.debug("%s stays: %s", file_url(directory.url, ATTEMPTS), error)
 
     def _write(self) -> None:
         with self._lock:

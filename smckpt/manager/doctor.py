@@ -84,21 +84,21 @@ def examine(root: Storage, depth: int = DEPTH) -> list[Condition]:
 
 def _condition(root: Storage, storage: Storage, unread: CheckpointError | None) -> Condition | None:
     """The condition of one directory. What the store cannot read of it costs the others nothing."""
-    place = relative_url(storage.url, root.url)
+    subpath = relative_url(storage.url, root.url)
     try:
         if unread is not None:
             raise unread
-        return _looked_at(root, place, storage)
+        return _looked_at(root, subpath, storage)
     except CheckpointError as error:
-        return Condition(place, _step_in(place), "damaged", str(error), mend_remedy(storage))
+        return Condition(subpath, _step_in(subpath), "damaged", str(error), mend_remedy(storage))
 
 
-def _looked_at(root: Storage, place: str, storage: Storage) -> Condition | None:
+def _looked_at(root: Storage, subpath: str, storage: Storage) -> Condition | None:
     names = storage.names()
     if any(name.startswith("removing-") for name in names):
         return Condition(
-            place,
-            _step_in(place),
+            subpath,
+            _step_in(subpath),
             "removing",
             "a deletion is under way, or was cut short",
             "the next run that keeps checkpoints here finishes it, or "
@@ -106,15 +106,15 @@ def _looked_at(root: Storage, place: str, storage: Storage) -> Condition | None:
         )
     found = found_at(storage)
     if found is not None:
-        return _committed(place, storage, found)
+        return _committed(subpath, storage, found)
     if commits_at(storage):
         try:
             choose_commit(storage)
             return None  # one group of a committed step; the step's own directory reports it
         except CheckpointNotFoundError as error:
             why = error.message
-        return _unfinished(root, place, storage, names, why)
-    return _unfinished(root, place, storage, names, "")
+        return _unfinished(root, subpath, storage, names, why)
+    return _unfinished(root, subpath, storage, names, "")
 
 
 def mend_remedy(storage: Storage) -> str:
@@ -125,13 +125,13 @@ def mend_remedy(storage: Storage) -> str:
     )
 
 
-def _committed(place: str, storage: Storage, found: FoundCheckpoint) -> Condition:
+def _committed(subpath: str, storage: Storage, found: FoundCheckpoint) -> Condition:
     try:
         missing = what_is_missing(storage, found.identity)
     except CheckpointError as error:
         missing = str(error)
     return Condition(
-        place,
+        subpath,
         found.step,
         "cut" if missing else "whole",
         missing,
@@ -142,7 +142,7 @@ def _committed(place: str, storage: Storage, found: FoundCheckpoint) -> Conditio
 
 
 def _unfinished(
-    root: Storage, place: str, storage: Storage, names: Sequence[str], why: str
+    root: Storage, subpath: str, storage: Storage, names: Sequence[str], why: str
 ) -> Condition | None:
     parsed = [(name, p) for name in names if (p := parse_name(name)) is not None]
     written = any(p.kind in ("data", "part", "manifest") for _, p in parsed)
@@ -151,7 +151,7 @@ def _unfinished(
             return None
         why = "a save has tried the directory, and has written nothing yet"
         remedy = "if no job saves here, it was killed: the next save to this directory removes it"
-        return Condition(place, _step_in(place), "unfinished", why, remedy)
+        return Condition(subpath, _step_in(subpath), "unfinished", why, remedy)
     try:
         found = unfinished_step(storage)
     except CheckpointError as error:
@@ -159,8 +159,8 @@ def _unfinished(
     nbytes = sum(info.size for info in storage.list("data-"))
     if isinstance(found, UnfinishedStep):
         return Condition(
-            place,
-            found.step if found.step is not None else _step_in(place),
+            subpath,
+            found.step if found.step is not None else _step_in(subpath),
             "unfinished",
             f"all {len(found.ranks)} ranks have written their parts, but nobody has committed them",
             f"if no job is writing it: `smckpt repair {storage.url}` commits it",
@@ -174,7 +174,7 @@ def _unfinished(
     else:
         remedy = "take an older step"
     remedy = f"if no job is writing it, it was cut short: {remedy}. The next save to this directory"
-    return Condition(place, _step_in(place), "unfinished", why, f"{remedy} sweeps it", nbytes)
+    return Condition(subpath, _step_in(subpath), "unfinished", why, f"{remedy} sweeps it", nbytes)
 
 
 def _waiting(root: Storage, storage: Storage, parsed: Sequence[tuple[str, ParsedName]]) -> str:
@@ -203,10 +203,10 @@ def _hosts(root: Storage) -> dict[int, str]:
     return {}
 
 
-def _step_in(place: str) -> int | None:
+def _step_in(subpath: str) -> int | None:
     """The last number in the last part of the path that has one. Without a commit, the step is
     known from names alone."""
-    for part in reversed(place.split("/")):
+    for part in reversed(subpath.split("/")):
         numbers = [int(n) for n in "".join(c if c in "0123456789" else " " for c in part).split()]
         if numbers and not part.startswith(("dp_", "tp", "pp", "ep")):
             return numbers[-1]

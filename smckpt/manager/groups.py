@@ -84,8 +84,8 @@ def _replicas(
     if not template.group:
         return ranks, named(at)
     roles = at if degrees is not None else [(role_of(dim) or dim, index) for dim, index in at]
-    place = {"fsdp" if role == "shard" else role: index for role, index in roles}
-    return ranks, template.group_of(place)
+    coordinates = {"fsdp" if role == "shard" else role: index for role, index in roles}
+    return ranks, template.group_of(coordinates)
 
 
 def _coordinates(degrees: ParallelState) -> tuple[tuple[int, ...], tuple[tuple[str, int], ...]]:

@@ -208,12 +208,12 @@ class CheckpointManager:
         memory = self._memory if self._only_memory == step and not last else None
         if memory is None:
             self._schedule.saved(step)
-        place, told = "", {}
+        subpath, told = "", {}
         live: Mapping[str, Any]
         try:
-            place = self._template.place(step, epoch)
+            subpath = self._template.subpath(step, epoch)
             if self._rank == 0 and memory is None:
-                self._rivals.refuse(place, self._retention.run or "")
+                self._rivals.refuse(subpath, self._retention.run or "")
             told = recorded(self._recorded(), metrics, metadata)
             live = run_state(state, step, self._random)
         except Exception as error:
@@ -230,11 +230,11 @@ class CheckpointManager:
             process_group=group.process_group,
             step=step if type(step) is int else None,
         )
-        if memory is not None and (kept := memory.save(save, place, group, told)) is not None:
+        if memory is not None and (kept := memory.save(save, subpath, group, told)) is not None:
             return kept
         handle = save(
-            checkpoint_id=Below(group.directory(self._directory(place)), self.root),
-            options=replace(self._options, metadata=told, on_commit=self._committed(place)),
+            checkpoint_id=Below(group.directory(self._directory(subpath)), self.root),
+            options=replace(self._options, metadata=told, on_commit=self._committed(subpath)),
             storage=self._store_options,
         )
         assert handle is not None
@@ -243,13 +243,13 @@ class CheckpointManager:
             self._watch.leave_saved(step)
         return handle
 
-    def _committed(self, place: str) -> Callable[[SaveHandle], None]:
+    def _committed(self, subpath: str) -> Callable[[SaveHandle], None]:
         def committed(handle: SaveHandle) -> None:
             if handle.timings is not None:
                 self._watch.save_seconds = handle.timings.committed
             if self._rank == 0 and handle.timings is not None:
                 self._measured(handle.timings)
-                self._retention.committed(place)
+                self._retention.committed(subpath)
 
         return committed
 
@@ -473,8 +473,8 @@ class CheckpointManager:
             self._memory.begin(meeting, point, self._groups.process_group, self._timeout)
         return self._groups
 
-    def _directory(self, place: str) -> str:
-        return f"{self.root.rstrip('/')}/{place}" if place else self.root
+    def _directory(self, subpath: str) -> str:
+        return f"{self.root.rstrip('/')}/{subpath}" if subpath else self.root
 
     def _refuse_closed(self) -> None:
         if self._closed:

@@ -273,10 +273,10 @@ class _Notice:
 
     def paths(self) -> list[str]:
         found = []
-        for place, text in self.call.paths:
+        for directory, text in self.call.paths:
             path = os.fsdecode(self.memory(self.arguments[text], _LONGEST).partition(b"\0")[0])
             if not os.path.isabs(path):
-                fd = _AT_CWD if place is None else _signed(self.arguments[place])
+                fd = _AT_CWD if directory is None else _signed(self.arguments[directory])
                 path = os.path.join(self.link(fd), path)
             found.append(path)
         return found

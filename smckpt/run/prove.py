@@ -115,8 +115,8 @@ class Proving:
         watch.killed = any(self.kill_at is None or step >= self.kill_at for step in steps)
         return watch.killed
 
-    def _finished(self, script: Script, place: str, name: str) -> RunWatch:
-        watch = script.watch(place, self.timeout)
+    def _finished(self, script: Script, directory: str, name: str) -> RunWatch:
+        watch = script.watch(directory, self.timeout)
         status = script.run(watch, lambda: watch.due() and False)
         watch.look()
         script.refuse_end(watch, name, status)

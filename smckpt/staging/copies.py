@@ -302,7 +302,7 @@ def checksums(
     """
     scratch: list[torch.Tensor] = []
     return [
-        _in_place(tensors[number], start, stop)
+        _without_copies(tensors[number], start, stop)
         if _readable(tensors[number])
         else _by_copies(tensors[number], entries[number].itemsize, start, stop, scratch)
         for number, start, stop in parts
@@ -318,7 +318,7 @@ def _readable(local: Local) -> bool:
     )
 
 
-def _in_place(local: Local, start: int, stop: int) -> int:
+def _without_copies(local: Local, start: int, stop: int) -> int:
     assert isinstance(local, torch.Tensor)
     if start == stop:
         return 0

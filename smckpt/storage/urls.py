@@ -175,7 +175,7 @@ def common_parent(urls: Sequence[str]) -> str:
     parents = [parent_url(url) for url in urls]
     if all(is_local(url) for url in urls):
         return os.path.commonpath(parents)
-    if len({_place(url) for url in urls}) > 1:
+    if len({_bucket_of(url) for url in urls}) > 1:
         raise UsageError(
             f"the groups' directories have no common parent: {', '.join(urls)}",
             remedy="keep all groups of a step in one store and bucket",
@@ -198,7 +198,7 @@ def relative_url(url: str, base: str) -> str:
             path is itself named "..".
     """
     whole, start = normal_url(url), normal_url(base)
-    if _place(whole) != _place(start):
+    if _bucket_of(whole) != _bucket_of(start):
         raise UsageError(
             f"there is no relative path from {base} to here",
             remedy="keep all groups of a step in one store and bucket",
@@ -262,7 +262,7 @@ def file_url(directory: str, name: str) -> str:
     return posixpath.join(start, name) if is_local(start) else start + name
 
 
-def _place(url: str) -> tuple[str, str]:
+def _bucket_of(url: str) -> tuple[str, str]:
     """Store and bucket."""
     return ("", "") if is_local(url) else (scheme_of(url), _split(url)[1])
 

@@ -23,7 +23,7 @@ def test_a_place_is_written_and_read_back(
     layout: str, numbers: tuple[int, int | None], place: str
 ) -> None:
     template = Template(layout)
-    assert template.place(*numbers) == place
+    assert template.subpath(*numbers) == place
     assert template.step_of(place) == numbers[0]
     assert template.depth == place.count("/") + 1
 
@@ -54,13 +54,13 @@ def test_a_template_that_does_not_tell_steps_apart_is_refused(layout: str) -> No
 @pytest.mark.parametrize(("step", "epoch"), [(-1, 1), (1, None), (True, 1), (1.0, 1)])
 def test_a_number_that_is_missing_or_none_is_refused(step: int, epoch: int | None) -> None:
     with pytest.raises(UsageError, match="and the template"):
-        Template("{epoch}/{step}").place(step, epoch)
+        Template("{epoch}/{step}").subpath(step, epoch)
 
 
 def test_the_last_directory_may_name_the_groups_of_a_step() -> None:
     """As SMP's documentation names them."""
     template = Template("epoch{epoch}/{step}/tp{tp}_ep{ep}_fsdp{fsdp}")
-    assert (template.depth, template.place(7, 1)) == (2, "epoch1/7")
+    assert (template.depth, template.subpath(7, 1)) == (2, "epoch1/7")
     assert template.step_of("epoch1/7") == 7
     assert template.group_of({"tp": 1, "fsdp": 12}) == "tp1_ep0_fsdp12"
     assert Template("{step}").group == ""

@@ -140,10 +140,10 @@ def what_is_missing(storage: Storage, identity: str | None = None) -> str:
             path=storage.url,
         )
     for group in contents.groups:
-        place = contents.storage.join(group.directory)
+        directory = contents.storage.join(group.directory)
         manifest = group.manifest
-        found = found_prefix_sharding(place, manifest.prefix_sharding, manifest.parts[0].name)
-        at = PrefixStores(place, found)
+        found = found_prefix_sharding(directory, manifest.prefix_sharding, manifest.parts[0].name)
+        at = PrefixStores(directory, found)
         stores = {at.of(part.rank).url: at.of(part.rank) for part in manifest.parts}
         sizes = {url: {i.name: i.size for i in store.list()} for url, store in stores.items()}
         for part in manifest.parts:

@@ -68,22 +68,22 @@ class Template:
         """Levels of directories from the root to a step's directory."""
         return self.steps.count("/") + 1
 
-    def group_of(self, place: Mapping[str, int]) -> str:
+    def group_of(self, coordinates: Mapping[str, int]) -> str:
         """The directory of the group whose ranks have these coordinates: pp, tp, ep, fsdp.
 
         Raises:
             UsageError: the ranks differ in a coordinate that the template lacks.
         """
-        lacking = sorted(set(place) - set(_PLACE.findall(self.group)))
+        lacking = sorted(set(coordinates) - set(_PLACE.findall(self.group)))
         if lacking:
             raise UsageError(
                 f"the template is {self.text!r}, and the groups of a step differ in {lacking} too",
                 remedy="name that in its last directory, such as {tp}; or leave that directory "
                 "out, and pass SaveOptions(parallel_state=) if the job has one",
             )
-        return _PLACE.sub(lambda match: str(place.get(match[1], 0)), self.group)
+        return _PLACE.sub(lambda match: str(coordinates.get(match[1], 0)), self.group)
 
-    def place(self, step: int, epoch: int | None = None) -> str:
+    def subpath(self, step: int, epoch: int | None = None) -> str:
         """The path from the root to a step's directory.
 
         Raises:
@@ -102,19 +102,19 @@ class Template:
 
         return _FIELD.sub(written, self.steps)
 
-    def step_of(self, place: str) -> int | None:
-        """The step whose directory is `place`; None if it does not fit the template."""
+    def step_of(self, subpath: str) -> int | None:
+        """The step whose directory is `subpath`; None if it does not fit the template."""
         parts, at = [], 0
         for match in _FIELD.finditer(self.steps):
             parts += [re.escape(self.steps[at : match.start()]), rf"(?P<{match[1]}>\d+)"]
             at = match.end()
         parts.append(re.escape(self.steps[at:]))
-        found = re.fullmatch("".join(parts), place, re.ASCII)
+        found = re.fullmatch("".join(parts), subpath, re.ASCII)
         if found is None:
             return None
         numbers = {name: int(text) for name, text in found.groupdict().items()}
-        written = self.place(numbers["step"], numbers.get("epoch"))
-        return numbers["step"] if written == place else None
+        written = self.subpath(numbers["step"], numbers.get("epoch"))
+        return numbers["step"] if written == subpath else None
 
 
 def rooted(path: str) -> tuple[str, Template]:

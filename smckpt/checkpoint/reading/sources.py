@@ -114,7 +114,7 @@ class SavedPieces:
         stepped."""
         found: set[int] = set()
         for beside in self._divided.get((row.before, fqn), ()):
-            key = _rule(beside), self._place(beside, fqn)
+            key = _rule(beside), self._position(beside, fqn)
             if key not in self._filled:
                 whole = Box.whole(beside.geometry.shape_of(fqn))
                 of = self.meeting(beside, fqn, whole) if whole.numel else ()
@@ -137,11 +137,11 @@ class SavedPieces:
             found: list[list[tuple[tuple[int, ...], Piece]]] = [[] for _ in row.fqns]
             for ranks in self.holders(row).values():
                 for piece in row.geometry.pieces(ranks[0]):
-                    found[self._place(row, piece.name)].append((ranks, piece))
+                    found[self._position(row, piece.name)].append((ranks, piece))
             self._pieces[key] = [_Pieces(items) for items in found]
-        return self._pieces[key][self._place(row, fqn)]
+        return self._pieces[key][self._position(row, fqn)]
 
-    def _place(self, row: Entry, fqn: str) -> int:
+    def _position(self, row: Entry, fqn: str) -> int:
         """The place of a name among those of a row, of which there may be a million."""
         names = row.fqns
         if len(names) == 1 and names[0] == fqn:

@@ -146,7 +146,7 @@ def _compare_values(
     common = [rank for rank in ranks[0] if rank in set(ranks[1])] or [ranks[0][0]]
     for rank in common:
         other = rank if rank in ranks[1] else ranks[1][0]
-        ours = _at_another_place(leaves_of(a, rank), moved)
+        ours = _in_other_directory(leaves_of(a, rank), moved)
         found += _values_apart(f"rank {rank}", ours, leaves_of(b, other), names)
     for side, catalogue in (("A", a), ("B", b)):
         base = common[0] if common[0] in catalogue.object_ranks else catalogue.object_ranks[0]
@@ -158,16 +158,16 @@ def _compare_values(
     return names, found
 
 
-def _at_another_place(value: Any, moved: tuple[str, str] | None) -> Any:
+def _in_other_directory(value: Any, moved: tuple[str, str] | None) -> Any:
     """A value with the other directory in its texts."""
     if moved is None:
         return value
     if isinstance(value, str):
         return value.replace(*moved)
     if isinstance(value, list):
-        return [_at_another_place(each, moved) for each in value]
+        return [_in_other_directory(each, moved) for each in value]
     if isinstance(value, dict):
-        return {key.replace(*moved): _at_another_place(v, moved) for key, v in value.items()}
+        return {key.replace(*moved): _in_other_directory(v, moved) for key, v in value.items()}
     return value
 
 

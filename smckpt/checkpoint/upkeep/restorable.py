@@ -117,29 +117,29 @@ def parse_geometry(text: str) -> ParallelState:
 
 
 def restorable_at(
-    place: str | os.PathLike[str],
+    directory: str | os.PathLike[str],
     geometry: ParallelState,
     *,
     storage: StoreOptions | Mapping[str, Any] | None = None,
 ) -> Restorable:
-    """Say whether the newest checkpoint at or below `place` loads on a job of these degrees, under
-    SHARDED or FULL; under LOCAL it also needs the shard degree that was saved.
+    """Say whether the newest checkpoint at or below `directory` loads on a job of these degrees,
+    under SHARDED or FULL; under LOCAL it also needs the shard degree that was saved.
 
     Args:
-        place: a checkpoint, or a directory above checkpoints: then the newest step.
+        directory: a checkpoint, or a directory above checkpoints: then the newest step.
         geometry: the degrees of the job.
         storage: as for `smckpt.load`.
 
     Raises:
         CheckpointNotFoundError, FormatVersionError: there is no checkpoint that can be judged.
     """
-    access = access_to(place, storage=storage)
-    opened = access.open(place)
+    access = access_to(directory, storage=storage)
+    opened = access.open(directory)
     found = _Found()
     try:
         catalogue = open_catalogue(opened)
     except CheckpointNotFoundError:
-        below = find_checkpoints(os.fspath(place), storage=storage)
+        below = find_checkpoints(os.fspath(directory), storage=storage)
         if not below:
             raise
         opened = access.open(below[-1].path)

@@ -157,11 +157,11 @@ class _Copy(Sink):
     def refuse_another(self) -> None:
         """Refuse a target with another commit, because one of the two would hide the other."""
         ours = {self.contents.identity, *(g.manifest_name for g in self.contents.groups)}
-        for place in [self.target, *(group.target for group in self._groups)]:
-            if all(name in ours for _, _, name in commits_at(place)):
+        for directory in [self.target, *(group.target for group in self._groups)]:
+            if all(name in ours for _, _, name in commits_at(directory)):
                 continue
             try:
-                found = choose_commit(place).identity
+                found = choose_commit(directory).identity
             except CheckpointNotFoundError:
                 continue  # left by an unfinished save or copy
             except CheckpointError as error:
@@ -170,7 +170,7 @@ class _Copy(Sink):
                 raise UsageError(
                     f"the target already has another checkpoint: {found}",
                     remedy="choose an empty directory, or remove that checkpoint with `smckpt rm`",
-                    path=place.url,
+                    path=directory.url,
                 )
 
     def small_files(self) -> Iterator[Callable[[], None]]:
@@ -290,9 +290,13 @@ class _GroupCopy:
     def look(self) -> None:
         """Look which files the target has, whole or begun by a copy that was killed."""
         directories = self.to.all()
-        self.there = {info.name: info.size for place in directories for info in place.list()}
+        self.there = {
+            info.name: info.size for directory in directories for info in directory.list()
+        }
         try:
-            self.unfinished = frozenset(n for place in directories for n in place.list_unfinished())
+            self.unfinished = frozenset(
+                n for directory in directories for n in directory.list_unfinished()
+            )
         # we may lack the right to list uploads, although we may write
         except StorageError as error:
             log.warning("unfinished uploads may stay and cost storage: %s", error)

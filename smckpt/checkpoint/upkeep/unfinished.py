@@ -160,10 +160,10 @@ def attempts_at(storage: Storage, subpath: str) -> list[UnfinishedSave]:
     for over in shardings:
         stores = PrefixStores(storage, over)
         wrote: dict[tuple[str, int], set[int]] = {}
-        for place in {one.url: one for one in stores.all()}.values():
-            for info in place.list("part-"):
+        for store in {one.url: one for one in stores.all()}.values():
+            for info in store.list("part-"):
                 parsed = parse_name(info.name)
-                if parsed is not None and stores.of(parsed.rank).url == place.url:
+                if parsed is not None and stores.of(parsed.rank).url == store.url:
                     wrote.setdefault((parsed.session, parsed.number), set()).add(parsed.rank)
         for (session, number), ranks in wrote.items():
             name, its = part_name(f"{session}-{number:08d}", min(ranks)), tokens.get(session, 0)
@@ -330,11 +330,11 @@ def _groups_unknown(top: Storage) -> Refusal | None:
     for name in top.list_dirs():
         if is_prefix(name):
             continue
-        place = top.join(name)
-        if any(parse_name(info.name) is not None for info in place.list("part-")):
-            if newest_commit(place) is not None:
+        directory = top.join(name)
+        if any(parse_name(info.name) is not None for info in directory.list("part-")):
+            if newest_commit(directory) is not None:
                 return None  # directories of steps, or of a step that is committed
-            wrote[name] = attempts_at(place, name)[0]
+            wrote[name] = attempts_at(directory, name)[0]
     ranks = [rank for one in wrote.values() for rank in one.group_ranks]
     if not wrote or len(set(ranks)) != len(ranks):
         return None

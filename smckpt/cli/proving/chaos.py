@@ -53,10 +53,10 @@ def chaos(
 
     ending.watch()
     logging.getLogger("smckpt").setLevel(logging.ERROR)  # what a kill leaves is no news here
-    with trials.place(out, chdir, "chaos", _say) as place:
+    with trials.directory(out, chdir, "chaos", _say) as directory:
         asked = None if all_of_them else moments
-        found = Chaos(place.root, command, asked, chdir, timeout, ignore, _say).run()
-        place.exact = found.exact
+        found = Chaos(directory.root, command, asked, chdir, timeout, ignore, _say).run()
+        directory.exact = found.exact
     if as_json:
         print_json(found.to_json())
     else:

@@ -49,9 +49,9 @@ def prove(
 
     ending.watch()
     logging.getLogger("smckpt").setLevel(logging.ERROR)  # steps may be saved and deleted meanwhile
-    with trials.place(out, chdir, "prove", _say) as place:
-        found = Proving(place.root, command, kill_at, chdir, timeout, ignore, _say).prove()
-        place.exact = found.exact
+    with trials.directory(out, chdir, "prove", _say) as directory:
+        found = Proving(directory.root, command, kill_at, chdir, timeout, ignore, _say).prove()
+        directory.exact = found.exact
     if as_json:
         print_json(found.to_json())
     else:

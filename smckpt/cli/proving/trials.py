@@ -14,7 +14,7 @@ import click
 
 from smckpt.errors import UsageError
 
-__all__ = ["RunsPlace", "chdir", "command", "out", "place", "settings"]
+__all__ = ["TrialsDirectory", "chdir", "command", "directory", "out", "settings"]
 
 settings = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 
@@ -28,7 +28,7 @@ command = click.argument("command", nargs=-1, required=True, type=click.UNPROCES
 
 
 @dataclass
-class RunsPlace:
+class TrialsDirectory:
     """Where the runs save. exact: set when they were, so that a directory of ours is removed."""
 
     root: str
@@ -36,15 +36,15 @@ class RunsPlace:
 
 
 @contextmanager
-def place(
+def directory(
     out: str | None, chdir: bool, name: str, say: Callable[[str], None]
-) -> Iterator[RunsPlace]:
+) -> Iterator[TrialsDirectory]:
     """The place for the runs of the command `name`.
 
     Raises:
         UsageError: there is something in it.
     """
-    made = RunsPlace(_root_of(out, chdir, name))
+    made = TrialsDirectory(_root_of(out, chdir, name))
     try:
         yield made
     finally:
@@ -70,8 +70,8 @@ def _root_of(out: str | None, chdir: bool, command: str) -> str:
                 "there are checkpoints in it already", remedy="pass a new --out", path=out
             )
         return out
-    place = Path(local_path(out)).absolute()
-    if place.exists() and any(place.iterdir()):
+    path = Path(local_path(out)).absolute()
+    if path.exists() and any(path.iterdir()):
         raise UsageError("the directory is not empty", remedy="pass a new --out", path=out)
-    place.mkdir(parents=True, exist_ok=True)
-    return str(place)
+    path.mkdir(parents=True, exist_ok=True)
+    return str(path)

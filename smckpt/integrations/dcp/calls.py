@@ -36,7 +36,7 @@ __all__ = ["FileSystemReader", "FileSystemWriter", "async_save", "load", "save"]
 
 log = logging.getLogger("smckpt")
 
-Place = str | os.PathLike[str] | None
+CheckpointId = str | os.PathLike[str] | None
 T = TypeVar("T")
 
 # DCP's own, which stay when `smckpt run --for dcp` has replaced the names
@@ -146,7 +146,7 @@ def save(
     state_dict: dict[str, Any],
     by_place: Any = None,
     *,
-    checkpoint_id: Place = None,
+    checkpoint_id: CheckpointId = None,
     storage_writer: Any = None,
     planner: Any = None,
     process_group: Any = None,
@@ -194,7 +194,7 @@ def save(
 def async_save(
     state_dict: dict[str, Any],
     *,
-    checkpoint_id: Place = None,
+    checkpoint_id: CheckpointId = None,
     storage_writer: Any = None,
     planner: Any = None,
     process_group: Any = None,
@@ -259,7 +259,7 @@ def load(
     state_dict: MutableMapping[str, Any],
     by_place: Any = None,
     *,
-    checkpoint_id: Place = None,
+    checkpoint_id: CheckpointId = None,
     storage_reader: Any = None,
     planner: Any = None,
     process_group: Any = None,
@@ -358,7 +358,7 @@ def _plain_save(planner: Any) -> bool:
     )
 
 
-def _loads_by_engine(planner: Any, checkpoint_id: Place) -> bool:
+def _loads_by_engine(planner: Any, checkpoint_id: CheckpointId) -> bool:
     """Whether our engine loads: a planner that was passed is used. In a store DCP's reader reads
     nothing, so there our engine does what DCP's own planner would."""
     return planner is None or (
@@ -384,7 +384,7 @@ def _has_extensions(location: Any) -> bool:
     return any(getattr(info, "transform_descriptors", None) for info in stored.values())
 
 
-def _detected(checkpoint_id: Place, storage: Any = None) -> Any:
+def _detected(checkpoint_id: CheckpointId, storage: Any = None) -> Any:
     """
     Raises:
         RuntimeError: there is no store for the id, as DCP says it.

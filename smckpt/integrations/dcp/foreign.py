@@ -79,7 +79,7 @@ class ForeignQueue:
             agreed_name: a name for a new process group of `group`, on which its ranks agree.
         """
         began = time.perf_counter()
-        handle = SaveHandle(self._numbers, _place(checkpoint_id, writer), None)
+        handle = SaveHandle(self._numbers, _directory_of(checkpoint_id, writer), None)
         self._numbers += 1
         self._wait_for_room()
         process_group = self._own_group(group, agreed_name)
@@ -244,7 +244,7 @@ def load_with_dcp(
     except CheckpointException as error:
         if isinstance(failure := getattr(reader, "failure", None), CheckpointError):
             raise failure from error
-        where = _place(checkpoint_id, reader)
+        where = _directory_of(checkpoint_id, reader)
         if _is_ours(where, reader):
             raise UsageError(
                 f"a {type(reader).__name__} cannot read a checkpoint of smckpt",
@@ -316,7 +316,7 @@ def _holds_sharded_tensor(value: Any) -> bool:
     return is_sharded_tensor(value)
 
 
-def _place(checkpoint_id: Any, storage: Any) -> str:
+def _directory_of(checkpoint_id: Any, storage: Any) -> str:
     """The directory of a reader or writer, if it has one."""
     said = (checkpoint_id, getattr(storage, "checkpoint_id", None), getattr(storage, "path", None))
     return str(next((one for one in said if one), ""))

@@ -53,11 +53,11 @@ class S3Names(AbstractFileSystem):  # type: ignore[misc]
         """S3 has none."""
 
     def rm_file(self, path: str) -> None:
-        storage, name = self._place(path)
+        storage, name = self._storage_and_name(path)
         storage.delete(name)
 
     def _open(self, path: str, mode: str = "rb", **_: Any) -> Any:
-        storage, name = self._place(path)
+        storage, name = self._storage_and_name(path)
         if mode == "rb":
             try:
                 return io.BytesIO(storage.read(name))
@@ -67,7 +67,7 @@ class S3Names(AbstractFileSystem):  # type: ignore[misc]
             return _Whole(storage, name)
         raise NotImplementedError(f"mode {mode!r} of {path}: only whole files, with rb and wb")
 
-    def _place(self, path: str) -> tuple[Storage, str]:
+    def _storage_and_name(self, path: str) -> tuple[Storage, str]:
         above, _, name = self._strip_protocol(path).rpartition("/")
         bucket, _, key = above.partition("/")
         return open_storage(build_s3_url(bucket, key)), name
@@ -75,14 +75,14 @@ class S3Names(AbstractFileSystem):  # type: ignore[misc]
     def _is_file(self, path: str) -> bool:
         if "/" not in self._strip_protocol(path):
             return False
-        storage, name = self._place(path)
+        storage, name = self._storage_and_name(path)
         try:
             return storage.size(name) >= 0
         except CheckpointNotFoundError:
             return False
 
     def _file(self, path: str) -> dict[str, Any]:
-        storage, name = self._place(path)
+        storage, name = self._storage_and_name(path)
         return {"name": self._strip_protocol(path), "size": storage.size(name), "type": "file"}
 
     def _listed(self, path: str) -> list[dict[str, Any]]:

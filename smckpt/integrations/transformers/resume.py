@@ -69,15 +69,15 @@ class ResumedStep:
 class Checkpoints:
     """The checkpoints of a run.
 
-    The Trainer names each by a directory below `output_dir`, and reads small files there. `place`
-    is where smckpt has it.
+    The Trainer names each by a directory below `output_dir`, and reads small files there.
+    `url_of` tells where smckpt has it.
     """
 
     output_dir: str
     root: str | None = None
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
-    def place(self, directory: str) -> str:
+    def url_of(self, directory: str) -> str:
         if self.root is None or not is_local(directory):
             return directory
         root = self.root.rstrip("/")
@@ -94,8 +94,8 @@ class Checkpoints:
         return self.root is not None or not is_local(directory)
 
     def storage(self, directory: str) -> Storage:
-        place = self.place(directory)
-        return access_to(place, **self.arguments).open(place)
+        url = self.url_of(directory)
+        return access_to(url, **self.arguments).open(url)
 
     def steps(self, run: str) -> list[int]:
         """The steps that have a directory, whole or not, oldest first."""
@@ -104,8 +104,8 @@ class Checkpoints:
     def _runs(self, run: str) -> list[RunDirectory]:
         """Where smckpt has its checkpoints, and where the Trainer has its own."""
         return [
-            run_directory(place, STEPS.text, self.arguments)
-            for place in dict.fromkeys((self.place(run), run))
+            run_directory(url, STEPS.text, self.arguments)
+            for url in dict.fromkeys((self.url_of(run), run))
         ]
 
     def keys(self, directory: str) -> tuple[str, ...] | None:
@@ -188,16 +188,16 @@ class Checkpoints:
             raise CheckpointNotFoundError(
                 "there is no checkpoint",
                 remedy="pass one that `smckpt ls` shows, or resume_from_checkpoint=True",
-                path=self.place(asked),
+                path=self.url_of(asked),
             )
         if found is None and not lost and self.steps(run):
-            log.warning("no checkpoint in %s is whole: training begins anew", self.place(run))
+            log.warning("no checkpoint in %s is whole: training begins anew", self.url_of(run))
         return found
 
     def remove(self, directory: str) -> None:
         """Remove a checkpoint, of smckpt or not, with all that is beside it, unless a reader has
         pinned it."""
-        if not remove_or_keep(self.place(directory), self.arguments):
+        if not remove_or_keep(self.url_of(directory), self.arguments):
             return
         if self.elsewhere(directory):
             storage = self.storage(directory)

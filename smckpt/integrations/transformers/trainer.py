@@ -133,7 +133,7 @@ class SmckptTrainerMixin:
         after = self._after_commit(run, step, before, bool(writers) and not looked_at)
         handle = smckpt.async_save(
             self._state_to_save(),
-            checkpoint_id=self._place(directory),
+            checkpoint_id=self._url_of(directory),
             step=step,
             options=smckpt.SaveOptions(on_commit=after),
             **self.smckpt_arguments,
@@ -456,8 +456,8 @@ class SmckptTrainerMixin:
     def _checkpoints(self) -> Checkpoints:
         return Checkpoints(self.args.output_dir, self.smckpt_root, self.smckpt_arguments)
 
-    def _place(self, directory: str) -> str:
-        return self._checkpoints.place(directory)
+    def _url_of(self, directory: str) -> str:
+        return self._checkpoints.url_of(directory)
 
     def _keys(self, directory: str | None) -> tuple[str, ...] | None:
         """The top keys of a commit of smckpt; None: the Trainer itself wrote the checkpoint."""
@@ -471,8 +471,8 @@ class SmckptTrainerMixin:
 
     def _load(self, target: Any, directory: str, **more: Any) -> Any:
         more["options"] = smckpt.LoadOptions(only=more.pop("only", target and [*target]))
-        place = self._place(directory)
-        return smckpt.load(target, checkpoint_id=place, **more, **self.smckpt_arguments)
+        url = self._url_of(directory)
+        return smckpt.load(target, checkpoint_id=url, **more, **self.smckpt_arguments)
 
     def _value(self, directory: str, key: str) -> Any:
         resumed = self._smckpt_resumed

@@ -66,8 +66,8 @@ def read_pickle(data: bytes | BinaryIO, persistent: Callable[[Any], Any] | None 
     machine = _Machine(persistent or (lambda pid: Inert(Global("pickle", "persistent id"), pid)))
     at: int | None = 0
     try:
-        for opcode, argument, place in pickletools.genops(data):
-            at, machine.at = place, place or 0
+        for opcode, argument, offset in pickletools.genops(data):
+            at, machine.at = offset, offset or 0
             if opcode.name == "STOP":
                 return machine.stack.pop()
             handler = _HANDLERS.get(opcode.name)

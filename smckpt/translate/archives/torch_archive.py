@@ -297,10 +297,10 @@ def _directory(window: _Window) -> dict[str, ArchiveRecord]:
     places: dict[str, tuple[int, int, int]] = {}
     at = 0
     for _ in range(count):
-        name, place, at = _entry(window, table, at)
+        name, location, at = _entry(window, table, at)
         if name in places:
             _bad(window.path, f"two records are called {name}")
-        places[name] = place
+        places[name] = location
     return dict(zip(places, window.at(list(places.values())), strict=True))
 
 

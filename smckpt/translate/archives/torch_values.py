@@ -55,5 +55,5 @@ def _of_numpy() -> list[Any]:
     made: list[Any] = [np.ndarray, np.dtype, *kinds]
     for name in ("_reconstruct", "scalar"):
         function = getattr(multiarray, name)
-        made += [(function, f"numpy.{place}.multiarray.{name}") for place in ("core", "_core")]
+        made += [(function, f"numpy.{module}.multiarray.{name}") for module in ("core", "_core")]
     return made

@@ -105,10 +105,10 @@ class _TensorPickler(pickle.Pickler):
             count *= max(size, 1)
         numel = 0 if 0 in obj.shape else count
         hooks: OrderedDict[Any, Any] = OrderedDict()
-        place = (0, obj.shape, tuple(strides), False, hooks)
+        view = (0, obj.shape, tuple(strides), False, hooks)
         dtype: torch.dtype = getattr(torch, obj.dtype)
         if obj.dtype in _STORAGES:
             storage = _RawStorage(_STORAGES[obj.dtype], obj.number, numel)
-            return torch._utils._rebuild_tensor_v2, (storage, *place)
+            return torch._utils._rebuild_tensor_v2, (storage, *view)
         storage = _RawStorage(torch.UntypedStorage, obj.number, numel * dtype.itemsize)
-        return torch._utils._rebuild_tensor_v3, (storage, *place, dtype)
+        return torch._utils._rebuild_tensor_v3, (storage, *view, dtype)

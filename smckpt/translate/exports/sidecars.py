@@ -178,12 +178,12 @@ def config_beside(
 def _in_cache(url: str) -> dict[str, Path]:
     """The files of a snapshot in Hugging Face's own cache, whose names are links to
     `../../blobs/…` and to nothing else: name → blob."""
-    place = Path(local_path(url)) if is_local(url) else Path()
-    blobs = place.parent.parent / "blobs"
-    if place.parent.name != "snapshots" or blobs.is_symlink() or not blobs.is_dir():
+    snapshot = Path(local_path(url)) if is_local(url) else Path()
+    blobs = snapshot.parent.parent / "blobs"
+    if snapshot.parent.name != "snapshots" or blobs.is_symlink() or not blobs.is_dir():
         return {}
     found = {}
-    for path in place.iterdir():
+    for path in snapshot.iterdir():
         leads_to = path.readlink().parts if path.is_symlink() else ()
         if leads_to[:-1] == ("..", "..", "blobs") and is_plain_name(leads_to[-1]):
             blob = blobs / leads_to[-1]

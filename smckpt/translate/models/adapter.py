@@ -127,7 +127,7 @@ def find_peft_contents(
     Raises:
         as `export_hf`.
     """
-    checkpoint, lora_config = _place_of(checkpoint, asked.lora_config, access)
+    checkpoint, lora_config = _weights_and_config(checkpoint, asked.lora_config, access)
     names = asked.names
     kind = None if settings is None else settings.values["model_type"]
     configs = [replace(c, model_type=kind) for c in read_lora_configs(lora_config, names)]
@@ -167,7 +167,7 @@ def find_peft_contents(
     )
 
 
-def _place_of(checkpoint: Any, lora_config: Any, access: Access) -> tuple[Any, Any]:
+def _weights_and_config(checkpoint: Any, lora_config: Any, access: Access) -> tuple[Any, Any]:
     """The checkpoint, and the adapter's config: by default that beside the adapter's weights. Of a
     directory that PEFT saved, the weights are the checkpoint.
 
@@ -237,11 +237,11 @@ def _refuse_merged(reader: TensorReader, adapters: Adapters, where: str) -> tupl
         TensorMismatchError: the weights are those of the base with the adapter added.
     """
     parts, config = adapters[0]
-    place = config.values.get("base_model_name_or_path")
+    name_or_path = config.values.get("base_model_name_or_path")
     directory: TensorReader | None = None
-    if isinstance(place, str) and os.path.isdir(place):
+    if isinstance(name_or_path, str) and os.path.isdir(name_or_path):
         with suppress(CheckpointError):
-            directory = open_directory(Path(place))
+            directory = open_directory(Path(name_or_path))
     if directory is None:
         return (
             "whether the state was saved while merge_adapter() was active cannot be told without "

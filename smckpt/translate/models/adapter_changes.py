@@ -113,9 +113,9 @@ def _oriented(change: Change, others: Mapping[str, Change], where: str) -> Chang
     experts, rows, columns = change.shape
     if rows != columns or experts == 1:
         return change
-    place = change.name.rpartition(".")[0]
+    prefix = change.name.rpartition(".")[0]
     for other in others.values():
-        if other.name.rpartition(".")[0] == place and other.shape[1] != other.shape[2]:
+        if other.name.rpartition(".")[0] == prefix and other.shape[1] != other.shape[2]:
             return replace(change, flip=other.flip)
     raise TensorMismatchError(
         f"{change.name} has square matrices, and no other parameter of its module has a LoRA pair "

@@ -141,7 +141,7 @@ def _translated(
     further = further_layers((t.name for t in made.targets), _family(settings), settings)
     return ExportContents(
         made.source, made.targets, made.left_out,
-        made.notes + _lost_notes(made.without_place),
+        made.notes + _lost_notes(made.dropped_names),
         layout=made.layout, vocabulary=made.vocabulary,
         kept=kept_of_family(settings, made.targets), predicting=made.predicting,
         further=frozenset(further),

@@ -273,8 +273,8 @@ class LoraConfig:
         expert."""
         root = _WRAPPED.sub("", module)
         for target in self.values.get("target_parameters") or ():
-            place, _, last = target.rpartition(".")
-            if not place or root == place or root.endswith(f".{place}"):
+            module_path, _, last = target.rpartition(".")
+            if not module_path or root == module_path or root.endswith(f".{module_path}"):
                 rank = self._of(f"{root}.{last}", "rank_pattern", "r")
                 if rows == columns and rows % rank == 0:
                     return True

@@ -20,7 +20,7 @@ from smckpt.translate.sources.rank_files import TensorReader
 from smckpt.translate.sources.source_facts import SourceFacts
 from smckpt.translate.tables.compile import Block, compile_blocks
 from smckpt.translate.tables.degrees import Degrees
-from smckpt.translate.tables.detect import choose_layout, unmatched, without_place
+from smckpt.translate.tables.detect import choose_layout, dropped_names, unmatched
 from smckpt.translate.tables.dims import Dims, read_dims
 from smckpt.translate.tables.pieces import RankTensors, Side, TensorKey, folded, tensors_of
 from smckpt.translate.tables.table import TensorLayout
@@ -58,7 +58,7 @@ class Translation:
     """The targets in the source's dtypes, and the source that reads them. `left_out`: names that
     are tied to another. vocabulary: how many rows of it are written, and how many are stored.
     predicting: how many layers that predict further tokens are among the targets.
-    without_place: names that this family's models in Hugging Face have no place for."""
+    dropped_names: names that this family's models in Hugging Face have no place for."""
 
     layout: str
     targets: tuple[Translated, ...]
@@ -67,7 +67,7 @@ class Translation:
     vocabulary: tuple[int, int]
     predicting: int = 0
     notes: tuple[str, ...] = ()
-    without_place: tuple[str, ...] = ()
+    dropped_names: tuple[str, ...] = ()
 
 
 def model_dims(config: ModelConfig | None, where: str, predicting: int = 0) -> Dims:
@@ -208,7 +208,7 @@ def to_hub(
         left_out = tied_names(source, targets, reader.url)
         targets = [target for target in targets if target.name not in left_out]
     vocabulary = proof.side.dims.sizes["V"], proof.rows
-    lost = tuple(without_place(reader.held, proof.layout, proof.side.dims))
+    lost = tuple(dropped_names(reader.held, proof.layout, proof.side.dims))
     return Translation(
         proof.layout.name, (*targets, *whole_layers), source, left_out, vocabulary, kept,
         (*proof.notes, *(() if kept else left_out_note(further))), lost,
@@ -227,9 +227,9 @@ def _are_released(reader: Holder, further: Collection[str], dims: Dims) -> bool:
 
 def side_of_reader(reader: Holder, layout: TensorLayout, dims: Dims, degrees: Degrees) -> Side:
     side = Side(layout, dims, degrees)
-    for place in tensors_of(layout, dims, degrees.ep):
-        side.add(place, reader.held[place.name])
-        _refuse_no_weight(reader.held[place.name])
+    for tensor in tensors_of(layout, dims, degrees.ep):
+        side.add(tensor, reader.held[tensor.name])
+        _refuse_no_weight(reader.held[tensor.name])
     return side
 
 
@@ -244,9 +244,9 @@ def _refuse_no_weight(held: RankTensors) -> None:
 def hub_side(dims: Dims) -> Side:
     """Hugging Face's tensors, as a layout of one rank."""
     side = Side(dims.family.hub, dims, Degrees.of(1, 1))
-    for place in tensors_of(side.layout, dims, 1):
-        shape = side.local_shape(place, dims.sizes["V"], 1, 1)
-        side.add(place, RankTensors(place.name, "", {(0, 0): shape}))
+    for tensor in tensors_of(side.layout, dims, 1):
+        shape = side.local_shape(tensor, dims.sizes["V"], 1, 1)
+        side.add(tensor, RankTensors(tensor.name, "", {(0, 0): shape}))
     return side
 
 
@@ -254,13 +254,13 @@ def side_of_ranks(layout: TensorLayout, dims: Dims, degrees: Degrees, multiple: 
     """The tensors that ranks would hold, with the vocabulary padded to a multiple for each rank."""
     side = Side(layout, dims, degrees)
     vocabulary = padded_rows(dims.sizes["V"], degrees.tp, multiple)
-    for place in tensors_of(layout, dims, degrees.ep):
-        parts = degrees.etp if place.row.of_experts else degrees.tp
-        parts = 1 if place.row.tp is None else parts
-        shape = side.local_shape(place, vocabulary, parts, degrees.ep)
-        stored = folded(place.row, shape)
+    for tensor in tensors_of(layout, dims, degrees.ep):
+        parts = degrees.etp if tensor.row.of_experts else degrees.tp
+        parts = 1 if tensor.row.tp is None else parts
+        shape = side.local_shape(tensor, vocabulary, parts, degrees.ep)
+        stored = folded(tensor.row, shape)
         shards = {(t, c): stored for c in range(degrees.columns) for t in range(degrees.tp)}
-        side.add(place, RankTensors(place.name, "", shards))
+        side.add(tensor, RankTensors(tensor.name, "", shards))
     return side
 
 

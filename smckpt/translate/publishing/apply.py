@@ -103,25 +103,25 @@ def apply_published(
             "models are served from a file system", remedy="pass a local directory",
             path=os.fspath(directory),
         )  # fmt: skip
-    place = os.path.abspath(local_path(os.fspath(directory)))
+    path = os.path.abspath(local_path(os.fspath(directory)))
     access = access_to(root, storage=storage)
     with ExitStack() as cleanup:
         source = access.open(root).without_links()
         cleanup.callback(source.close)
         try:
-            host = cleanup.enter_context(_locked(place))
+            host = cleanup.enter_context(_locked(path))
             chain = chain_to(source, number)
             nbytes = _brought_to(source, chain, host)
             _forget_old(host, chain, keep)
         except OSError as error:
-            raise storage_error(error, place, "write") from error
-    target = os.path.join(place, chain[-1].folder)
+            raise storage_error(error, path, "write") from error
+    target = os.path.join(path, chain[-1].folder)
     return ApplyReport(target, chain[-1].number, nbytes, time.monotonic() - began)
 
 
 @contextmanager
-def _locked(place: str) -> Iterator[Directory]:
-    with Directory.open(place, make=True) as host:
+def _locked(path: str) -> Iterator[Directory]:
+    with Directory.open(path, make=True) as host:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         fd = os.open(".lock", flags, 0o644, dir_fd=host.fd)
         try:
@@ -131,7 +131,7 @@ def _locked(place: str) -> Iterator[Directory]:
                 raise StorageError(
                     "another process applies a publish to this directory",
                     remedy="wait for it, or give each its own directory",
-                    path=place,
+                    path=path,
                 ) from error
             yield host
         finally:

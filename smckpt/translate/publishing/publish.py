@@ -233,7 +233,7 @@ def _scan(model: Storage, name: str, size: int) -> PublishedFile:
     head = whole = crc64(model.read(name, 0, start)) if start else 0
     tensors: dict[str, PublishedTensor] = {}
     memory = aligned(min(_PIECE, max(size, 1)))
-    for key, (begin, end) in sorted(places.items(), key=lambda place: place[1]):
+    for key, (begin, end) in sorted(places.items(), key=lambda item: item[1]):
         blocks: dict[int, int] = {}
         for low in range(begin, end, len(memory)):
             view = memory[: min(len(memory), end - low)]

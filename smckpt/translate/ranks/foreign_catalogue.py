@@ -36,7 +36,7 @@ from smckpt.layout.strided import Box, Copy, Piece, Strided
 from smckpt.storage import Storage
 from smckpt.translate.archives.source_files import ArchiveRecord, SourceFiles
 from smckpt.translate.ranks.rank_sources import RankFilesFound, open_source
-from smckpt.translate.sources.boxes import SavedBox, SavedTensor, place_of, refuse_gaps
+from smckpt.translate.sources.boxes import SavedBox, SavedTensor, refuse_gaps, stored_piece
 from smckpt.translate.sources.foreign import ForeignCheckpoint
 from smckpt.translate.sources.state_files import open_state
 
@@ -236,7 +236,7 @@ class _ForeignReaders(Readers):
         key = tensor.name, saved.box
         with self._guard:
             if key not in self._places:
-                self._places[key] = self._place(tensor, saved)
+                self._places[key] = self._find_stored(tensor, saved)
             return self._places[key]
 
     def close(self) -> None:
@@ -248,8 +248,8 @@ class _ForeignReaders(Readers):
                 self._places.clear()
                 shutil.rmtree(spool, ignore_errors=True)
 
-    def _place(self, tensor: SavedTensor, saved: SavedBox) -> Stored:
-        piece, stored = place_of(tensor, saved)
+    def _find_stored(self, tensor: SavedTensor, saved: SavedBox) -> Stored:
+        piece, stored = stored_piece(tensor, saved)
         itemsize = DTYPES[tensor.dtype].itemsize
         nbytes = piece.box.numel * itemsize
         path, offset = stored.record.path, stored.record.offset + piece.start * itemsize

@@ -121,7 +121,7 @@ class StagedTensors:
 def _keys(held: RankTensors) -> dict[TensorKey, Any]:
     if held.whole is not None:
         return {TensorKey(held.name): held.whole}
-    return {TensorKey(held.name, *place): shape for place, shape in held.shards.items()}
+    return {TensorKey(held.name, *coordinates): shape for coordinates, shape in held.shards.items()}
 
 
 def by_name(stages: Sequence[TensorReader]) -> StagedTensors:
@@ -295,7 +295,7 @@ def stages_of_ranks(layout: TensorLayout, dims: Dims, ep: int, pp: int) -> list[
     """
     stored_tensors = list(tensors_of(layout, dims, ep))
     if pp == 1:
-        return [RankStage({place.name: place.name for place in stored_tensors})]
+        return [RankStage({tensor.name: tensor.name for tensor in stored_tensors})]
     if dims.layers % pp or len(dims.kinds) > dims.layers:
         extra = len(dims.kinds) - dims.layers
         raise TopologyError(
@@ -306,17 +306,17 @@ def stages_of_ranks(layout: TensorLayout, dims: Dims, ep: int, pp: int) -> list[
         )
     each, own = dims.layers // pp, layout.name.startswith("mcore_")
     names: list[dict[str, str]] = [{} for _ in range(pp)]
-    for place in stored_tensors:
+    for tensor in stored_tensors:
         stage = pp - 1
-        if place.row.tower or _BEFORE_LAYERS.intersection(place.row.roles):
+        if tensor.row.tower or _BEFORE_LAYERS.intersection(tensor.row.roles):
             stage = 0
-        elif place.layer >= 0:
-            stage = place.layer // each
-        name = place.name
-        if own and place.layer >= 0 and not place.row.tower:
-            name = place.row.name.replace("{i}", str(place.layer % each))
-            name = name.replace("{e}", str(place.expert))
-        names[stage][place.name] = name
+        elif tensor.layer >= 0:
+            stage = tensor.layer // each
+        name = tensor.name
+        if own and tensor.layer >= 0 and not tensor.row.tower:
+            name = tensor.row.name.replace("{i}", str(tensor.layer % each))
+            name = name.replace("{e}", str(tensor.expert))
+        names[stage][tensor.name] = name
     outer = {row.roles: row.name for row in layout.rows if not row.of_layers}
     head = outer.get(("head",)) if dims.tied else None
     copies = () if head is None else ((head, outer[("embed",)]),)

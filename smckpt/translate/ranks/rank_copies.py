@@ -64,14 +64,14 @@ def refuse_equal_ranks(
 
 def _ranks(stages: Sequence[TensorReader], degrees: Degrees) -> Iterable[_Rank]:
     for number, stage in enumerate(stages):
-        for place in sorted({p for held in stage.held.values() for p in held.shards}):
+        for coordinates in sorted({p for held in stage.held.values() for p in held.shards}):
             tensors = {
-                name: whole(TensorKey(name, *place), held.shards[place], held.dtype)
+                name: whole(TensorKey(name, *coordinates), held.shards[coordinates], held.dtype)
                 for name, held in stage.held.items()
-                if place in held.shards and 0 not in held.shards[place]
+                if coordinates in held.shards and 0 not in held.shards[coordinates]
             }
-            at = number * degrees.ranks + place[1] * degrees.tp + place[0]
-            yield _Rank(at, number, (place[0], *degrees.of_expert(*place)), tensors)
+            at = number * degrees.ranks + coordinates[1] * degrees.tp + coordinates[0]
+            yield _Rank(at, number, (coordinates[0], *degrees.of_expert(*coordinates)), tensors)
 
 
 def _with_equal_beginnings(

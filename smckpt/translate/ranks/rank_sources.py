@@ -144,36 +144,36 @@ def open_source(
     source = SourceFiles(access)
     if not isinstance(checkpoint, (str, os.PathLike)):
         return RankFilesFound(_given([os.fspath(path) for path in checkpoint], source), source)
-    place = find_source(os.fspath(checkpoint), source)
-    if isinstance(place, ArchiveRecord):
-        return RankFilesFound({place.path: place}, source, format=ONE_FILE)
-    if place is None or _is_ours(place, source):
+    root = find_source(os.fspath(checkpoint), source)
+    if isinstance(root, ArchiveRecord):
+        return RankFilesFound({root.path: root}, source, format=ONE_FILE)
+    if root is None or _is_ours(root, source):
         return None
-    packed = place.packed
-    place = _iteration(place)
+    packed = root.packed
+    root = _iteration(root)
     found = (
-        _megatron(place) or _nemo(place) or _deepspeed(place) or _smp(place) or open_dcp(place)
-        or open_shards(place) or _hub_directory(place)
+        _megatron(root) or _nemo(root) or _deepspeed(root) or _smp(root) or open_dcp(root)
+        or open_shards(root) or _hub_directory(root)
     )  # fmt: skip
     if found is None and packed:
         raise UsageError(
-            f"this archive of tar has no model that smckpt knows: it has {sorted(place.files)[:8]} "
-            f"and the directories {list(place.folders)[:8]}",
+            f"this archive of tar has no model that smckpt knows: it has {sorted(root.files)[:8]} "
+            f"and the directories {list(root.folders)[:8]}",
             remedy="unpack it, and pass the model that is in it",
-            path=place.url,
+            path=root.url,
         )
     return found
 
 
-def _is_ours(place: Folder, source: SourceFiles) -> bool:
+def _is_ours(folder: Folder, source: SourceFiles) -> bool:
     """Whether the files are smckpt's. A save that was never committed leaves DCP's checkpoint in
     the same directory as it was."""
-    if not any(parse_name(name) for name in place.files):
+    if not any(parse_name(name) for name in folder.files):
         return False
-    if place.packed or not holds_dcp(place.files):
+    if folder.packed or not holds_dcp(folder.files):
         return True
     try:
-        choose_commit(source.access.open(place.url))
+        choose_commit(source.access.open(folder.url))
     except CheckpointNotFoundError:
         return False
     return True
@@ -464,19 +464,19 @@ def _of_ranks(
     for p in range(pp):
         for e in range(ep):
             for t in range(tp):
-                place = (
+                path = (
                     f"{ranks.get((t, p, e)) or _named_like(ranks, t, p if pp > 1 else e, e)}/{file}"
                 )
-                record = folder.find(place) if (t, p, e) in ranks else None
+                record = folder.find(path) if (t, p, e) in ranks else None
                 if record is None:
                     stage = f"stage {p}, " if pp > 1 else ""
                     raise UsageError(
                         f"the file of {stage}tensor-parallel rank {t}, expert-parallel rank {e} is "
                         "missing",
-                        remedy=f"fetch {place} too",
+                        remedy=f"fetch {path} too",
                         path=folder.url,
                     )
-                files[place] = record
+                files[path] = record
     return RankFilesFound(files, folder.source, tp, ep, kind, pp)
 
 

@@ -23,7 +23,7 @@ from smckpt.translate.archives.torch_archive import StoredTensor
 from smckpt.translate.tables.compile import Block
 from smckpt.translate.tables.pieces import RankTensors, TensorKey
 
-__all__ = ["BoxTensors", "SavedBox", "SavedTensor", "place_of", "refuse_gaps", "whole_tensor"]
+__all__ = ["BoxTensors", "SavedBox", "SavedTensor", "refuse_gaps", "stored_piece", "whole_tensor"]
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ class BoxTensors:
         key = source, number
         if key not in self._pieces:
             tensor = self._tensors[source]
-            self._pieces[key] = place_of(tensor, tensor.boxes[number])
+            self._pieces[key] = stored_piece(tensor, tensor.boxes[number])
         return self._pieces[key]
 
 
@@ -161,7 +161,7 @@ def _same(stored: StoredTensor) -> StoredTensor:
     return stored
 
 
-def place_of(tensor: SavedTensor, saved: SavedBox) -> tuple[Piece, StoredTensor]:
+def stored_piece(tensor: SavedTensor, saved: SavedBox) -> tuple[Piece, StoredTensor]:
     """Where the elements of a box are in the record of its stored tensor.
 
     Raises:

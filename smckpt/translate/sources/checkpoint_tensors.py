@@ -182,9 +182,9 @@ class CheckpointTensors:
                 whole = shape
                 self._rows.setdefault(TensorKey(name), []).append((row, fqn))
                 continue
-            for place in places:
-                shards[place] = shape
-                self._rows.setdefault(TensorKey(name, *place), []).append((row, fqn))
+            for coordinates in places:
+                shards[coordinates] = shape
+                self._rows.setdefault(TensorKey(name, *coordinates), []).append((row, fqn))
         self._refuse_many(name)
         return RankTensors(name, dtype, {} if whole is not None else shards, whole)
 
@@ -244,9 +244,9 @@ class CheckpointTensors:
         if len(set(held.shards.values())) > 1:
             return True
         found = set()
-        for place, shape in held.shards.items():
+        for coordinates, shape in held.shards.items():
             size = DTYPES[held.dtype].itemsize
-            block = _beginning(TensorKey(name, *place), shape, size)
+            block = _beginning(TensorKey(name, *coordinates), shape, size)
             data = bytearray(block.copy.numel * size)
             self.read(self.plan([block]), [memoryview(data)])
             found.add(bytes(data))

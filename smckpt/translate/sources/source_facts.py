@@ -199,13 +199,13 @@ def _config_in(root: Mapping[Any, Any]) -> Mapping[str, Any] | None:
 
 def yaml_beside(folder: Folder) -> tuple[SourceFacts, ...]:
     """What NeMo's file of the model, in a directory or archive of NeMo's, says."""
-    for place in _NEMO_YAML:
-        above = place.rpartition("/")[0]
+    for path in _NEMO_YAML:
+        above = path.rpartition("/")[0]
         if above and above not in folder.folders:
             continue
-        if (record := folder.find(place)) is not None and record.nbytes <= _YAML:
+        if (record := folder.find(path)) is not None and record.nbytes <= _YAML:
             text = folder.source.read(record).decode(errors="replace")
-            found = facts_of_yaml(text, f"{folder.url.rstrip('/')}/{place}")
+            found = facts_of_yaml(text, f"{folder.url.rstrip('/')}/{path}")
             return () if found is None else (found,)
     return ()
 

@@ -12,7 +12,7 @@ from smckpt.translate.tables.layouts import get_layout, layouts_of
 from smckpt.translate.tables.pieces import dropped, tensors_of
 from smckpt.translate.tables.table import TensorLayout
 
-__all__ = ["choose_layout", "looks_packed", "looks_transformed", "unmatched", "without_place"]
+__all__ = ["choose_layout", "dropped_names", "looks_packed", "looks_transformed", "unmatched"]
 
 # Parts of names that no model of transformers has.
 _TRANSFORMED = re.compile(
@@ -102,7 +102,7 @@ def unmatched(
     return sorted(wanted - set(names)), unexpected
 
 
-def without_place(names: Collection[str], layout: TensorLayout, dims: Dims) -> list[str]:
+def dropped_names(names: Collection[str], layout: TensorLayout, dims: Dims) -> list[str]:
     """The names of the source that the layout drops from this family, and has in others."""
     wanted = {stored.name for stored in tensors_of(layout, dims, 1)}
     known = [re.escape(row.name).replace(r"\{i\}", r"\d+") for row in layout.rows]

@@ -260,7 +260,7 @@ def _outside_optimizers(catalogue: Named) -> dict[str, LogicalTensor]:
 def _find_prefix(tensors: Mapping[str, LogicalTensor], url: str) -> str:
     """The model's place: a key that trainers use; the top; the only place of a language model; the
     only key that holds what looks like a model."""
-    if at_prefix := _known_place(tensors.values(), ()):
+    if at_prefix := _known_path(tensors.values(), ()):
         return dotted(at_prefix)
     top = [name for name, tensor in tensors.items() if len(tensor.path) == 1]
     nested: dict[str, list[LogicalTensor]] = {}
@@ -270,13 +270,13 @@ def _find_prefix(tensors: Mapping[str, LogicalTensor], url: str) -> str:
     models = sorted(key for key, held in nested.items() if _like_a_model(held))
     if top and (not models or "" in places_of_models(top)):
         return ""
-    prefixes = {_outer_place(at_prefix) for at_prefix in places_of_models(tensors)}
+    prefixes = {_outer_prefix(at_prefix) for at_prefix in places_of_models(tensors)}
     if len(prefixes) == 1:
         return prefixes.pop()
     loose = [name for name in top if _like_a_model([tensors[name]])]
     if len(models) == 1 and not loose:
         held = nested[models[0]]
-        return dotted(_known_place(held, held[0].path[:1]) or held[0].path[:1])
+        return dotted(_known_path(held, held[0].path[:1]) or held[0].path[:1])
     raise UsageError(
         f"the model could be any of the keys {[*models, *sorted(loose)][:8]} of the saved state "
         "dict"
@@ -287,15 +287,15 @@ def _find_prefix(tensors: Mapping[str, LogicalTensor], url: str) -> str:
     )
 
 
-def _known_place(tensors: Iterable[LogicalTensor], above: Path) -> Path:
+def _known_path(tensors: Iterable[LogicalTensor], above: Path) -> Path:
     """The place below `above` that keys which trainers use for a model lead to; () without any."""
     held = [t for t in tensors if t.path[: len(above)] == above and len(t.path) > len(above) + 1]
     keys = {t.path[len(above)] for t in held}
     key = next((key for key in _MODELS if key in keys), None)
-    return () if key is None else (_known_place(held, (*above, key)) or (*above, key))
+    return () if key is None else (_known_path(held, (*above, key)) or (*above, key))
 
 
-def _outer_place(at_prefix: str) -> str:
+def _outer_prefix(at_prefix: str) -> str:
     """A place without the names that belong to the model itself: PEFT's, or a tower's sibling."""
     parts = at_prefix.split(".")
     own = next((at for at, part in enumerate(parts) if part in _NO_ATTRIBUTES), len(parts))

@@ -236,7 +236,7 @@ def _together(parts: list[SavePlan], data: list[Any]) -> tuple[list[SavePlan], l
 
 
 def _write(
-    place: str,
+    path: str,
     open_file: Callable[..., Any],
     transforms: Any,
     options: dict[str, Any],
@@ -245,10 +245,10 @@ def _write(
     results_queue: Any,
 ) -> None:
     """Write this rank's files by DCP's own writer."""
-    writer: Any = FileSystemWriter(place, **options)
+    writer: Any = FileSystemWriter(path, **options)
     writer.transforms = transforms
-    if is_url(place):
-        writer.fs, writer.path = UrlFileSystem(), place
+    if is_url(path):
+        writer.fs, writer.path = UrlFileSystem(), path
     elif open_file is not open:
         writer.fs = OpenedBy(open_file)
     noting = writer.fs = Noting(writer.fs)
@@ -263,7 +263,7 @@ def _write(
             raise SaveFailedError(
                 f"{len(done)} of {len(part.items)} parts were written",
                 remedy="see the log: one of DCP's threads has failed",
-                path=place,
+                path=path,
                 rank=rank,
             )
         written += done

@@ -14,7 +14,7 @@ from typing import Any
 
 from smckpt.errors import CheckpointError, SaveFailedError, UsageError, WorkerError
 from smckpt.integrations.nvrx.worker.served import CallEnded, CallFailed, Ready, Run, serve
-from smckpt.integrations.nvrx.worker.snapshot import ResultsQueue, SnapshotPlace, taken
+from smckpt.integrations.nvrx.worker.snapshot import ResultsQueue, SnapshotRanges, taken
 from smckpt.staging.arena import Arena
 
 __all__ = ["Call", "WorkerOptions", "WorkerProcess"]
@@ -97,10 +97,10 @@ class _Alive:
         self.arenas[self.made] = Arena(max(size, 1))
         return self.made
 
-    def send(self, number: int, arena: int, place: SnapshotPlace) -> None:
+    def send(self, number: int, arena: int, ranges: SnapshotRanges) -> None:
         new = None if arena in self.known else self.arenas[arena]
         size = None if new is None else new.size
-        self.messages.send(Run(number, arena, place, size, tuple(self.gone)))
+        self.messages.send(Run(number, arena, ranges, size, tuple(self.gone)))
         self.gone.clear()
         if new is not None:
             send_handle(self.messages, new.fd, self.process.pid)
@@ -144,14 +144,14 @@ class WorkerProcess:
                 return alive.arenas[chosen[0]]
 
             try:
-                place, queues = taken(request, arena_of)
+                ranges, queues = taken(request, arena_of)
             except BaseException:
                 alive.free.extend(chosen)
                 raise
             self._number += 1
             call = self._calls[self._number] = Call(queues, chosen[0])
             try:
-                alive.send(self._number, call.arena, place)
+                alive.send(self._number, call.arena, ranges)
             except OSError:  # it died before
                 self._lost()
             return call

@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
 from typing import Any
 
-from smckpt.integrations.nvrx.worker.snapshot import SnapshotPlace, restored
+from smckpt.integrations.nvrx.worker.snapshot import SnapshotRanges, restored
 from smckpt.storage.disk.linux import lower_priority
 
 __all__ = ["CallEnded", "CallFailed", "Ready", "Run", "serve"]
@@ -35,7 +35,7 @@ class Run:
 
     number: int
     arena: int
-    place: SnapshotPlace
+    place: SnapshotRanges
     size: int | None
     gone: tuple[int, ...]
 

@@ -23,7 +23,7 @@ from smckpt.staging.arena import Arena
 from smckpt.staging.copies import copy_all
 from smckpt.state_dict.modes import neutral
 
-__all__ = ["Outbox", "ResultsQueue", "SnapshotPlace", "restored", "taken"]
+__all__ = ["Outbox", "ResultsQueue", "SnapshotRanges", "restored", "taken"]
 
 _ALIGNMENT = 64  # of a storage in the arena: torch's own for the CPU
 
@@ -46,7 +46,7 @@ class Outbox(list[Any]):
 
 
 @dataclass(frozen=True)
-class SnapshotPlace:
+class SnapshotRanges:
     """Where the bytes are: the size of the pickle, which comes first; then each storage's offset
     and size."""
 
@@ -57,7 +57,7 @@ class SnapshotPlace:
 @neutral()
 def taken(
     request: Any, arena_of: Callable[[int], Arena]
-) -> tuple[SnapshotPlace, tuple[ResultsQueue, ...]]:
+) -> tuple[SnapshotRanges, tuple[ResultsQueue, ...]]:
     """Copy a request. When this returns, the trainer may change its tensors.
 
     Args:
@@ -96,10 +96,10 @@ def taken(
     if cuda := next((source.device for _, source in copies if source.is_cuda), None):
         arena.pin(cuda)
     copy_all(copies)
-    return SnapshotPlace(data.tell(), tuple(places)), tuple(pickler.queues)
+    return SnapshotRanges(data.tell(), tuple(places)), tuple(pickler.queues)
 
 
-def restored(memory: mmap.mmap, snapshot: SnapshotPlace) -> tuple[Any, list[Outbox]]:
+def restored(memory: mmap.mmap, snapshot: SnapshotRanges) -> tuple[Any, list[Outbox]]:
     """The request and its outboxes, in the worker. Its tensors lie in `memory`."""
     unpickler = _Unpickler(io.BytesIO(memory[: snapshot.pickle]), memory, snapshot)
     return unpickler.load(), unpickler.outboxes
@@ -140,10 +140,10 @@ class _Pickler(ForkingPickler):
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, memory: mmap.mmap, snapshot: SnapshotPlace) -> None:
+    def __init__(self, file: io.BytesIO, memory: mmap.mmap, snapshot: SnapshotRanges) -> None:
         super().__init__(file)
         self.outboxes: list[Outbox] = []
-        self._memory, self._place = memory, snapshot
+        self._memory, self._ranges = memory, snapshot
         self._storages: dict[int, torch.UntypedStorage] = {}
 
     def persistent_load(self, said: Any) -> Any:
@@ -160,7 +160,7 @@ class _Unpickler(pickle.Unpickler):
         return wrapped(wrap_storage=storage, dtype=dtype, _internal=True)
 
     def _storage(self, index: int) -> torch.UntypedStorage:
-        offset, length = self._place.storages[index]
+        offset, length = self._ranges.storages[index]
         if not length:
             return torch.empty(0).untyped_storage()
         flat = torch.frombuffer(self._memory, dtype=torch.uint8, count=length, offset=offset)

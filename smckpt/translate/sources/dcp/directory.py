@@ -24,8 +24,8 @@ from smckpt.translate.sources.dcp.megatron import (
 from smckpt.translate.sources.dcp.metadata import (
     LIMIT,
     METADATA,
+    FileRange,
     Metadata,
-    Place,
     TensorMetadata,
     read_metadata,
 )
@@ -123,7 +123,7 @@ def _joined(parts: Iterable[Metadata]) -> Metadata:
     return Metadata(tensors, objects, paths)
 
 
-def _records(folder: Folder, found: Metadata) -> dict[Place, ArchiveRecord]:
+def _records(folder: Folder, found: Metadata) -> dict[FileRange, ArchiveRecord]:
     """The bytes at each place that is named.
 
     Raises:
@@ -131,8 +131,8 @@ def _records(folder: Folder, found: Metadata) -> dict[Place, ArchiveRecord]:
     """
     places = [at for tensor in found.tensors.values() for _, at in tensor.boxes]
     files: dict[str, ArchiveRecord] = {}
-    records: dict[Place, ArchiveRecord] = {}
-    last = Place("", 0, 0)
+    records: dict[FileRange, ArchiveRecord] = {}
+    last = FileRange("", 0, 0)
     for at in sorted({*places, *found.objects.values()}):
         if at.file not in files:
             file = folder.find(at.file)

@@ -13,7 +13,7 @@ from smckpt.layout.strided import Box
 from smckpt.storage.urls import is_plain_name
 from smckpt.translate.archives.pickled import Global, Inert, read_pickle
 
-__all__ = ["LIMIT", "METADATA", "Metadata", "Place", "TensorMetadata", "read_metadata"]
+__all__ = ["LIMIT", "METADATA", "FileRange", "Metadata", "TensorMetadata", "read_metadata"]
 
 METADATA = ".metadata"
 LIMIT = 512 << 20  # bytes
@@ -22,7 +22,7 @@ _PART = 8  # bytes of a pickle take at most one part more: it can name one list 
 _NAME = 4096  # characters of a file's path
 
 
-class Place(NamedTuple):
+class FileRange(NamedTuple):
     """Bytes of a file of the directory."""
 
     file: str
@@ -36,7 +36,7 @@ class TensorMetadata:
 
     dtype: str
     shape: Shape
-    boxes: tuple[tuple[Box, Place], ...]
+    boxes: tuple[tuple[Box, FileRange], ...]
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Metadata:
     the state dict, where they are known."""
 
     tensors: Mapping[str, TensorMetadata]
-    objects: Mapping[str, Place]
+    objects: Mapping[str, FileRange]
     paths: Mapping[str, Path]
 
 
@@ -90,7 +90,7 @@ def _fields(root: Any, name: str) -> dict[Any, Any]:
     return found
 
 
-def _places(stored: dict[Any, Any]) -> Iterator[tuple[tuple[str, Shape | None], Place]]:
+def _places(stored: dict[Any, Any]) -> Iterator[tuple[tuple[str, Shape | None], FileRange]]:
     """(name, offsets of the part) → where it is; offsets are None for what is no tensor."""
     for index, info in stored.items():
         if not isinstance(index, Inert) or not isinstance(info, Inert):
@@ -106,7 +106,7 @@ def _places(stored: dict[Any, Any]) -> Iterator[tuple[tuple[str, Shape | None], 
             raise ValueError(f"it names the file {str(file)[:_NAME]!r}, which is not below it")
         offset, nbytes = (_whole(info.field(key)) for key in ("offset", "length"))
         key = (name, None if offsets is None else _shape(offsets))
-        yield key, Place(file, offset, nbytes)
+        yield key, FileRange(file, offset, nbytes)
 
 
 def _is_inside(file: str) -> bool:
@@ -120,19 +120,19 @@ def _less(left: int, parts: Any) -> int:
 
 
 def _tensor(
-    name: str, entry: Inert, places: Mapping[tuple[str, Shape | None], Place]
+    name: str, entry: Inert, places: Mapping[tuple[str, Shape | None], FileRange]
 ) -> TensorMetadata:
     shape = _shape(entry.field("size"))
-    boxes: dict[Box, Place] = {}
+    boxes: dict[Box, FileRange] = {}
     for chunk in entry.field("chunks"):
         box = Box(_shape(chunk.field("offsets")), _shape(chunk.field("sizes")))
         if not len(box.offsets) == len(box.sizes) == len(shape):
             raise ValueError(f"{name} has a part of another number of dimensions")
-        place = places.get((name, box.offsets))
-        if place is None:
+        stored = places.get((name, box.offsets))
+        if stored is None:
             raise ValueError(f"{name} has a part at {box.offsets} that is in no file")
         if box.numel:
-            boxes[box] = place  # what replicas saved is there once
+            boxes[box] = stored  # what replicas saved is there once
     return TensorMetadata(_dtype(name, entry.field("properties")), shape, tuple(boxes.items()))
 
 

@@ -37,7 +37,7 @@ class DistributedFileSystemReader(smckpt.DistributedFileSystemReader):
     """smckpt's reader, with `fs` and `path`."""
 
     def __init__(self, path: str | os.PathLike[str], **options: Any) -> None:
-        super().__init__(_place(path), **_with_store(options))
+        super().__init__(_url_of(path), **_with_store(options))
         self.fs = path_to_file_system(self.checkpoint_id)
 
 
@@ -61,7 +61,7 @@ class DistributedFileSystemWriter(smckpt.DistributedFileSystemWriter):
         post_write_hooks: Iterable[Hook] = (),
         **options: Any,
     ) -> None:
-        super().__init__(_place(path), **_with_store(options))
+        super().__init__(_url_of(path), **_with_store(options))
         self.fs = path_to_file_system(self.checkpoint_id)
         self.is_coordinator = False
         self._before = tuple(pre_write_hooks)
@@ -119,7 +119,7 @@ class DistributedFileSystemWriter(smckpt.DistributedFileSystemWriter):
             hook(self)
 
 
-def _place(path: str | os.PathLike[str]) -> str:
+def _url_of(path: str | os.PathLike[str]) -> str:
     return format_s3_path(path) if is_s3_uri(path) else os.fspath(path)
 
 

@@ -151,13 +151,13 @@ class S3FileSystem:
         Raises:
             CheckpointNotFoundError: no such file. StorageError: the store refused.
         """
-        place, name = self._file(path)
+        directory, name = self._file(path)
         if mode == "rb":
-            yield io.BytesIO(place.read(name))
+            yield io.BytesIO(directory.read(name))
         elif mode == "wb":
             written = io.BytesIO()
             yield written
-            place.overwrite(name, written.getvalue())
+            directory.overwrite(name, written.getvalue())
         else:
             raise UsageError(f"mode={mode!r} is not honoured", remedy='pass "rb" or "wb"')
 
@@ -165,24 +165,24 @@ class S3FileSystem:
         return f"{format_s3_path(path).rstrip('/')}/{suffix}"
 
     def exists(self, path: str | os.PathLike[str]) -> bool:
-        place, name = self._file(path)
+        directory, name = self._file(path)
         try:
-            place.size(name)
+            directory.size(name)
         except CheckpointNotFoundError:
             return False
         return True
 
     def rm_file(self, path: str | os.PathLike[str]) -> None:
-        place, name = self._file(path)
-        place.delete(name)
+        directory, name = self._file(path)
+        directory.delete(name)
 
     def listdir(self, path: str | os.PathLike[str], detail: bool = False) -> list[str]:
         """Files and directories there, as "bucket/key"."""
         if detail:
             raise UsageError("detail=True is not honoured", remedy="pass detail=False")
         url = format_s3_path(path).rstrip("/")
-        place = open_storage(url, storage=self._storage)
-        names = sorted([*place.list_dirs(), *(info.name for info in place.list())])
+        directory = open_storage(url, storage=self._storage)
+        names = sorted([*directory.list_dirs(), *(info.name for info in directory.list())])
         return [f"{url.removeprefix('s3://')}/{name}" for name in names]
 
     def _file(self, path: str | os.PathLike[str]) -> tuple[Storage, str]:

@@ -125,7 +125,7 @@ def lead(
     job: MoveJob, plan: MovePlan, arrays: Mapping[str, Array], wire: Wire, to_cpu: bool
 ) -> dict[str, Any]:
     making, out, check = _Making(job), dict[str, Any](), _Check(job)
-    attempt = Attempt(making.under_way, out, check.first)
+    attempt = Attempt(making.unfinished, out, check.first)
     for attempt.step, (task, step) in enumerate(zip(job.tasks, plan.steps, strict=True)):
         whole: Any = _received(task, arrays, wire, attempt)
         attempt(lambda: check.look(task, whole))  # noqa: B023  # run at once
@@ -205,26 +205,26 @@ class _Making:
     as in an export."""
 
     def __init__(self, job: MoveJob) -> None:
-        self.under_way: dict[str, torch.Tensor] = {}
+        self.unfinished: dict[str, torch.Tensor] = {}
         self._job = job
 
     def take(self, task: MoveTask, whole: torch.Tensor) -> None:
         for name, block in task.blocks:
             dtype, shape = self._job.targets[name]
             computed = name in self._job.computed
-            if name not in self.under_way:
+            if name not in self.unfinished:
                 kind = torch.float64 if computed else getattr(torch, dtype)
                 device = "cpu" if computed else whole.device
-                self.under_way[name] = torch.zeros(shape, dtype=kind, device=device)
+                self.unfinished[name] = torch.zeros(shape, dtype=kind, device=device)
             if computed:
                 term = torch.zeros(shape, dtype=torch.float64)
                 execute(block.copy, whole.to("cpu", torch.float64), term)
-                self.under_way[name] += term
+                self.unfinished[name] += term
             else:
-                execute(block.copy, whole, self.under_way[name])
+                execute(block.copy, whole, self.unfinished[name])
 
     def done(self, name: str) -> torch.Tensor:
-        made = self.under_way.pop(name)
+        made = self.unfinished.pop(name)
         target = self._job.computed.get(name)
         if target is None:
             return made
@@ -245,13 +245,15 @@ def _received(
 ) -> torch.Tensor | None:
     """The tensor; None after a failure. The other ranks send all the same."""
     flats: list[torch.Tensor | None] = []
-    for rank, its, _ in task.parts:
+    for rank, metadata, _ in task.parts:
         if rank == own_rank():
             own = arrays[task.key.name].tensor
             flats.append(attempt(lambda: own.detach().contiguous().view(-1)))  # noqa: B023
         else:
-            flats.append(attempt(partial(wire.room, its.dtype, (its.numel,), its.device)))
-            wire.receive(its, rank, flats[-1])
+            flats.append(
+                attempt(partial(wire.room, metadata.dtype, (metadata.numel,), metadata.device))
+            )
+            wire.receive(metadata, rank, flats[-1])
     return attempt(lambda: _joined_parts(task, flats))
 
 

@@ -87,12 +87,12 @@ def arrays_of(view: ModelView) -> dict[str, Array]:
         return {}
     selection = Selector(rank).select(chosen)
     return {
-        str(entry.path[0]): Array(tensor, _told(entry.dtype, tensor, entry.geometry, rank))
+        str(entry.path[0]): Array(tensor, _metadata_of(entry.dtype, tensor, entry.geometry, rank))
         for entry, tensor in zip(selection.entries, selection.tensors, strict=True)
     }
 
 
-def _told(dtype: str, tensor: torch.Tensor, geometry: Geometry, rank: int) -> ArrayMetadata:
+def _metadata_of(dtype: str, tensor: torch.Tensor, geometry: Geometry, rank: int) -> ArrayMetadata:
     (fqn,) = geometry.fqns  # SHARDED state has one parameter per entry
     return ArrayMetadata(
         dtype, geometry.shape_of(fqn), tensor.numel(), tuple(geometry.pieces(rank)),
@@ -105,9 +105,9 @@ def anywhere(mine: bool, groups: Iterable[Any]) -> bool:
     import torch.distributed as dist
 
     for group in groups if _many() else ():
-        said: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(said, mine, group)
-        mine = any(said)
+        answers: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(answers, mine, group)
+        mine = any(answers)
     return mine
 
 
@@ -153,9 +153,9 @@ class Attempt:
             own = (self._failed_at, rank == 0, rank), as_checkpoint_error(self.failure, rank)
         first = own
         for group in groups if _many() else ():
-            said: list[Any] = [None] * dist.get_world_size(group)
-            dist.all_gather_object(said, first, group)
-            first = min(filter(None, said), key=lambda metadata: metadata[0], default=None)
+            failures: list[Any] = [None] * dist.get_world_size(group)
+            dist.all_gather_object(failures, first, group)
+            first = min(filter(None, failures), key=lambda metadata: metadata[0], default=None)
         if first is not None and own is not None and first[0] == own[0]:
             assert self.failure is not None
             raise self.failure

@@ -275,9 +275,9 @@ class Watch:
                 grace = self._grace_after(self._flag)
                 rank = self._membership.group.rank
                 mine = vars(Notice(self._flag, rank, socket.gethostname(), grace))
-            told = _told(meeting, mine)
-            if told is not None:
-                return Notice(**told)
+            first = _earliest_notice(meeting, mine)
+            if first is not None:
+                return Notice(**first)
         return None
 
     def _wait_for_signal(self) -> None:
@@ -349,10 +349,10 @@ def called(method: Callable[[T], None], reference: weakref.ref[T]) -> None:
         method(owner)
 
 
-def _told(meeting: Meeting, mine: dict[str, Any] | None) -> dict[str, Any] | None:
+def _earliest_notice(meeting: Meeting, mine: dict[str, Any] | None) -> dict[str, Any] | None:
     """The notice that came first: an earlier one, else `mine`."""
     transport = meeting.transport
     if mine is not None:
-        told: dict[str, Any] = meeting.first("notice", mine)
-        return told
+        first: dict[str, Any] = meeting.first("notice", mine)
+        return first
     return transport.keys.peek("notice") if isinstance(transport, OverStore) else None

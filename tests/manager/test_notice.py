@@ -137,7 +137,7 @@ def test_a_thread_that_fails_leaves_no_loop_waiting(
 
     with CheckpointManager(tmp_path, signals=Signals(("SIGUSR1",), exit_status=7)) as manager:
         assert not manager.should_save(1)
-        monkeypatch.setattr(notice, "_told", broken)
+        monkeypatch.setattr(notice, "_earliest_notice", broken)
         signal.raise_signal(signal.SIGUSR1)
         handled.set()
         waits = threading.Thread(target=manager.should_save, args=(2,), daemon=True)
@@ -151,7 +151,7 @@ def test_a_manager_that_is_closed_leaves_no_loop_waiting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go_on = threading.Event()
-    monkeypatch.setattr(notice, "_told", lambda *_: go_on.wait(seconds(20)) and None)
+    monkeypatch.setattr(notice, "_earliest_notice", lambda *_: go_on.wait(seconds(20)) and None)
     manager = CheckpointManager(tmp_path, signals=("SIGUSR1",))
     signal.raise_signal(signal.SIGUSR1)
     waits = threading.Thread(target=manager.should_save, args=(2,), daemon=True)

@@ -88,10 +88,12 @@ def _refuse_mixed(record: Record, at: str, manifests: Sequence[tuple[str, Manife
             directory, manifest_name(manifest.fencing_token, manifest.number, manifest.session)
         )
         refuse_unlike(manifest, record, ("kind", "step", "number", "fencing_token"), path, at)
-        way = manifest.record
-        back = way and file_url(join_url(directory, way.rpartition("/")[0]), way.rpartition("/")[2])
+        reference = manifest.record
+        back = reference and file_url(
+            join_url(directory, reference.rpartition("/")[0]), reference.rpartition("/")[2]
+        )
         if back != at:
-            raise contradicts(path, "record", way, at, "the record that names it")
+            raise contradicts(path, "record", reference, at, "the record that names it")
         for rank in manifest.group_ranks:
             if owner.setdefault(rank, directory) != directory:
                 raise contradicts(path, f"the directory of rank {rank}", directory, owner[rank], at)
@@ -134,8 +136,8 @@ def choose_commit(
         CorruptCheckpointError: the newest is damaged. An older one is never taken silently.
         FormatVersionError: a newer major version wrote the newest.
     """
-    if name is not None and (told := _candidate(name)) is not None:
-        candidates = [told]
+    if name is not None and (candidate := _candidate(name)) is not None:
+        candidates = [candidate]
     candidates = commits_at(storage) if candidates is None else list(candidates)
     for _ in range(_TURNS):
         failure: CheckpointNotFoundError | None = None

@@ -104,10 +104,10 @@ def compare_catalogues(
 ) -> Compared:
     """Compare what two catalogues have; see `compare_checkpoints`. Their readers are closed."""
     sides = _Side.of(a), _Side.of(b)
-    of_values, told = _compare_values(sides[0].catalogue, sides[1].catalogue, moved)
+    of_values, differences = _compare_values(sides[0].catalogue, sides[1].catalogue, moved)
     every = {name for side in sides for name in side.catalogue.pieces.by_name}
     ignored = {n for n in {*every, *of_values} if any(fnmatch.fnmatchcase(n, p) for p in ignore)}
-    told = [one for one in told if one.name not in ignored]
+    differences = [one for one in differences if one.name not in ignored]
     names = sorted(every - ignored)
     total = sum(sides[0].nbytes(name) for name in names)
     meter = Meter(progress, total)
@@ -127,7 +127,7 @@ def compare_catalogues(
     shared = [one for one in found if not one.holder]
     return Compared(
         a.url, b.url, len(names), len(of_values - ignored), total,
-        (*told, *own, *shared), tuple(sorted(ignored)),
+        (*differences, *own, *shared), tuple(sorted(ignored)),
     )  # fmt: skip
 
 
@@ -252,11 +252,11 @@ class _Side:
         known, groups = self.catalogue.pieces, list[list[tuple[Entry, str]]]()
         for row, fqn in rows:
             for group in groups:
-                other, its = group[0]
+                other, other_fqn = group[0]
                 if (
                     not (row.geometry.per_rank or other.geometry.per_rank)
                     and (row.dtype, row.geometry.shape_of(fqn))
-                    == (other.dtype, other.geometry.shape_of(its))
+                    == (other.dtype, other.geometry.shape_of(other_fqn))
                     and known.one_tensor(row, other)
                 ):
                     group.append((row, fqn))
@@ -312,8 +312,8 @@ def _compare_named(name: str, a: _Side, b: _Side) -> Iterator[Difference]:
         pairs = [(ours[""], one) for one in theirs.values() if not one.unused]
     else:
         pairs = [(first, other)]
-    for one, its in pairs:
-        yield from _compare(a, one, b, its)
+    for left, right in pairs:
+        yield from _compare(a, left, b, right)
     if not common and ("" in ours or "" in theirs):
         return
     for number, held in enumerate((ours, theirs)):
@@ -346,12 +346,12 @@ def _kind(tensor: _Tensor) -> str:
 def _compare(a: _Side, ours: _Tensor, b: _Side, theirs: _Tensor) -> Iterator[Difference]:
     """The difference of two tensors, if there is one."""
     holder = ours.holder or theirs.holder
-    for what, mine, its in (
+    for what, left, right in (
         ("dtype", ours.dtype, theirs.dtype),
         ("shape", list(ours.shape), list(theirs.shape)),
     ):
-        if mine != its:
-            yield Difference(ours.name, what, holder, f"{mine} and {its}")
+        if left != right:
+            yield Difference(ours.name, what, holder, f"{left} and {right}")
             return
     apart = _Apart(ours)
     for box, from_a, from_b in _jobs(ours, theirs):

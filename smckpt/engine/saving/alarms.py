@@ -276,10 +276,10 @@ def judge(
     """
     seen = {rank: looked for rank, (_, looked) in brought.items() if looked is not None}
     hosts = {rank: host for rank, (host, _) in brought.items()}
-    told = sorted({looked.alarms for looked in seen.values()})
-    if len(told) > 1:
+    settings = sorted({looked.alarms for looked in seen.values()})
+    if len(settings) > 1:
         raise UsageError(
-            f"the ranks of the group passed different alarms: {', '.join(told[:4])}",
+            f"the ranks of the group passed different alarms: {', '.join(settings[:4])}",
             remedy="pass the same SaveOptions(alarms=) on all ranks of process_group",
             path=path,
         )
@@ -304,15 +304,15 @@ _Alarm = tuple[str, str, int]  # text, remedy, the rank where it is
 
 
 def _unchanged(seen: Mapping[int, Observed]) -> _Alarm | None:
-    told = {rank: looked for rank, looked in seen.items() if looked.unchanged is not None}
-    if not told or any(looked.unchanged == 0 for looked in told.values()):
+    compared = {rank: looked for rank, looked in seen.items() if looked.unchanged is not None}
+    if not compared or any(looked.unchanged == 0 for looked in compared.values()):
         return None
-    names = dict.fromkeys(name for looked in told.values() for name in looked.names)
-    first = min(told)
-    size = sum(looked.unchanged or 0 for looked in told.values())
+    names = dict.fromkeys(name for looked in compared.values() for name in looked.names)
+    first = min(compared)
+    size = sum(looked.unchanged or 0 for looked in compared.values())
     return (
         f"all parameters ({size:,} bytes: {_few(list(names))}) are bit for bit those of "
-        f"{told[first].since}",
+        f"{compared[first].since}",
         "find out whether the optimizer steps, and whether the state dict is taken anew for each "
         'save; if it is meant, pass SaveOptions(alarms=Alarms(unchanged="off"))',
         first,
@@ -326,13 +326,13 @@ def _nonfinite(seen: Mapping[int, Observed], hosts: Mapping[int, str]) -> _Alarm
             counts.setdefault(name, Counter())[rank] += count
     if not counts:
         return None
-    told = [
+    tensors = [
         f"{name} ({sum(by.values()):,}, on rank {_few(sorted(by))})"
         for name, by in sorted(counts.items())
     ]
     rank = min(rank for by in counts.values() for rank in by)
     return (
-        f"{len(counts)} tensors have NaN or infinite elements: {_few(told)}",
+        f"{len(counts)} tensors have NaN or infinite elements: {_few(tensors)}",
         "resume from a step before it, and find out what made them; names that may have them go "
         "into Alarms(ignore=)",
         rank,
@@ -358,9 +358,9 @@ def _replicas(seen: Mapping[int, Observed], hosts: Mapping[int, str]) -> _Alarm 
             note(rank, what, name)
     if not names:
         return None
-    told = [f"{what}: {_few(list(dict.fromkeys(of)))}" for what, of in names.items()]
+    parts = [f"{what}: {_few(list(dict.fromkeys(of)))}" for what, of in names.items()]
     return (
-        f"replicas differ. {'; '.join(told)}",
+        f"replicas differ. {'; '.join(parts)}",
         "check the memory of that host and what changes the state on one rank alone; all replicas "
         "load what the checkpoint holds, so a resume ends the difference",
         where[0],

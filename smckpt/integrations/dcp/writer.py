@@ -205,9 +205,11 @@ class DistributedFileSystemWriter(StorageWriter):
                 prefix_sharding=prefix_sharding,
             )
             self._tokens[self.checkpoint_id] = int(lease["fencing_token"])
-        said = [plan.storage_data for plan in plans]
-        known = all(isinstance(rank, int) for rank in said) and len(set(said)) == len(said)
-        ranks = tuple(said) if known else tuple(range(len(plans)))
+        own_ranks = [plan.storage_data for plan in plans]
+        known = all(isinstance(rank, int) for rank in own_ranks) and len(set(own_ranks)) == len(
+            own_ranks
+        )
+        ranks = tuple(own_ranks) if known else tuple(range(len(plans)))
         objects = frozenset(
             item.index.fqn
             for plan in plans
@@ -271,8 +273,12 @@ class DistributedFileSystemWriter(StorageWriter):
         ticket = self._ticket
         assert ticket is not None
         parts = {
-            str(said["rank"]): {"part": said["part"], "crc64": said["crc64"], "host": said["host"]}
-            for said in (ranks_results[-1].storage_data for ranks_results in results)
+            str(record["rank"]): {
+                "part": record["part"],
+                "crc64": record["crc64"],
+                "host": record["host"],
+            }
+            for record in (ranks_results[-1].storage_data for ranks_results in results)
         }
         fencing_token = self._tokens[self.checkpoint_id]
         published = publish_manifest(

@@ -80,12 +80,12 @@ def room_at(url: str) -> Room | None:
         return None
     path = _existing(url)
     try:
-        told = os.statvfs(path)
+        stats = os.statvfs(path)
     except OSError:
         return None
-    if not told.f_blocks:
+    if not stats.f_blocks:
         return None
-    rooms = [Room(told.f_bavail * told.f_frsize, "the file system")]
+    rooms = [Room(stats.f_bavail * stats.f_frsize, "the file system")]
     quota = _quota_left(path)
     if quota is not None:
         rooms.append(Room(quota, "this user's quota"))
@@ -220,8 +220,8 @@ def check_room(
 def _warn_of_full_targets(root: str, rank: int) -> None:
     """Name the targets of a Lustre that have less room than a rank writes: a file that Lustre puts
     there cannot be written, although the file system as a whole has room."""
-    told = lustre.targets(_existing(root)) if is_local(root) else ()
-    full = sorted((one for one in told if one.free < rank), key=lambda one: one.free)
+    targets = lustre.targets(_existing(root)) if is_local(root) else ()
+    full = sorted((one for one in targets if one.free < rank), key=lambda one: one.free)
     if not full:
         return
     named = ", ".join(f"{one.name} ({bytes_text(one.free)} left)" for one in full[:_NAMED])
@@ -231,7 +231,7 @@ def _warn_of_full_targets(root: str, rank: int) -> None:
         "%s --ost %d`, `lfs migrate`), spread new files over all targets (`lfs "
         "setstripe -c -1 %s`), or ask the administrator to stop new files there",
         len(full),
-        len(told),
+        len(targets),
         bytes_text(rank),
         named,
         f" and {len(full) - _NAMED} more" if full[_NAMED:] else "",

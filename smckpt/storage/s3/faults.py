@@ -101,15 +101,15 @@ class Unanswered(Exception):
 
 def code_of(error: BaseException) -> str:
     """S3's error code; "" if the store gave none."""
-    return str(_said(error, "Error").get("Code", ""))
+    return str(_section(error, "Error").get("Code", ""))
 
 
 def status_of(error: BaseException) -> int:
     """The HTTP status; 0 if there was no answer."""
-    return int(_said(error, "ResponseMetadata").get("HTTPStatusCode", 0))
+    return int(_section(error, "ResponseMetadata").get("HTTPStatusCode", 0))
 
 
-def _said(error: BaseException, section: str) -> Mapping[str, Any]:
+def _section(error: BaseException, section: str) -> Mapping[str, Any]:
     """A section of the answer; empty if there was none."""
     response = getattr(error, "response", None)
     found: Mapping[str, Any] = response.get(section, {}) if isinstance(response, dict) else {}
@@ -200,8 +200,8 @@ def _tls_broke_off(error: BaseException) -> bool:
 
 def _proxy_refusal(error: BaseException) -> str:
     """The answer of an HTTP proxy that refuses a tunnel; "" if the proxy could not be reached."""
-    said = next((str(each) for each in _wrapped(error) if "Tunnel connection" in str(each)), "")
-    return said if "failed: 4" in said else ""
+    refusal = next((str(each) for each in _wrapped(error) if "Tunnel connection" in str(each)), "")
+    return refusal if "failed: 4" in refusal else ""
 
 
 def s3_error(error: BaseException, url: str, action: str, tried: str = "") -> CheckpointError:
@@ -243,7 +243,7 @@ def _of_store(error: BaseException) -> bool:
 def _meaning(error: BaseException, code: str, status: int) -> tuple[str, str]:
     from botocore import exceptions as bc
 
-    headers = _said(error, "ResponseMetadata").get("HTTPHeaders", {})
+    headers = _section(error, "ResponseMetadata").get("HTTPHeaders", {})
     there = headers.get("x-amz-bucket-region")
     if code in _REGION or (there and status in _SENT_ON):
         return (
@@ -294,9 +294,9 @@ def _meaning(error: BaseException, code: str, status: int) -> tuple[str, str]:
             "check the endpoint, and the proxies between here and the store",
         )
     if is_transient(error):
-        said = f"{code or status or type(error).__name__}: {error}"
+        text = f"{code or status or type(error).__name__}: {error}"
         return (
-            f"the store did not carry out the request ({said})",
+            f"the store did not carry out the request ({text})",
             "check whether the store is overloaded or down; lower max_write_concurrency",
         )
     if status in _SENT_ON:
@@ -312,8 +312,8 @@ def _meaning(error: BaseException, code: str, status: int) -> tuple[str, str]:
         )
     if status in (404, 405) and code in ("", str(status)):
         return (f"the answer does not come from S3 ({status})", "check the endpoint")
-    said = f"{code or type(error).__name__}: {error}" + ("" if code else f" (HTTP {status})")
-    return (said, "check this URL with the tools of the store")
+    text = f"{code or type(error).__name__}: {error}" + ("" if code else f" (HTTP {status})")
+    return (text, "check this URL with the tools of the store")
 
 
 def _untrusted(error: BaseException) -> tuple[str, str]:

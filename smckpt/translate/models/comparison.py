@@ -67,7 +67,7 @@ class Comparison:
         self._child: _Child | None = None
         self._where = ""
         self._names: list[str] = []
-        self._told = False
+        self._passed = False
         self._table: Mapping[str, Shape] | None = None
         if config is None:
             self._found = "no config was given"
@@ -98,7 +98,7 @@ class Comparison:
             KeysMismatchError: they are not those of the config's model.
         """
         if not memory and self._is_table({target.name: target.shape for target in targets}):
-            self._told = True
+            self._passed = True
             return None
         self._tell(targets, where, memory)
         if self._guess and self._child is not None and self._found is None:
@@ -139,7 +139,7 @@ class Comparison:
 
     def tell(self, targets: Sequence[Target], where: str) -> None:
         """Pass the tensors that will be written, unless `names` has passed them."""
-        if not self._strict or self._told:
+        if not self._strict or self._passed:
             return
         if {target.name: target.shape for target in targets} != self._table:
             self._tell(targets, where)
@@ -197,7 +197,7 @@ class Comparison:
         Raises:
             KeysMismatchError: as `check`.
         """
-        if not self._told:
+        if not self._passed:
             return None
         self._wait()
         if isinstance(self._found, Fit) and self._found.lines:
@@ -224,7 +224,7 @@ class Comparison:
             self._child.close()
 
     def _tell(self, targets: Sequence[Target], where: str, memory: bool = False) -> None:
-        self._where, self._told = where, True
+        self._where, self._passed = where, True
         self._names = [target.name for target in targets]
         if self._found is None and any(map(is_quantized, targets)):
             self._found = "the weights are quantized"
@@ -242,7 +242,7 @@ class Comparison:
             self._child = _Child(config)
 
     def _wait(self) -> None:
-        if self._child is not None and self._told:
+        if self._child is not None and self._passed:
             self._child.wait()
         self.check()
 
@@ -318,8 +318,8 @@ class _Child:
         assert self._process is not None and self._process.stdout is not None
         lines = self._process.stdout.read().splitlines()
         if self._process.wait() == 0 and lines:
-            said = json.loads(lines[-1])
-            self.answer = said if isinstance(said, str) else Fit.from_json(said)
+            answer = json.loads(lines[-1])
+            self.answer = answer if isinstance(answer, str) else Fit.from_json(answer)
             return
         self._errors.seek(0)
         errors = self._errors.read().strip().splitlines() or ["no reason"]

@@ -240,26 +240,26 @@ def dequantized(
 
 
 def _quantization(settings: ModelConfig | None) -> dict[str, Any]:
-    said = settings.values.get("quantization_config") if settings is not None else None
-    return said if isinstance(said, dict) else {}
+    section = settings.values.get("quantization_config") if settings is not None else None
+    return section if isinstance(section, dict) else {}
 
 
 def _dtype(settings: ModelConfig | None) -> str:
     values = settings.values if settings is not None else {}
-    said = str(values.get("dtype") or values.get("torch_dtype")).removeprefix("torch.")
-    return said if said in CASTABLE else "bfloat16"
+    dtype = str(values.get("dtype") or values.get("torch_dtype")).removeprefix("torch.")
+    return dtype if dtype in CASTABLE else "bfloat16"
 
 
 def _block(settings: ModelConfig | None, where: str) -> tuple[int, int]:
-    said = _quantization(settings).get("weight_block_size") or _SQUARE
-    if not isinstance(said, (list, tuple)) or len(said) != 2 or not all(
-        type(size) is int and size > 0 for size in said
+    sizes = _quantization(settings).get("weight_block_size") or _SQUARE
+    if not isinstance(sizes, (list, tuple)) or len(sizes) != 2 or not all(
+        type(size) is int and size > 0 for size in sizes
     ):  # fmt: skip
         raise UsageError(
-            f"the config has weight_block_size={said!r}, which is not two sizes",
+            f"the config has weight_block_size={sizes!r}, which is not two sizes",
             remedy="pass the release's own config", path=where,
         )  # fmt: skip
-    return int(said[0]), int(said[1])
+    return int(sizes[0]), int(sizes[1])
 
 
 def _float8_of(

@@ -383,10 +383,10 @@ def _smp_names(pp: int, tp: int) -> Iterator[str]:
 def _smp_degrees(folder: Folder, name: str) -> tuple[int, int] | None:
     """Pipeline- and tensor-parallel degree that a rank's file tells; None: it tells none."""
     root = torch_root(folder.source, folder.files[name])
-    told = root.get("_smp_load_info") if isinstance(root, Mapping) else None
-    if not isinstance(told, Mapping) or root.get("_smp_is_partial") is not True:
+    info = root.get("_smp_load_info") if isinstance(root, Mapping) else None
+    if not isinstance(info, Mapping) or root.get("_smp_is_partial") is not True:
         return None
-    pp, tp = (told.get(word) for word in _SMP_DEGREES)
+    pp, tp = (info.get(word) for word in _SMP_DEGREES)
     if type(pp) is not int or type(tp) is not int or pp < 1 or tp < 1:
         raise CorruptCheckpointError(
             f"{name} tells the degrees {pp!r} and {tp!r}",
@@ -402,17 +402,17 @@ def _iteration(folder: Folder) -> Folder:
     """The latest iteration, where Megatron-LM's file in the directory names one."""
     if _LATEST not in folder.files:
         return folder
-    said = folder.read(_LATEST, _SHORT).decode(errors="replace").strip()[:64]
-    if said != "release" and not said.isdecimal():
+    latest = folder.read(_LATEST, _SHORT).decode(errors="replace").strip()[:64]
+    if latest != "release" and not latest.isdecimal():
         raise CorruptCheckpointError(
-            f"the file names no iteration, but {said!r}",
+            f"the file names no iteration, but {latest!r}",
             remedy="pass the directory of an iteration",
             path=folder.files[_LATEST].path,
         )
-    found = said if said == "release" else f"iter_{int(said):07d}"
+    found = latest if latest == "release" else f"iter_{int(latest):07d}"
     if found not in folder.folders:
         raise UsageError(
-            f"{_LATEST} names {said}, but {found} is missing",
+            f"{_LATEST} names {latest}, but {found} is missing",
             remedy=f"fetch {found}, or pass the directory of another iteration",
             path=folder.url,
         )

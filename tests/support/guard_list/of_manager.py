@@ -352,7 +352,7 @@ SPACE = [
     ),
     of(
         "space: a file system without a size", "manager/keeping/room.py",
-        "    if not told.f_blocks:\n        return None\n", "",
+        "    if not stats.f_blocks:\n        return None\n", "",
         ROOM + "test_a_file_system_without_a_size_tells_nothing",
     ),
     of(

@@ -30,11 +30,11 @@ def alone(name: str = "", *, outer: bool = False) -> Callable[[Callable[_P, _T]]
     """
 
     def of(function: Callable[_P, _T]) -> Callable[_P, _T]:
-        said = name or function.__name__
+        called = name or function.__name__
 
         @functools.wraps(function)
         def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-            _refuse_within(said, outer)
+            _refuse_within(called, outer)
             # Under torch.compile the compiler would trace smckpt itself, and fail in it.
             disable = getattr(sys.modules.get("torch._dynamo"), "disable", None)
             act = function if disable is None else disable(function)
@@ -64,7 +64,7 @@ def changed(options: Any) -> dict[str, Any]:
     return {name: value for name, value in vars(options).items() if value != defaults[name]}
 
 
-def _refuse_within(said: str, outer: bool) -> None:
+def _refuse_within(called: str, outer: bool) -> None:
     """Look for such a call on the stack. This is a separate function so that no frame refers to
     itself: a frame that does keeps the caller's tensors until the garbage collector runs."""
     code = sys._getframe(1).f_code
@@ -72,7 +72,7 @@ def _refuse_within(said: str, outer: bool) -> None:
     while frame is not None:
         if frame.f_code is code and (outer or not frame.f_locals["outer"]):
             raise UsageError(
-                f"{said} was called while this thread was in {frame.f_locals['said']}",
+                f"{called} was called while this thread was in {frame.f_locals['called']}",
                 remedy="let the signal handler set a flag, and check it in the training loop",
             )
         frame = frame.f_back

@@ -78,14 +78,14 @@ def browse(
         title = f"step {condition.place or '.'}"
         with progress_bar(title, quiet=level != "full") as progress:
             facts.add_step(condition, progress)
-    told = facts.to_json()
-    told["telemetry"] = _telemetry(telemetry, facts) if telemetry else None
-    page = page_of(told)
+    report = facts.to_json()
+    report["telemetry"] = _telemetry(telemetry, facts) if telemetry else None
+    page = page_of(report)
     _write(out, page)
     runs = "" if len(facts.runs) == 1 else f" of {count_text(len(facts.runs), 'run')}"
     size = bytes_text(len(page))
     print_line(f"{out}: {count_text(len(facts.steps), 'step')}{runs}, {size}")
-    for note in told["notes"]:
+    for note in report["notes"]:
         print_line(note)
 
 

@@ -83,9 +83,9 @@ class Facts:
             return first
 
         if self.wanted.verify and condition.state in ("whole", "cut", "damaged"):
-            step["verified"] = told = self._verified(condition, progress, beside)
-            if condition.state == "whole" and not told["ok"]:
-                path, what, _ = told["problems"][0]
+            step["verified"] = verdict = self._verified(condition, progress, beside)
+            if condition.state == "whole" and not verdict["ok"]:
+                path, what, _ = verdict["problems"][0]
                 remedy = mend_remedy(self.root.join(condition.place))
                 step |= {"state": "damaged", "why": f"{path}: {what}", "remedy": remedy}
         if condition.state in ("whole", "cut"):
@@ -215,8 +215,8 @@ class Facts:
         counted = histograms(first)
         for tensor in tensors:
             if tensor["name"] in counted and self._used <= self.limit:
-                found[str(self._rows[_row(tensor)])] = told = counted[tensor["name"]]
-                self._used += len(_text(told))
+                found[str(self._rows[_row(tensor)])] = histogram = counted[tensor["name"]]
+                self._used += len(_text(histogram))
         return found
 
     def to_json(self) -> dict[str, Any]:

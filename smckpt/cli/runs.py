@@ -155,8 +155,8 @@ def doctor(root: str, read: bool, as_json: bool) -> None:
             break
     if as_json:
         restorable = None if whole is None else conditions[whole].place
-        told = {"restorable": restorable, "steps": [one.to_json() for one in conditions]}
-        print_json(told)
+        report = {"restorable": restorable, "steps": [one.to_json() for one in conditions]}
+        print_json(report)
     else:
         for one in conditions[:whole]:
             print_line(f"{one.place or '.'}: {one.state}: {one.why}. What to do: {one.remedy}")
@@ -205,7 +205,7 @@ def status(root: str, as_json: bool) -> None:
     whole = [one for one in conditions if one.state == "whole"]
     steps = {one.checkpoint: one for one in whole if one.checkpoint is not None}
     newest = steps[in_order([*steps])[-1]] if steps else None
-    under_way = [one for one in conditions if one.state in ("unfinished", "removing")]
+    incomplete = [one for one in conditions if one.state in ("unfinished", "removing")]
     age = None if newest is None else max(time.time() - newest.committed_at / 1e9, 0)
     run = _run_at(top, newest)
     if as_json:
@@ -214,7 +214,7 @@ def status(root: str, as_json: bool) -> None:
                 "newest": None if newest is None else newest.to_json(),
                 "age_seconds": age,
                 "run": run,
-                "under_way": [one.to_json() for one in under_way],
+                "under_way": [one.to_json() for one in incomplete],
                 "steps": len(whole),
                 "bytes": sum(one.nbytes for one in whole),
             }
@@ -233,7 +233,7 @@ def status(root: str, as_json: bool) -> None:
         if run["interval"] is not None:
             chosen = run["interval"]
             print_line(f'interval="auto" is {chosen["seconds"]:.3g} s: {chosen["why"]}')
-    for one in under_way:
+    for one in incomplete:
         print_line(f"{one.place or '.'}: {one.state}: {one.why}, {bytes_text(one.nbytes)}")
 
 

@@ -133,8 +133,8 @@ class Runtime:
             self._forget_if_forked()
             return [
                 queue
-                for (its_name, its_ranks), queue in self._all()
-                if (ranks is None or its_ranks == ranks) and (name is None or its_name == name)
+                for (queue_name, queue_ranks), queue in self._all()
+                if (ranks is None or queue_ranks == ranks) and (name is None or queue_name == name)
             ]
 
     def close(self, timeout: float) -> list[SaveHandle]:

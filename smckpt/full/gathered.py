@@ -281,11 +281,11 @@ def _fsdp1_full_state(
                 view.model, optimizer, {**stock, "state": state}
             )
             for fqn, slots in gathered.get("state", {}).items():
-                its = out.setdefault(view.name(fqn), {})
+                whole = out.setdefault(view.name(fqn), {})
                 for slot, value in slots.items():
-                    its[slot] = value
+                    whole[slot] = value
                     if isinstance(value, torch.Tensor):
-                        its[slot] = flagged(value.clone(), flags.get(slot, ""))
+                        whole[slot] = flagged(value.clone(), flags.get(slot, ""))
     for fqn, slots in numbers.items() if _holds(wishes) else ():
         whole = out.setdefault(fqn, {})
         for slot, (value, device) in slots.items():

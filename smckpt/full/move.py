@@ -245,15 +245,13 @@ def _received(
 ) -> torch.Tensor | None:
     """The tensor; None after a failure. The other ranks send all the same."""
     flats: list[torch.Tensor | None] = []
-    for rank, metadata, _ in task.parts:
+    for rank, part, _ in task.parts:
         if rank == own_rank():
             own = arrays[task.key.name].tensor
             flats.append(attempt(lambda: own.detach().contiguous().view(-1)))  # noqa: B023
         else:
-            flats.append(
-                attempt(partial(wire.room, metadata.dtype, (metadata.numel,), metadata.device))
-            )
-            wire.receive(metadata, rank, flats[-1])
+            flats.append(attempt(partial(wire.room, part.dtype, (part.numel,), part.device)))
+            wire.receive(part, rank, flats[-1])
     return attempt(lambda: _joined_parts(task, flats))
 
 

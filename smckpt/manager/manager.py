@@ -208,13 +208,13 @@ class CheckpointManager:
         memory = self._memory if self._only_memory == step and not last else None
         if memory is None:
             self._schedule.saved(step)
-        subpath, told = "", {}
+        subpath, record = "", {}
         live: Mapping[str, Any]
         try:
             subpath = self._template.subpath(step, epoch)
             if self._rank == 0 and memory is None:
                 self._rivals.refuse(subpath, self._retention.run or "")
-            told = recorded(self._recorded(), metrics, metadata)
+            record = recorded(self._recorded(), metrics, metadata)
             live = run_state(state, step, self._random)
         except Exception as error:
             live = Failed(error)  # async_save tells the peers, who count this save too, and raises
@@ -230,11 +230,11 @@ class CheckpointManager:
             process_group=group.process_group,
             step=step if type(step) is int else None,
         )
-        if memory is not None and (kept := memory.save(save, subpath, group, told)) is not None:
+        if memory is not None and (kept := memory.save(save, subpath, group, record)) is not None:
             return kept
         handle = save(
             checkpoint_id=Below(group.directory(self._directory(subpath)), self.root),
-            options=replace(self._options, metadata=told, on_commit=self._committed(subpath)),
+            options=replace(self._options, metadata=record, on_commit=self._committed(subpath)),
             storage=self._store_options,
         )
         assert handle is not None
@@ -409,8 +409,8 @@ class CheckpointManager:
             return [one.to_json() for one in self._steps.all(sure=True)]
 
         meeting = self._membership.meeting(self._timeout)
-        told = meeting.round(f"all/{next(self._rounds)}", lambda: None, look, timeout=self._timeout)
-        return [FoundCheckpoint.from_json(each) for each in told]
+        rows = meeting.round(f"all/{next(self._rounds)}", lambda: None, look, timeout=self._timeout)
+        return [FoundCheckpoint.from_json(each) for each in rows]
 
     # -- the end -----------------------------------------------------------------------------
 

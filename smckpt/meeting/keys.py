@@ -156,9 +156,9 @@ def _asked(ask: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _gone(error: RuntimeError) -> JobStoreError:
-    said = str(error).splitlines()[0] if str(error) else type(error).__name__
+    text = str(error).splitlines()[0] if str(error) else type(error).__name__
     return JobStoreError(
-        f"the job's c10d store no longer answers: {said}",
+        f"the job's c10d store no longer answers: {text}",
         remedy="the process that hosts the store (rank 0 or the torchrun agent) is gone; look at "
         "its log and restart the job",
     )

@@ -121,8 +121,8 @@ class Moments:
         self._on_stop = on_stop
         self._stop_at = stop_at
         self._calls, self._audit, self.seccomp = _calls(_FILES if local else _MESSAGES)
-        self._told: Callable[[_Notice], str] = (
-            _FileCalls(local_path(root)).told if local else _Messages(os.environ).told
+        self._described: Callable[[_Notice], str] = (
+            _FileCalls(local_path(root)).described if local else _Messages(os.environ).described
         )
         self._ours, self._theirs = socket.socketpair()
         self._wake = os.pipe()
@@ -194,7 +194,7 @@ class Moments:
             except OSError:  # the thread has ended meanwhile
                 continue
             notice = _Notice.of(data, self._calls)
-            text = self._told(notice)
+            text = self._described(notice)
             if text:
                 self.count += 1
                 if self.count == self._stop_at:
@@ -300,7 +300,7 @@ class _FileCalls:
     def __init__(self, root: str) -> None:
         self._root = os.path.realpath(root)
 
-    def told(self, notice: _Notice) -> str:
+    def described(self, notice: _Notice) -> str:
         if notice.call.fd is not None:
             paths = [notice.link(notice.descriptor())]
         else:
@@ -323,7 +323,7 @@ class _Messages:
         self._ports = {*ports, _PORT}
         self._known: dict[str, bool] = {}
 
-    def told(self, notice: _Notice) -> str:
+    def described(self, notice: _Notice) -> str:
         what = notice.link(notice.descriptor())
         if not what.startswith("socket:["):
             return ""

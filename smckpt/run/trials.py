@@ -87,7 +87,7 @@ class Script:
             inherited: descriptors that it gets.
             output: where its output goes; only the verdict goes to stdout.
         """
-        root = watch.told_root
+        root = watch.command_root
         command = [part.replace(PLACEHOLDER, root) for part in self.command]
         if self.chdir:
             command = [os.path.abspath(part) if os.path.exists(part) else part for part in command]
@@ -141,7 +141,7 @@ def compare_runs(
     step, or the last; None: they have none in common. The runs' directories may stand in texts."""
     a = {one.step: one for one in ours.found if one.step is not None}
     b = {one.step: one for one in theirs.found if one.step is not None}
-    moved = ours.told_root, theirs.told_root
+    moved = ours.command_root, theirs.command_root
     last = None
     for step in sorted(a.keys() & b.keys()):
         last = step, compare_checkpoints(a[step], b[step], ignore=ignore, moved=moved)
@@ -182,7 +182,7 @@ class RunWatch:
         self._warned = False
 
     @property
-    def told_root(self) -> str:
+    def command_root(self) -> str:
         """The root as the command is told it."""
         return local_path(self.root) if is_local(self.root) else self.root.rstrip("/")
 

@@ -136,10 +136,10 @@ class Overlap:
             by_device.setdefault(copy[2].device, []).append(copy)
         batches = []
         try:
-            for device, its_copies in by_device.items():
+            for device, device_copies in by_device.items():
                 stream = self._stream(device)
                 assert stream is not None
-                batches.append(_Batch(stream, device, its_copies))
+                batches.append(_Batch(stream, device, device_copies))
         except torch.OutOfMemoryError as error:
             self.block(f"the device has no memory for the sums that prove the copy ({error})")
             return None

@@ -205,8 +205,8 @@ def relative_url(url: str, base: str) -> str:
             path=url,
         )
     if is_local(whole):
-        way = os.path.relpath(whole, start)
-        return "" if way == "." else way
+        relative = os.path.relpath(whole, start)
+        return "" if relative == "." else relative
     ups = 0
     while not whole.startswith(start):
         start, ups = parent_url(start), ups + 1

@@ -88,12 +88,10 @@ def _refuse_mixed(record: Record, at: str, manifests: Sequence[tuple[str, Manife
             directory, manifest_name(manifest.fencing_token, manifest.number, manifest.session)
         )
         refuse_unlike(manifest, record, ("kind", "step", "number", "fencing_token"), path, at)
-        reference = manifest.record
-        back = reference and file_url(
-            join_url(directory, reference.rpartition("/")[0]), reference.rpartition("/")[2]
-        )
+        ref = manifest.record
+        back = ref and file_url(join_url(directory, ref.rpartition("/")[0]), ref.rpartition("/")[2])
         if back != at:
-            raise contradicts(path, "record", reference, at, "the record that names it")
+            raise contradicts(path, "record", ref, at, "the record that names it")
         for rank in manifest.group_ranks:
             if owner.setdefault(rank, directory) != directory:
                 raise contradicts(path, f"the directory of rank {rank}", directory, owner[rank], at)

@@ -326,8 +326,8 @@ def _check_step(
                 "only some groups make a SaveOptions(queue=) of its own",
                 path=url,
             )
-        way = manifest.record
-        if manifest.fencing_token != fencing_token or way is None or join_url(url, way) != record:
+        ref = manifest.record
+        if manifest.fencing_token != fencing_token or ref is None or join_url(url, ref) != record:
             raise StateError(
                 f"the manifest there does not name the record {record}",
                 remedy="this is a fault of smckpt: please report it",

@@ -104,8 +104,8 @@ def contents_of(storage: Storage, name: str | None = None) -> Contents:
     if commit.through_record:
         record = read_file(Record, storage, commit.identity)
         groups = (
-            GroupContents(told.directory, told.manifest, told.crc64, manifest)
-            for told, (_, manifest) in zip(record.groups, commit.manifests, strict=True)
+            GroupContents(group.directory, group.manifest, group.crc64, manifest)
+            for group, (_, manifest) in zip(record.groups, commit.manifests, strict=True)
         )
         return Contents(storage, commit.identity, tuple(groups))
     ((directory, manifest),) = commit.manifests

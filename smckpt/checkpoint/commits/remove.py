@@ -243,8 +243,8 @@ def _tidy(
             if over and lease.scope <= urls:
                 store.delete(lease.name)
         for name in left[store.url]:  # what a creation could not remove, as the disk failed
-            its = parse_temporary(name)
-            if its is not None and (its.session in sessions or its.fencing_token == fencing_token):
+            tmp = parse_temporary(name)
+            if tmp is not None and (tmp.session in sessions or tmp.fencing_token == fencing_token):
                 store.delete(name)
     if ATTEMPTS in left[top.url]:
         top.delete(ATTEMPTS)

@@ -176,10 +176,10 @@ def _delete_cut_records(storage: Storage, doomed: Sequence[str], kept: Sequence[
         if parsed is None or parsed.fencing_token in tokens:
             continue  # same groups as the kept manifests
         with contextlib.suppress(CheckpointError):  # damaged, or without its record
-            way = read_file(Manifest, storage, name).record
-            at = storage.url if way is None else join_url(storage.url, way)
-            its = parse_name(at.rsplit("/", 1)[-1])
-            if its is None or its.kind != "record" or parent_url(at) in led:
+            ref = read_file(Manifest, storage, name).record
+            at = storage.url if ref is None else join_url(storage.url, ref)
+            parsed_record = parse_name(at.rsplit("/", 1)[-1])
+            if parsed_record is None or parsed_record.kind != "record" or parent_url(at) in led:
                 continue
             parent, record = storage.at(parent_url(at)), at.rsplit("/", 1)[-1]
             named = {(u.directory, u.manifest) for u in read_file(Record, parent, record).groups}

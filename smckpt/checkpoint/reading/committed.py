@@ -136,10 +136,10 @@ class CommittedCatalogue(Catalogue):
 
     @cached_property
     def containers(self) -> dict[Path, str] | None:
-        said = [decode_containers(m.layout, self.url) for m in self.manifests]
-        if None in said:
+        maps = [decode_containers(m.layout, self.url) for m in self.manifests]
+        if None in maps:
             return None
-        return {path: kind for kinds in reversed(said) for path, kind in (kinds or {}).items()}
+        return {path: kind for kinds in reversed(maps) for path, kind in (kinds or {}).items()}
 
     @cached_property
     def rows(self) -> tuple[Entry, ...]:

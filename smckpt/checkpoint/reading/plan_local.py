@@ -76,12 +76,12 @@ class ParallelCoordinates:
             return cls(frozenset(r for r in at if at[r] == own))
         if degrees == _degrees(ParallelState(1)):
             return cls()
-        said = "but parallel_state= was not given"
+        reason = "but parallel_state= was not given"
         if live is not None:
-            said = f"but this job has {_text(_degrees(live))}"
+            reason = f"but this job has {_text(_degrees(live))}"
         elif world_size == saved.world_size:
             return cls()  # each rank takes its own
-        return cls(unknown=f"the checkpoint has {_text(degrees)}, {said}")
+        return cls(unknown=f"the checkpoint has {_text(degrees)}, {reason}")
 
     def of_own(self, ranks: Iterable[int]) -> list[int]:
         """Those of the saved ranks that have the live rank's coordinates; all, if that is not

@@ -58,8 +58,8 @@ class Difference:
         return text + (f", {self.nonfinite} not finite" if self.nonfinite else "")
 
     def to_json(self) -> dict[str, Any]:
-        told = {each.name: getattr(self, each.name) for each in fields(self)}
-        return {**told, "first": None if self.first is None else list(self.first)}
+        record = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {**record, "first": None if self.first is None else list(self.first)}
 
 
 def leaves_of(catalogue: Catalogue, rank: int) -> dict[str, Any]:

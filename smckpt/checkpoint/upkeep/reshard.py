@@ -312,8 +312,8 @@ def differing_names(catalogue: Catalogue) -> list[str]:
     base = leaves_of(catalogue, first)
     found: set[str] = set()
     for rank in others:
-        its = leaves_of(catalogue, rank)
-        for name in base.keys() & its.keys() - found:
-            if value_difference(name, "", base, its) is not None:
+        leaves = leaves_of(catalogue, rank)
+        for name in base.keys() & leaves.keys() - found:
+            if value_difference(name, "", base, leaves) is not None:
                 found.add(name)
     return sorted(found | set(tensors_apart(catalogue)))

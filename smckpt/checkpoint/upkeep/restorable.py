@@ -236,10 +236,10 @@ def _per_rank(catalogue: CommittedCatalogue, found: _Found) -> tuple[str, ...]:
         first, *others = catalogue.object_ranks
         base = leaves_of(catalogue, first)
         for rank in others:
-            its = leaves_of(catalogue, rank)
-            for name in (base.keys() | its.keys()) - names:
-                both = name in base and name in its
-                if both and value_difference(name, "", base, its) is not None:
+            leaves = leaves_of(catalogue, rank)
+            for name in (base.keys() | leaves.keys()) - names:
+                both = name in base and name in leaves
+                if both and value_difference(name, "", base, leaves) is not None:
                     names.add(name)
     except CheckpointError as error:
         found.add(error)

@@ -166,18 +166,19 @@ def attempts_at(storage: Storage, subpath: str) -> list[UnfinishedSave]:
                 if parsed is not None and stores.of(parsed.rank).url == store.url:
                     wrote.setdefault((parsed.session, parsed.number), set()).add(parsed.rank)
         for (session, number), ranks in wrote.items():
-            name, its = part_name(f"{session}-{number:08d}", min(ranks)), tokens.get(session, 0)
+            name, token = part_name(f"{session}-{number:08d}", min(ranks)), tokens.get(session, 0)
             with contextlib.suppress(CheckpointNotFoundError):  # deleted meanwhile
                 try:
                     part, _ = read_whole_part(stores.of(min(ranks)), name)
                 except CorruptCheckpointError as error:
                     found[session, number] = UnfinishedSave(
-                        subpath, storage, over, session, number, its, None, None, (), (), str(error)
-                    )
+                        subpath, storage, over, session, number, token,
+                        None, None, (), (), str(error),
+                    )  # fmt: skip
                     continue
                 absent = tuple(rank for rank in part.group_ranks if rank not in ranks)
                 found[session, number] = UnfinishedSave(
-                    subpath, storage, over, session, number, its,
+                    subpath, storage, over, session, number, token,
                     part.kind, part.step, part.group_ranks, absent,
                 )  # fmt: skip
     return sorted(found.values(), key=lambda one: (one.token, one.number), reverse=True)
@@ -384,10 +385,10 @@ def _of_groups(
 def _belongs(one: UnfinishedSave, ours: Sequence[Lease]) -> bool:
     """Whether an attempt may be of the session that holds the step's leases, or of one that began
     after them."""
-    its = [other for other in leases_at(one.storage) if one.storage.url in other.scope]
+    leases = [other for other in leases_at(one.storage) if one.storage.url in other.scope]
     if one.token and ours and one.token not in {lease.fencing_token for lease in ours}:
         return False
-    return _follows(one, its[-1] if its else None)
+    return _follows(one, leases[-1] if leases else None)
 
 
 def _unfit(

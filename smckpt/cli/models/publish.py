@@ -123,11 +123,11 @@ def follow_run(
         step, error = done.checkpoint.step, done.error
         failed += error is not None
         if as_json:  # a line each, for a program that reads along
-            told = {
+            record = {
                 "checkpoint": done.checkpoint.path, "step": step, "directory": done.directory,
                 "seconds": done.seconds, "error": None if error is None else str(error),
             }  # fmt: skip
-            print(json.dumps(told, ensure_ascii=False), flush=True)
+            print(json.dumps(record, ensure_ascii=False), flush=True)
         elif error is not None:
             print_error(error)
         else:

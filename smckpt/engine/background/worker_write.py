@@ -78,7 +78,7 @@ def write_part(
         _Counts([one for one in watched if one.file == number]) for number in range(len(files))
     ]
     try:
-        under_way = [
+        open_files = [
             (
                 writer.file(file.size, of.marks, of.see),
                 memoryview(arena)[file.arena_offset :][: file.size],
@@ -86,7 +86,7 @@ def write_part(
             for file, of in zip(files, counts, strict=True)
             if arena is not None
         ]
-        _write_all(under_way, max(threads, storage.write_threads))
+        _write_all(open_files, max(threads, storage.write_threads))
         done = writer.finish(part)
     except BaseException:
         writer.abort()
@@ -96,9 +96,9 @@ def write_part(
     return PartWritten(
         part=done["part"],
         crc64=done["crc64"],
-        bytes=sum(file.size for file, _ in under_way),
+        bytes=sum(file.size for file, _ in open_files),
         write_seconds=time.perf_counter() - began,
-        checksums=tuple(under_way[one.file][0].crc_of(one.start, one.stop) for one in watched),
+        checksums=tuple(open_files[one.file][0].crc_of(one.start, one.stop) for one in watched),
         nonfinite=tuple(counts[one.file].of(one) for one in watched),
         retries=storage.retries,
     )

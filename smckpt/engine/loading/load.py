@@ -407,7 +407,7 @@ class Loader:
         def progress(*now: int) -> None:
             done[:] = now
 
-        def under_way() -> str:
+        def progress_text() -> str:
             return f"{100 * done[0] // done[1]}% is read from {request.directory} on this rank"
 
         # more than sixteen gained nothing on sixteen processors
@@ -416,7 +416,7 @@ class Loader:
         readers = threads + (passing.receivers if passing else 0)
         on_device = any(isinstance(buffer, OnDevice) for buffer in planned.memory.buffers)
         with (
-            telling(self.group.rank, under_way),
+            telling(self.group.rank, progress_text),
             neutral(),
             Ring(readers) if on_device else nullcontext() as ring,
         ):

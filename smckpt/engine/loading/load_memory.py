@@ -151,11 +151,11 @@ def _refuse_expanded(selection: Selection, number: int) -> None:
 def _same_bits(live: torch.Tensor, staged: torch.Tensor) -> bool:
     """Compare two tensors of one shape and dtype bit by bit. A view may negate or conjugate its
     memory."""
-    mine, its = (
+    live_bytes, staged_bytes = (
         t.cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
         for t in (live, staged)
     )
-    return torch.equal(mine, its)
+    return torch.equal(live_bytes, staged_bytes)
 
 
 log = logging.getLogger("smckpt")

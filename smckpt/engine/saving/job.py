@@ -348,7 +348,7 @@ class SaveJob:
         step = self.handle.step
         return f"save {self.handle.number}" if step is None else f"step {step}"
 
-    def under_way(self) -> str:
+    def activity(self) -> str:
         """What it is doing now."""
         to = self.handle.checkpoint_id
         if not self.written:

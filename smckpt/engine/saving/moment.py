@@ -309,18 +309,18 @@ def refuse_different(
         sign = _first_different({who: moment.values for who, moment in moments.items()})
         if sign is None:
             return
-    told, behind = [], None
+    differences, behind = [], None
     if len(directories) > 1:
-        told.append(
+        differences.append(
             "the ranks of one group passed different checkpoint ids: " + _listed(directories, name)
         )
         behind = _repeated(directories, earlier or {})
     if sign is not None:
         field_name, by_value = sign
-        told.append(f"{field_name} is {_listed(by_value, name)}")
+        differences.append(f"{field_name} is {_listed(by_value, name)}")
         numbers = [value for value in by_value if not isinstance(value, str)]
         behind = by_value[min(numbers)] if numbers else behind
-    message = "; ".join(told)
+    message = "; ".join(differences)
     if len(directories) < 2:
         message = f"the ranks would save different steps as one: {message}"
     if behind is not None:

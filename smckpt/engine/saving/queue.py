@@ -257,7 +257,7 @@ class SaveQueue:
         rank skipped the save that the others made in this one."""
         job.handle.number, self._job = job.call + self._skipped, job
         try:
-            with telling(self.group.rank, job.under_way):
+            with telling(self.group.rank, job.activity):
                 committed = commit()
             self._announce(job, committed)
             self._done(job, None)

@@ -297,14 +297,14 @@ def _staged(state_dict: Mapping[str, Any] | None, writer: StorageWriter) -> dict
             remedy="pass {} on ranks without state, or leave them out of the process group",
         )
     plain = {k: v.state_dict() if isinstance(v, Stateful) else v for k, v in state_dict.items()}
-    its_own = isinstance(writer, AsyncStager)
-    stager: Any = writer if its_own else CopyStager()
+    stages_itself = isinstance(writer, AsyncStager)
+    stager: Any = writer if stages_itself else CopyStager()
     try:
         staged: Any = stager.stage(plain)
         whole: dict[str, Any] = staged.result() if isinstance(staged, Future) else staged
         return whole
     finally:
-        if not its_own:
+        if not stages_itself:
             stager.close()
 
 
@@ -318,8 +318,8 @@ def _holds_sharded_tensor(value: Any) -> bool:
 
 def _directory_of(checkpoint_id: Any, storage: Any) -> str:
     """The directory of a reader or writer, if it has one."""
-    said = (checkpoint_id, getattr(storage, "checkpoint_id", None), getattr(storage, "path", None))
-    return str(next((one for one in said if one), ""))
+    urls = (checkpoint_id, getattr(storage, "checkpoint_id", None), getattr(storage, "path", None))
+    return str(next((one for one in urls if one), ""))
 
 
 def _is_ours(where: str, reader: StorageReader) -> bool:

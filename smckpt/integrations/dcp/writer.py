@@ -205,11 +205,9 @@ class DistributedFileSystemWriter(StorageWriter):
                 prefix_sharding=prefix_sharding,
             )
             self._tokens[self.checkpoint_id] = int(lease["fencing_token"])
-        own_ranks = [plan.storage_data for plan in plans]
-        known = all(isinstance(rank, int) for rank in own_ranks) and len(set(own_ranks)) == len(
-            own_ranks
-        )
-        ranks = tuple(own_ranks) if known else tuple(range(len(plans)))
+        own = [plan.storage_data for plan in plans]
+        known = all(isinstance(rank, int) for rank in own) and len(set(own)) == len(own)
+        ranks = tuple(own) if known else tuple(range(len(plans)))
         objects = frozenset(
             item.index.fqn
             for plan in plans
@@ -273,12 +271,8 @@ class DistributedFileSystemWriter(StorageWriter):
         ticket = self._ticket
         assert ticket is not None
         parts = {
-            str(record["rank"]): {
-                "part": record["part"],
-                "crc64": record["crc64"],
-                "host": record["host"],
-            }
-            for record in (ranks_results[-1].storage_data for ranks_results in results)
+            str(part["rank"]): {"part": part["part"], "crc64": part["crc64"], "host": part["host"]}
+            for part in (ranks_results[-1].storage_data for ranks_results in results)
         }
         fencing_token = self._tokens[self.checkpoint_id]
         published = publish_manifest(

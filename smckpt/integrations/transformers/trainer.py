@@ -199,11 +199,11 @@ class SmckptTrainerMixin:
         for callback in [*self.callback_handler.callbacks, self.control]:
             if not isinstance(callback, ExportableState):
                 continue
-            name, told = callback.__class__.__name__, callback.state()
+            name, callback_state = callback.__class__.__name__, callback.state()
             if isinstance(self.state.stateful_callbacks.get(name), list):
-                self.state.stateful_callbacks[name].append(told)
+                self.state.stateful_callbacks[name].append(callback_state)
             else:
-                self.state.stateful_callbacks[name] = told
+                self.state.stateful_callbacks[name] = callback_state
 
     def _state_to_save(self) -> dict[str, Any]:
         with self._block():

@@ -442,8 +442,8 @@ def named_as_target(
             continue  # both are by id, like their tensors
         ids = record.get("ids", [])
         owners = _owners(binding)
-        for key, (its, value) in _of_owners(out, path):
-            owner = its[len(path) + 1]
+        for key, (leaf_path, value) in _of_owners(out, path):
+            owner = leaf_path[len(path) + 1]
             known = isinstance(owner, int) and 0 <= owner < len(ids)
             saved = ids[owner] if known else [owner]
             targets = [t for name in saved for t in owners.get(str(name), ())]
@@ -452,7 +452,7 @@ def named_as_target(
             out.pop(key, None)
             for target, here in dict(targets).items():
                 if here:
-                    new = (*path, "state", target, *its[len(path) + 2 :])
+                    new = (*path, "state", target, *leaf_path[len(path) + 2 :])
                     out[dotted(new)] = (new, value)
     return out
 

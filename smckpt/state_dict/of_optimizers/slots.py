@@ -91,12 +91,10 @@ class SavedState:
         kinds = catalogue.containers or {}
         deep = len(path) + 1
         for name, tensor in catalogue.logical.items():
-            leaf_path = tensor.path
-            if len(leaf_path) < deep or tuple(map(str, leaf_path[: deep - 1])) != tuple(
-                map(str, path)
-            ):
+            full = tensor.path
+            if len(full) < deep or tuple(map(str, full[: deep - 1])) != tuple(map(str, path)):
                 continue
-            part = str(leaf_path[deep - 1])
+            part = str(full[deep - 1])
             rows = catalogue.pieces.by_name[name]
             row, fqn = next(((r, f) for r, f in rows if rank in r.ranks), rows[0])
             geometry = row.geometry
@@ -113,8 +111,8 @@ class SavedState:
                 kinds.get(row.path, "").partition(";")[2],
             )
             stored = row.path  # its containers are recorded under this one
-            owned = part in _OWNED and len(leaf_path) > deep
-            key, below = _key(part, leaf_path[deep] if owned else None), deep + owned
+            owned = part in _OWNED and len(full) > deep
+            key, below = _key(part, full[deep] if owned else None), deep + owned
             if part == "state" and owned and str(stored[deep]) == key[1]:
                 (self._keys[key[1]],) = made(kinds.get(stored[:deep]), {stored[deep]: None})
             rest = stored[below:]
@@ -123,24 +121,22 @@ class SavedState:
                 kind = kinds.get(stored[: below + depth])
                 if kind is not None:
                     self._kinds.setdefault(key, {})[rest[:depth]] = kind
-        for leaf_path, value in values.values():
-            if leaf_path[: deep - 1] != path or len(leaf_path) < deep:
+        for full, value in values.values():
+            if full[: deep - 1] != path or len(full) < deep:
                 continue
-            part = str(leaf_path[deep - 1])
-            if len(leaf_path) == deep and part == "param_groups":
+            part = str(full[deep - 1])
+            if len(full) == deep and part == "param_groups":
                 self.whole_groups = value
-            elif len(leaf_path) == deep and part == "state" and isinstance(value, Mapping):
+            elif len(full) == deep and part == "state" and isinstance(value, Mapping):
                 for owner, slots in value.items():
                     self._keys[str(owner)] = owner
                     self._values.setdefault(_key(part, owner), {})[()] = slots
-            elif part in _OWNED and len(leaf_path) > deep:
+            elif part in _OWNED and len(full) > deep:
                 if part == "state":
-                    self._keys.setdefault(str(leaf_path[deep]), leaf_path[deep])
-                self._values.setdefault(_key(part, leaf_path[deep]), {})[leaf_path[deep + 1 :]] = (
-                    value
-                )
+                    self._keys.setdefault(str(full[deep]), full[deep])
+                self._values.setdefault(_key(part, full[deep]), {})[full[deep + 1 :]] = value
             else:
-                self._values.setdefault(_key(part), {})[leaf_path[deep:]] = value
+                self._values.setdefault(_key(part), {})[full[deep:]] = value
 
     @property
     def has_groups(self) -> bool:

@@ -400,8 +400,8 @@ def _nearest(url: str, above: Sequence[str]) -> str | None:
 
 
 def _names_below(url: str, above: str) -> tuple[str, ...]:
-    way = relative_url(url, above)
-    return tuple(way.rstrip("/").split("/")) if way else ()
+    relative = relative_url(url, above)
+    return tuple(relative.rstrip("/").split("/")) if relative else ()
 
 
 def _is_file(entry: os.DirEntry[str]) -> bool:

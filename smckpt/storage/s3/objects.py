@@ -116,8 +116,8 @@ class Objects(Requests):
             refused = answer.get("Errors", ())
             left = [one for one in refused if one.get("Code") not in _MISSING]
             for one in left:
-                if is_transient(told := ClientError({"Error": one}, "DeleteObjects")):
-                    raise told  # objects that are already gone are no error in the next try
+                if is_transient(failure := ClientError({"Error": one}, "DeleteObjects")):
+                    raise failure  # objects that are already gone are no error in the next try
             # Not "Quiet": a page of a proxy, with status 200, lists nothing as deleted.
             return not left and len(answer.get("Deleted", ())) + len(refused) >= len(keys)
 
@@ -286,10 +286,10 @@ def _range_of(answer: Mapping[str, Any]) -> tuple[int, int]:
     """Where the body of a GET's answer begins in the object, and how many bytes the whole object
     has."""
     length = length_of(answer)
-    said = str(answer.get("ContentRange", ""))  # "bytes 5-9/100"
-    if not said:  # the whole object
+    header = str(answer.get("ContentRange", ""))  # "bytes 5-9/100"
+    if not header:  # the whole object
         return 0, length
-    span, _, size = said.removeprefix("bytes ").partition("/")
+    span, _, size = header.removeprefix("bytes ").partition("/")
     first = span.partition("-")[0]
     begins = int(first) if first.isdigit() else -1
     return begins, int(size) if size.isdigit() else begins + length

@@ -288,15 +288,15 @@ def _is_file(path: Path) -> bool:
 def _modules_of(file: Path) -> list[str]:
     """The modules that the `auto_map` of a file names, except those in another repository."""
     try:
-        said = read_json(file, given=False) if file.is_file() else {}
+        contents = read_json(file, given=False) if file.is_file() else {}
     except (OSError, ValueError):
         return []
-    return modules_of_map(said)
+    return modules_of_map(contents)
 
 
-def modules_of_map(said: Any) -> list[str]:
+def modules_of_map(contents: Any) -> list[str]:
     """The modules that an `auto_map` names, except those in another repository."""
-    named = said.get("auto_map") if isinstance(said, Mapping) else None
+    named = contents.get("auto_map") if isinstance(contents, Mapping) else None
     values = named.values() if isinstance(named, dict) else [named]
     each = [c for value in values for c in (value if isinstance(value, list) else [value])]
     return [c.split(".")[0] for c in each if isinstance(c, str) and "--" not in c]

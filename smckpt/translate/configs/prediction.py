@@ -87,11 +87,11 @@ def kept_layers(
             f"mtp={KEEP!r}, but there are no layers that predict further tokens",
             remedy="leave mtp= out", path=where,
         )  # fmt: skip
-    said = settings.values.get(PREDICTION_LAYERS) if settings is not None else None
-    if count and said and said != count:
+    configured = settings.values.get(PREDICTION_LAYERS) if settings is not None else None
+    if count and configured and configured != count:
         raise KeysMismatchError(
             f"there are {count} layers that predict further tokens, but the config says "
-            f"{PREDICTION_LAYERS}={said}",
+            f"{PREDICTION_LAYERS}={configured}",
             remedy="pass all files, and the model's own config, or leave mtp= out", path=where,
         )  # fmt: skip
     return count

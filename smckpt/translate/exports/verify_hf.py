@@ -129,8 +129,8 @@ def verify_hf(
             own = _tensors(reader)
             problems += _differences(own, TranslatedSource(reader), theirs, settings, progress)
             compared = len(own)
-    said = None if settings is None else settings.values.get(PREDICTION_LAYERS)
-    true = said == len(set(further.values()))  # then transformers leaves them out by right
+    configured = None if settings is None else settings.values.get(PREDICTION_LAYERS)
+    true = configured == len(set(further.values()))  # then transformers leaves them out by right
     model, found = _loaded(folder, kind, (family, settings) if true else (None, None))
     problems += found
     logits = None
@@ -289,11 +289,11 @@ def _loaded(
         raise
     except Exception as error:  # a model's code may raise anything on files that do not fit
         return None, [f"from_pretrained: {type(error).__name__}: {error}"]
-    told = {what: set(map(str, names)) for what, names in info.items()}
-    unexpected = told.get("unexpected_keys", set())
+    reported = {what: set(map(str, names)) for what, names in info.items()}
+    unexpected = reported.get("unexpected_keys", set())
     unexpected.difference_update(further_layers(unexpected, *further))
     problems = [f"from_pretrained: {what}: {sorted(names)[:8]}"
-                for what, names in told.items() if names]  # fmt: skip
+                for what, names in reported.items() if names]  # fmt: skip
     return model.eval(), problems
 
 

@@ -98,8 +98,8 @@ def sort(tensors: Mapping[str, T], where: str, wanted: str | None = None) -> Pef
     others_names: set[str] = set()
     for full, tensor in tensors.items():
         name = full[len(PREFIX) :]
-        if wanted is not None and (its := _adapter_of(name)) not in (None, wanted):
-            others_names.add(str(its))
+        if wanted is not None and (adapter := _adapter_of(name)) not in (None, wanted):
+            others_names.add(str(adapter))
             continue
         pair, saved, magnitude = _LORA.match(name), _SAVED.match(name), _MAGNITUDE.match(name)
         if magnitude is not None:

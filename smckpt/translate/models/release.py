@@ -41,8 +41,8 @@ def weights_of(
 ) -> tuple[TensorReader, int, tuple[str, ...]]:
     """As `open_release`. Without a family, no layer is left out."""
     found = further_layers(reader.held, family, settings)
-    if isinstance(said := settings.values.get(PREDICTION_LAYERS), int):
-        found = {name: number for name, number in found.items() if number < said}
+    if isinstance(configured := settings.values.get(PREDICTION_LAYERS), int):
+        found = {name: number for name, number in found.items() if number < configured}
     count = kept_layers(found, family, settings, mtp, reader.url)
     if found and not count:
         reader = Some(reader, {n: t for n, t in reader.held.items() if n not in found})

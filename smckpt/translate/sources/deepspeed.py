@@ -88,21 +88,21 @@ def open_smp_sharded(folder: Folder) -> ForeignCheckpoint | None:
                 f"{name} is missing, which SMP writes beside the ranks' files",
                 remedy="fetch it too", path=folder.url,
             )  # fmt: skip
-    config, told = _root(folder, _SMP_CONFIG), _root(folder, _SMP_USER)
+    config, user_content = _root(folder, _SMP_CONFIG), _root(folder, _SMP_USER)
     if cuts := {word: config.get(word) for word in _SMP_CUTS if config.get(word) != 1}:
         raise UsageError(
             f"the weights are cut by sharded data parallelism and further, by {cuts}, and how SMP "
             "writes that is not public",
             remedy="join it with SMP's own sharded_data_parallel_checkpoint", path=folder.url,
         )  # fmt: skip
-    if lacking := {"param_shapes", "buffer_names"} - told.keys():
+    if lacking := {"param_shapes", "buffer_names"} - user_content.keys():
         raise UsageError(
             f"{_SMP_USER} has no {sorted(lacking)}, so nothing says which weights the parts are",
             remedy="save once more, with both in user_content= as Amazon's training scripts do "
             "(get_param_shapes, get_buffer_names); later versions of SMP add them by themselves",
             path=folder.url,
         )
-    state = {**told, "module": _root(folder, models[0]).get("module")}
+    state = {**user_content, "module": _root(folder, models[0]).get("module")}
     groups = [
         _flat_groups(folder, optimizers[rank], _root(folder, optimizers[rank]), len(models))
         for rank in range(len(models))

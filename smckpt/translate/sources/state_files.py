@@ -115,9 +115,9 @@ def _leaves(
         inner: Sequence[Any] = [(k, stored[k], value[k]) for k in stored]
     else:
         inner = [(i, *pair) for i, pair in enumerate(zip(stored, value, strict=True))]
-    for key, below, its in inner:
+    for key, below, item in inner:
         at = key if type(key) in (str, int) else str(key)
-        yield from _leaves((*path, at), below, its, containers)
+        yield from _leaves((*path, at), below, item, containers)
 
 
 def _has_tensor(stored: Any) -> bool:

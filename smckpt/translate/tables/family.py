@@ -136,15 +136,15 @@ class Family:
     def has(self, role: str) -> bool:
         return any(role in row.roles for row in self.rows)
 
-    def config(self, said: Mapping[str, Any]) -> dict[str, Any]:
+    def config(self, contents: Mapping[str, Any]) -> dict[str, Any]:
         """The config with Llama's keys and the defaults. A section also has the other sections, and
         whether embeddings are tied, which the whole config says."""
-        own = said.get(self.section)
+        own = contents.get(self.section)
         if isinstance(own, Mapping):
-            outer = {k: v for k, v in said.items() if isinstance(v, Mapping)}
-            tied = said.get(_TIED, own.get(_TIED))
-            said = {**outer, **own, _TIED: tied}
-        values = {**self.defaults, **{k: v for k, v in said.items() if v is not None}}
+            outer = {k: v for k, v in contents.items() if isinstance(v, Mapping)}
+            tied = contents.get(_TIED, own.get(_TIED))
+            contents = {**outer, **own, _TIED: tied}
+        values = {**self.defaults, **{k: v for k, v in contents.items() if v is not None}}
         for key, own in self.keys.items():
             if values.get(key) is None and values.get(own) is not None:
                 values[key] = values[own]

@@ -251,7 +251,7 @@ DISKS = [
     ),
     of(
         "disk: what a creation could not remove goes with its step", "checkpoint/commits/remove.py",
-        "            if its is not None and (its.session", "            if False and (its.session",
+        "            if tmp is not None and (tmp.session", "            if False and (tmp.session",
         MANAGER_DISK + "test_a_disk_that_fails_loses_no_step_and_what_was_not_deleted_goes_later",
     ),
     of(

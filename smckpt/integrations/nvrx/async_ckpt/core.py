@@ -406,9 +406,9 @@ def _agreed(running: int, failed: int, idx: int) -> tuple[bool, bool]:
         return bool(running), bool(failed)
     backend = dist.Backend.backend_capability.get(dist.get_backend(), [])
     device = "cpu" if "cpu" in backend else torch.accelerator.current_accelerator()
-    told = torch.tensor([int(running), int(failed), idx, -idx], dtype=torch.int64, device=device)
-    dist.all_reduce(told, op=dist.ReduceOp.MAX)
-    on_any, broken, highest, lowest = told.tolist()
+    status = torch.tensor([int(running), int(failed), idx, -idx], dtype=torch.int64, device=device)
+    dist.all_reduce(status, op=dist.ReduceOp.MAX)
+    on_any, broken, highest, lowest = status.tolist()
     if highest != -lowest:
         raise UsageError(
             f"this rank is at async call {idx}, others at {-lowest} to {highest}",

@@ -164,12 +164,12 @@ def save_state_dict_async_finalize(
 
 def _heard(error: CheckpointException) -> CheckpointException:
     """As the other ranks hear it: whose worker failed, and why."""
-    told = {}
+    failures = {}
     for rank, (cause, trace) in error.failures.items():
-        if said := str(cause).partition("Worker failure: ")[2]:
-            cause = RuntimeError(f"rank {rank} could not write: {said}")
-        told[rank] = (cause, trace)
-    return CheckpointException("write", told)
+        if reason := str(cause).partition("Worker failure: ")[2]:
+            cause = RuntimeError(f"rank {rank} could not write: {reason}")
+        failures[rank] = (cause, trace)
+    return CheckpointException("write", failures)
 
 
 class _Planned:

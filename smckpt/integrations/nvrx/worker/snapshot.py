@@ -146,8 +146,8 @@ class _Unpickler(pickle.Unpickler):
         self._memory, self._ranges = memory, snapshot
         self._storages: dict[int, torch.UntypedStorage] = {}
 
-    def persistent_load(self, said: Any) -> Any:
-        kind, index, dtype = said
+    def persistent_load(self, persistent_id: Any) -> Any:
+        kind, index, dtype = persistent_id
         if kind == "queue":
             self.outboxes += [Outbox() for _ in range(index + 1 - len(self.outboxes))]
             return self.outboxes[index]

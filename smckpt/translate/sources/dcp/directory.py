@@ -51,8 +51,8 @@ def open_dcp(folder: Folder) -> ForeignCheckpoint | None:
     kind, outer = DCP, folder
     described = _described(folder)
     for below in () if described else _BELOW:
-        if below in folder.folders and (said := _described(folder.at(below))):
-            folder, described = folder.at(below), said
+        if below in folder.folders and (inner := _described(folder.at(below))):
+            folder, described = folder.at(below), inner
             break
     backend = backend_of(folder)
     if not described:

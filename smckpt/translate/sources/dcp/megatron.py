@@ -50,8 +50,8 @@ def backend_of(folder: Folder) -> str | None:
     if not {_BACKEND, COMMON} <= folder.files.keys():
         return None
     try:
-        said = strict_json(folder.read(_BACKEND, _SMALL).decode())
-        backend = str(said["sharded_backend"])
+        contents = strict_json(folder.read(_BACKEND, _SMALL).decode())
+        backend = str(contents["sharded_backend"])
     except (ValueError, LookupError, TypeError) as error:
         raise CorruptCheckpointError(
             "the file says no sharded_backend", remedy="fetch it again",

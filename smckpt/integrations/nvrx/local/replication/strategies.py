@@ -88,9 +88,9 @@ class CliqueReplicationStrategy(ReplicationStrategy):
             everyone = self.local_group.all_gather_batch(tensors, self.target_device)
         finally:
             local_ckpt.insert_tensors(tensors)
-        for (state, _), its in zip(hollow, everyone, strict=True):
-            state.insert_tensors(its)
-        return [state for state, _ in hollow], [its_id for _, its_id in hollow]
+        for (state, _), received in zip(hollow, everyone, strict=True):
+            state.insert_tensors(received)
+        return [state for state, _ in hollow], [state_id for _, state_id in hollow]
 
     def retrieve_plan(
         self, globally_available_ids: Sequence[Any] | Mapping[int, Any], wanted: Sequence[Any]
@@ -98,8 +98,8 @@ class CliqueReplicationStrategy(ReplicationStrategy):
         plan, ranks = ExchangePlan(self.local_group), self.local_group.ranks
         everyone = self.local_group.all_gather_object(list(wanted))
         turn = 0
-        for receiver, its in zip(ranks, everyone, strict=True):
-            for id_ in its:
+        for receiver, ids in zip(ranks, everyone, strict=True):
+            for id_ in ids:
                 having = [rank for rank in ranks if id_ in globally_available_ids[rank]]
                 if not having:
                     raise NoReplicasAvailableError(

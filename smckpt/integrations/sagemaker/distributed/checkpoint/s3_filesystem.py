@@ -59,14 +59,14 @@ def get_s3_region_from_uri(uri: str | os.PathLike[str]) -> str | None:
     """
     client = make_client(StoreOptions.from_environment())
     try:
-        said = client.head_bucket(Bucket=parse_s3_uri(uri)[0]).get("BucketRegion")
+        bucket_region = client.head_bucket(Bucket=parse_s3_uri(uri)[0]).get("BucketRegion")
     except Exception as error:  # botocore has many kinds
         raise StorageError(
             f"the bucket did not tell its region: {error}",
             remedy="check its name and your credentials",
             path=format_s3_path(uri),
         ) from error
-    region: str | None = said or client.meta.region_name
+    region: str | None = bucket_region or client.meta.region_name
     return region
 
 

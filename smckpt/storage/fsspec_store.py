@@ -57,7 +57,7 @@ class FsspecStorage(Storage):
         path = self._path(name)
 
         def send(file: BinaryIO) -> None:
-            with self._translated(name, "write"):
+            with self._own_errors(name, "write"):
                 if not replace and self.fs.exists(path):
                     raise FileExistsError(path)
                 try:
@@ -74,7 +74,7 @@ class FsspecStorage(Storage):
 
     def put_exclusive(self, name: str, data: bytes) -> bool:
         path = self._path(name)
-        with self._translated(name, "create exclusively"):
+        with self._own_errors(name, "create exclusively"):
             try:
                 if self.exclusive:
                     self._create(path, data)
@@ -109,7 +109,7 @@ class FsspecStorage(Storage):
             self.size(name)
             return
         path = self._path(name)
-        with self._translated(name, "read"):
+        with self._own_errors(name, "read"):
             data = memoryview(self._range(path, offset, offset + length))
         if len(data) != length:
             path = file_url(self.url, name)
@@ -121,7 +121,7 @@ class FsspecStorage(Storage):
                 seen(buffer)
 
     def size(self, name: str) -> int:
-        with self._translated(name, "look up the size"):
+        with self._own_errors(name, "look up the size"):
             found = self.fs.info(self._path(name))
             if found["type"] != "file":
                 raise IsADirectoryError(self._path(name))
@@ -139,7 +139,7 @@ class FsspecStorage(Storage):
         return sorted(found, key=lambda info: info.name)
 
     def delete(self, name: str) -> None:
-        with contextlib.suppress(CheckpointNotFoundError), self._translated(name, "delete"):
+        with contextlib.suppress(CheckpointNotFoundError), self._own_errors(name, "delete"):
             self.fs.rm_file(self._path(name))
 
     def remove_directory(self) -> None:
@@ -187,7 +187,7 @@ class FsspecStorage(Storage):
             write()
 
     def _entries(self) -> Sequence[dict[str, Any]]:
-        with self._translated("", "list the directory"):
+        with self._own_errors("", "list the directory"):
             self.fs.invalidate_cache(self._root)
             try:
                 found = self.fs.ls(self._root, detail=True)
@@ -201,7 +201,7 @@ class FsspecStorage(Storage):
         return f"{self._root}/{name}"
 
     @contextlib.contextmanager
-    def _translated(self, name: str, action: str) -> Iterator[None]:
+    def _own_errors(self, name: str, action: str) -> Iterator[None]:
         """Turn errors of the file system, of any class, into errors of smckpt."""
         path = file_url(self.url, name) if name else self.url
         try:
@@ -248,7 +248,7 @@ class MscStorage(FsspecStorage):
         self.folder = os.path.join(self._provider._base_path, inside) if kind == "file" else None
 
     def _client(self, path: str) -> tuple[Any, str]:
-        with self._translated("", "open the profile"):
+        with self._own_errors("", "open the profile"):
             try:
                 client, inside = self.fs.resolve_path_and_storage_client(path)
             except ValueError as error:

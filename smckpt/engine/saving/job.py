@@ -205,7 +205,7 @@ class SaveHandle(concurrent.futures.Future[Timings]):
         self.timings: Timings | None = None
         self.error: CheckpointError | None = None
         self.alarms: tuple[str, ...] = ()
-        self.told = False  # whether a caller has seen its failure
+        self.failure_seen = False  # whether a caller has seen its failure
         self.copied: concurrent.futures.Future[None] | None = None
         self._announced_by: int | None = None  # the thread that runs on_commit
         self._pid = os.getpid()
@@ -252,7 +252,7 @@ class SaveHandle(concurrent.futures.Future[Timings]):
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait as `result` does. Returns the error of a save that was not committed, or None."""
         self.ended(timeout, or_raise=True)
-        self.told = self.error is not None
+        self.failure_seen = self.error is not None
         return None if self.error is None else self.failure()
 
     def ended(self, timeout: float | None = None, *, or_raise: bool = False) -> bool:

@@ -183,10 +183,10 @@ class SaveQueue:
     def failed(self) -> list[SaveHandle]:
         """Saves that failed and whose failure nobody has seen."""
         with self._lock:
-            return self._untold()
+            return self._unseen()
 
-    def _untold(self) -> list[SaveHandle]:
-        return [handle for handle in self._unreported if not handle.told]
+    def _unseen(self) -> list[SaveHandle]:
+        return [handle for handle in self._unreported if not handle.failure_seen]
 
     def _wait_for_room(self, job: SaveJob) -> None:
         flying = self.flying
@@ -212,7 +212,7 @@ class SaveQueue:
         """Raise failures, even if later saves succeeded. Each failure is raised once, by its handle
         or here."""
         with self._lock:
-            failed, self._unreported = self._untold(), []
+            failed, self._unreported = self._unseen(), []
         if not failed:
             return
         for handle in failed[:-1]:

@@ -136,10 +136,10 @@ class ForeignQueue:
     def failed(self) -> list[SaveHandle]:
         """Failed saves whose error was not raised yet."""
         with self._lock:
-            return self._untold()
+            return self._unseen()
 
-    def _untold(self) -> list[SaveHandle]:
-        return [handle for handle in self._unreported if not handle.told]
+    def _unseen(self) -> list[SaveHandle]:
+        return [handle for handle in self._unreported if not handle.failure_seen]
 
     def _wait_for_room(self) -> None:
         flying = self.flying
@@ -159,7 +159,7 @@ class ForeignQueue:
 
     def _raise_failures(self) -> None:
         with self._lock:
-            failed, self._unreported = self._untold(), []
+            failed, self._unreported = self._unseen(), []
         for handle in failed[:-1]:
             log.error("%s", handle.failure())
         if failed:
@@ -182,7 +182,7 @@ class ForeignQueue:
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
                 dcp_save(staged, **arguments)
         except BaseException as raised:  # CheckpointException is not an Exception
-            error = told(raised, self.group, handle.checkpoint_id)
+            error = error_of_dcp(raised, self.group, handle.checkpoint_id)
         committed = time.perf_counter() - began
         with self._lock:
             if error is None:
@@ -251,7 +251,7 @@ def load_with_dcp(
                 remedy="leave storage_reader out, or pass a DistributedFileSystemReader",
                 path=where,
             ) from error
-        raise told(error, group, where, CheckpointError) from error
+        raise error_of_dcp(error, group, where, CheckpointError) from error
     return state_dict
 
 
@@ -267,7 +267,7 @@ def set_whole_values(state_dict: MutableMapping[str, Any], planner: Any) -> None
             state_dict[key] = value
 
 
-def told(
+def error_of_dcp(
     error: BaseException, group: Group, where: str, kind: type[CheckpointError] = SaveFailedError
 ) -> CheckpointError:
     """DCP's error as a `CheckpointError`: the first rank's cause, with that rank."""

@@ -334,5 +334,5 @@ def test_replicas_that_torch_shards_load_in_one_process(tmp_path: Path) -> None:
 
 def test_slices_that_torch_shards_are_refused_in_one_process(tmp_path: Path) -> None:
     assert run_ranks(saved_as_torch_shards_it, 4, str(tmp_path), True) == [[]] * 4
-    with pytest.raises(smckpt.errors.TopologyError, match="separately by ranks .* parallel_state="):
+    with pytest.raises(smckpt.errors.TopologyError, match="separately by ranks .*parallel_state="):
         smckpt.load(checkpoint_id=tmp_path)

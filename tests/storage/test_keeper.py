@@ -25,6 +25,7 @@ from smckpt.errors import (
     UsageError,
 )
 from smckpt.storage import Storage, open_storage
+from smckpt.storage.memory import keeper as keeper_module
 from smckpt.storage.memory import store as memory_store
 from smckpt.storage.memory import wire
 from smckpt.storage.memory.keeper import Keeper, listening
@@ -263,6 +264,30 @@ def test_a_file_whose_copy_went_with_its_host_is_copied_again(three: list[Runnin
         time.sleep(0.01)
     joined([third])
     assert open_storage(f"keeper://{third.job}/run/1").read("data") == bytes(1000)
+
+
+def test_ranks_that_ask_together_have_a_file_copied_once(
+    three: list[Running], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, _, third = three
+    write(open_storage(f"keeper://{first.job}/run/1"), "data", bytes(1000))
+    joined([first, third])
+    asked, copies, copied = threading.Event(), [], threading.Event()
+
+    def copy(peer: Peer, *rest: Any) -> None:
+        copies.append(peer)
+        assert asked.wait(seconds(20))
+        copied.set()
+
+    monkeypatch.setattr(keeper_module, "_copy", copy)
+    for _ in range(8):
+        asked_locally(first.job, {"do": "heal"})
+    others = [one for one in threading.enumerate() if "_heal" in one.name]
+    asked.set()
+    assert copied.wait(seconds(20))
+    for one in others:
+        one.join(seconds(20))
+    assert copies == [third.peer]
 
 
 def test_reads_from_another_host_share_a_connection(

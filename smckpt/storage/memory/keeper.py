@@ -62,6 +62,7 @@ class Keeper:
         self.budget = budget
         self.secret = secrets.token_hex(32)
         self._lock = threading.Lock()
+        self._healing = threading.Lock()
         self._files: dict[str, dict[str, _Image]] = {}
         self._held = 0
         self._peers: list[Peer] = []
@@ -174,7 +175,7 @@ class Keeper:
                 self._silent = {}
             send(made, {})
         elif do == "heal":
-            threading.Thread(target=self._heal, daemon=True).start()
+            threading.Thread(target=self._heal_once, daemon=True).start()
             send(made, {})
         elif do == "peers":
             with self._lock:
@@ -306,6 +307,14 @@ class Keeper:
         hangs costs one wait, and not one for each file."""
         with self._lock:
             self._silent[at] = time.monotonic() + SILENT
+
+    def _heal_once(self) -> None:
+        """Each rank of the host asks for it, and one at a time does it."""
+        if self._healing.acquire(blocking=False):
+            try:
+                self._heal()
+            finally:
+                self._healing.release()
 
     def _heal(self) -> None:
         """Copy files whose hosts have gone, so that each has its copies again.

@@ -1,4 +1,4 @@
-"""A sample of docs/optimizers.md: where torch's own pair of methods resumes, smckpt does."""
+"""A sample of docs/evidence/optimizers.md: where torch's own pair of methods resumes, smckpt does."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ ON_RANKS = {
         "pytorch_optimizer: ScheduleFreeWrapper",  # it asks the optimizer inside
     ),
 }
-# docs/optimizers.md has the reasons
+# docs/evidence/optimizers.md has the reasons
 REFUSED = ("LBFGS, FSDP1", "dadaptadan, FSDP1, FULL")
 
 

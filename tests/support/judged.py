@@ -1,4 +1,4 @@
-"""What a test of the translator compared with what, and the table of it in docs/families.md.
+"""What a test of the translator compared with what, and the table of it in docs/evidence/families.md.
 
     ./dev families           run these tests, long ones too, and write the table
     ./dev families ARGS      ARGS go to pytest; the table of what ran is printed, not written
@@ -26,7 +26,7 @@ from tests.support import servers
 from tests.support.limits import seconds
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "families.md"
+PAGE = ROOT / "docs" / "evidence" / "families.md"
 ROOMS = ("tests/translate", "tests/integrations")  # whose tests say what they compared
 FILE = "SMCKPT_JUDGED"  # where a run of the tests leaves what it compared, a line each
 FIXTURES = ("judged", "served")

@@ -1,6 +1,6 @@
 """Which optimizers resume exactly: through torch's own pair of methods, and through smckpt.
 
-    ./dev optimizers           try every optimizer that is installed, write docs/optimizers.md
+    ./dev optimizers           try every optimizer that is installed, write docs/evidence/optimizers.md
     ./dev optimizers WORD …    those whose name contains one of these, under the wrappers that are
                                named (plain, DDP, FSDP1, FSDP2, Trainer); the table is printed
 
@@ -36,7 +36,7 @@ from tests.support.limits import seconds
 from tests.support.optimizers import everyone, net, step
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "optimizers.md"
+PAGE = ROOT / "docs" / "evidence" / "optimizers.md"
 BEGIN = "<!-- written by ./dev optimizers -->\n"
 END = "<!-- end of what ./dev optimizers wrote -->"
 FORMS = ("stock", "object", "LOCAL", "SHARDED", "FULL")

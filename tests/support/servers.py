@@ -2,7 +2,7 @@
 
 Each reads directories in an interpreter of its own (`server_run.py`), which a variable names, and
 says what it computes. Beside every export it reads what `save_pretrained` of the same model writes,
-the control. Its verdicts are a table in docs/families.md.
+the control. Its verdicts are a table in docs/evidence/families.md.
 """
 
 from __future__ import annotations

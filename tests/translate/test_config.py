@@ -222,7 +222,7 @@ def test_a_pipe_beside_a_tokenizer_is_not_read(tmp_path: Path):
     ],
 )  # fmt: skip
 def test_keys_that_servers_read_are_written(values, wanted):
-    """Which servers need them: the table of servers in docs/families.md."""
+    """Which servers need them: the table of servers in docs/evidence/families.md."""
     found = _complete(values)
     assert {key: found.get(key) for key in wanted} == wanted
 

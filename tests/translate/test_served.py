@@ -2,7 +2,7 @@
 
 Each server reads the export, and beside it what `save_pretrained` writes. An export is at fault
 where the server reads the other one rightly. Variables name the servers' interpreters
-(`tests/support/servers.py`); docs/families.md says how they are made.
+(`tests/support/servers.py`); docs/evidence/families.md says how they are made.
 """
 
 from __future__ import annotations

@@ -61,7 +61,37 @@ def partition_of(
         return _checked(group, named)
     if len(group.ranks) == group.world_size:
         return Partition((group.ranks,), 0)
-    return _from_geometry(group, entries)
+    alone = Partition((group.ranks,), 0)
+    cuts = cuts_of(entries)
+    if not cuts:
+        log.info(
+            "nothing says which groups make a step, so process group %s saves a "
+            "checkpoint by itself; pass options with parallel_state= or groups= if other ranks "
+            "save the same step",
+            group.ranks,
+        )
+        return alone
+    cells = cells_of(cuts)
+    covered = {rank for cell in cells for rank in cell}
+    if group.ranks in cells:
+        if len(covered) < group.world_size:
+            log.warning(
+                "the model's sharding covers only %d of %d ranks, so the step record covers only "
+                "those; pass options with parallel_state= or groups= if other ranks save the step",
+                len(covered),
+                group.world_size,
+            )
+        return Partition(cells, cells.index(group.ranks))
+    if all(set(cell) & set(group.ranks) for cell in cells):
+        return alone  # every shard is in this group, so it is whole by itself
+    log.warning(
+        "process group %s is not among the groups of the model's sharding (%s …), so it "
+        "saves a checkpoint by itself; pass options with groups= to commit the groups of a step "
+        "together",
+        group.ranks,
+        cells[0],
+    )
+    return alone
 
 
 def _named(groups: Any, parallel_state: Any) -> list[list[int]] | None:
@@ -99,40 +129,6 @@ def cuts_of(entries: Sequence[Entry]) -> list[tuple[Mesh, tuple[int, ...]]]:
         for mesh, dims in entry.geometry.cuts():
             cuts.setdefault(id(mesh), (mesh, set()))[1].update(dims)
     return [(mesh, tuple(sorted(dims))) for mesh, dims in cuts.values()]
-
-
-def _from_geometry(group: Group, entries: Sequence[Entry]) -> Partition:
-    alone = Partition((group.ranks,), 0)
-    cuts = cuts_of(entries)
-    if not cuts:
-        log.info(
-            "nothing says which groups make a step, so process group %s saves a "
-            "checkpoint by itself; pass options with parallel_state= or groups= if other ranks "
-            "save the same step",
-            group.ranks,
-        )
-        return alone
-    cells = cells_of(cuts)
-    covered = {rank for cell in cells for rank in cell}
-    if group.ranks in cells:
-        if len(covered) < group.world_size:
-            log.warning(
-                "the model's sharding covers only %d of %d ranks, so the step record covers only "
-                "those; pass options with parallel_state= or groups= if other ranks save the step",
-                len(covered),
-                group.world_size,
-            )
-        return Partition(cells, cells.index(group.ranks))
-    if all(set(cell) & set(group.ranks) for cell in cells):
-        return alone  # every shard is in this group, so it is whole by itself
-    log.warning(
-        "process group %s is not among the groups of the model's sharding (%s …), so it "
-        "saves a checkpoint by itself; pass options with groups= to commit the groups of a step "
-        "together",
-        group.ranks,
-        cells[0],
-    )
-    return alone
 
 
 def cells_of(cuts: Sequence[tuple[Mesh, tuple[int, ...]]]) -> tuple[tuple[int, ...], ...]:

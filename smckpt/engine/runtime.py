@@ -24,8 +24,7 @@ from smckpt.engine.loading.load import Loader
 from smckpt.engine.saving.job import SaveHandle
 from smckpt.engine.saving.queue import LEAVE_SECONDS, SaveQueue
 from smckpt.errors import UsageError
-from smckpt.meeting.group import Group, inherited_store
-from smckpt.meeting.membership import Membership
+from smckpt.meeting.group import Group, Membership, inherited_store
 from smckpt.staging.overlap import Overlap
 
 __all__ = ["Runtime"]

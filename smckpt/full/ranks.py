@@ -10,8 +10,7 @@ from smckpt.errors import TensorMismatchError, TopologyError
 from smckpt.full.wire import ArrayMetadata
 from smckpt.layout.mesh import Shape
 from smckpt.layout.strided import Box, Piece
-from smckpt.topology import ParallelState
-from smckpt.topology.state import role_of
+from smckpt.topology import ParallelState, role_of
 from smckpt.translate.tables.pieces import RankTensors, TensorKey
 
 __all__ = ["LiveTensors", "live_tensors"]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from smckpt.errors import StateError, UsageError
@@ -117,7 +117,15 @@ def compile_layout(
             rank=rank,
         )
     ordered = tuple(sorted(entries, key=lambda e: (-e.itemsize, e.key)))
-    _refuse_duplicates(ordered, rank)
+    seen: set[str] = set()
+    for entry in ordered:
+        if entry.key in seen:
+            raise StateError(
+                f"two tensors of the state dict have the dotted key {entry.key!r}",
+                remedy="rename one: 'a.b' beside {'a': {'b': …}} cannot be told apart",
+                rank=rank,
+            )
+        seen.add(entry.key)
     classes = _classes(ordered, rank, group_ranks)
     cuts: list[tuple[int, int, int]] = []
     for writers, members in classes.items():
@@ -159,18 +167,6 @@ def shares(layout: Layout) -> dict[tuple[int, ...], list[list[tuple[int, int, in
         for writers, members in _classes(entries, layout.rank, layout.group_ranks).items()
         if len(writers) > 1
     }
-
-
-def _refuse_duplicates(entries: Iterable[Entry], rank: int) -> None:
-    seen: set[str] = set()
-    for entry in entries:
-        if entry.key in seen:
-            raise StateError(
-                f"two tensors of the state dict have the dotted key {entry.key!r}",
-                remedy="rename one: 'a.b' beside {'a': {'b': …}} cannot be told apart",
-                rank=rank,
-            )
-        seen.add(entry.key)
 
 
 def _classes(

@@ -14,8 +14,7 @@ from smckpt.errors import UsageError
 from smckpt.manager.state import models_in
 from smckpt.meeting.group import get_global_ranks, group_at, group_of
 from smckpt.meeting.round import Meeting
-from smckpt.topology import ParallelState
-from smckpt.topology.state import role_of
+from smckpt.topology import ParallelState, role_of
 
 __all__ = ["agreed_group"]
 

@@ -49,8 +49,7 @@ from smckpt.manager.state import (
     run_state,
     taken,
 )
-from smckpt.meeting.group import group_of
-from smckpt.meeting.membership import Membership
+from smckpt.meeting.group import Membership, group_of
 from smckpt.meeting.round import Round
 from smckpt.state_dict import LOCAL, SHARDED
 from smckpt.storage import StoreOptions, access_to

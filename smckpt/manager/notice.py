@@ -28,7 +28,7 @@ from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
 from smckpt.errors import UsageError
-from smckpt.meeting.membership import Membership
+from smckpt.meeting.group import Membership
 from smckpt.meeting.round import Meeting
 from smckpt.meeting.store import OverStore
 

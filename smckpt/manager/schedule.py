@@ -22,8 +22,8 @@ from smckpt.engine.saving.job import Timings
 from smckpt.errors import PeerError, UsageError
 from smckpt.manager.attempts import RunAttempt
 from smckpt.manager.record import History, history_of
+from smckpt.meeting.group import Membership
 from smckpt.meeting.keys import Keys
-from smckpt.meeting.membership import Membership
 from smckpt.meeting.store import OverStore
 from smckpt.storage import Storage
 

@@ -86,7 +86,8 @@ class Keys:
         try:
             self._store.wait([self._at(key)], timedelta(seconds=max(seconds, 0.001)))
         except RuntimeError as error:  # DistStoreError and DistNetworkError are RuntimeErrors
-            if _is_timeout(error):
+            text = str(error).lower()
+            if "timeout" in text or "timed out" in text:
                 return None
             raise _gone(error) from error
         return _value(_asked(self._store.get, self._at(key)), key)
@@ -162,11 +163,6 @@ def _gone(error: RuntimeError) -> JobStoreError:
         remedy="the process that hosts the store (rank 0 or the torchrun agent) is gone; look at "
         "its log and restart the job",
     )
-
-
-def _is_timeout(error: RuntimeError) -> bool:
-    text = str(error).lower()
-    return "timeout" in text or "timed out" in text
 
 
 def to_text(message: Any) -> str:

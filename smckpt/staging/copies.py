@@ -190,16 +190,6 @@ class StagePlan:
 
     def copies(self, tensors: Sequence[Local]) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
         """Write the headers; returns the tensors' copies: (key of the entry, target, source)."""
-        self._check(tensors)
-        for image, header in zip(self.layout.files, self._headers, strict=True):
-            header[:] = image.header
-        return [
-            (self.layout.entries[slot.entry].key, *pair)
-            for slot, target in self._slots
-            for pair in _copies_of(target, tensors[slot.entry], slot)
-        ]
-
-    def _check(self, tensors: Sequence[Local]) -> None:
         for entry, local in zip(self.layout.entries, tensors, strict=True):
             parts = _parts_of(local)
             shape = parts[0].shape if len(parts) == 1 else (sum(p.numel() for p in parts),)
@@ -215,6 +205,13 @@ class StagePlan:
                     f"{entry.key} is on the meta device and has no data",
                     remedy="materialise the module before saving it",
                 )
+        for image, header in zip(self.layout.files, self._headers, strict=True):
+            header[:] = image.header
+        return [
+            (self.layout.entries[slot.entry].key, *pair)
+            for slot, target in self._slots
+            for pair in _copies_of(target, tensors[slot.entry], slot)
+        ]
 
 
 def _parts_of(local: Local) -> Sequence[torch.Tensor]:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import smckpt
 from smckpt import CheckpointManager, Signals, errors, find_checkpoints
-from smckpt.meeting.membership import _over
+from smckpt.meeting.group import _over
 from tests.support import child
 from tests.support.launch import run_ranks
 from tests.support.limits import seconds, within

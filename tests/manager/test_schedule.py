@@ -23,8 +23,7 @@ from smckpt.errors import PeerError
 from smckpt.manager import schedule
 from smckpt.manager.record import History
 from smckpt.manager.schedule import Schedule, choose
-from smckpt.meeting.group import group_of
-from smckpt.meeting.membership import Membership
+from smckpt.meeting.group import Membership, group_of
 from tests.support.launch import run_ranks
 from tests.support.limits import seconds
 from tests.support.main_job import ROOT

@@ -20,9 +20,8 @@ from smckpt.errors import (
     PeerError,
     StateError,
 )
-from smckpt.meeting.group import Group
+from smckpt.meeting.group import Group, Membership
 from smckpt.meeting.keys import Keys, client_of
-from smckpt.meeting.membership import Membership
 from smckpt.meeting.round import Meeting, Message, Round, alone, over_group
 from smckpt.meeting.store import OverStore, agree
 from tests.support.launch import run_ranks

@@ -31,7 +31,7 @@ _REGISTRIES = {
 # Variables that pytest and torch set by themselves.
 _LIBRARIES = ("PYTEST_", "TORCHINDUCTOR_", "TRITON_", "CUDA_")
 _NOT_OURS = (signal.SIGALRM, signal.SIGKILL, signal.SIGSTOP)  # the first is pytest-timeout's
-_CACHES = (("smckpt.storage.s3.requests", "_slot"), ("smckpt.storage.s3.pace", "_pace"))
+_CACHES = (("smckpt.storage.s3.requests", "_slot"), ("smckpt.storage.s3.requests", "_pace"))
 
 
 def state() -> dict[str, Any]:

@@ -31,7 +31,7 @@ PACKAGE = ROOT / "smckpt"
 # What a save, a load and a run's life are made of; all else is other systems, Hugging Face's names,
 # doors and tools.
 CORE = (
-    "layout", "topology", "storage", "meeting", "checkpoint", "state_dict", "staging", "full",
+    "layout", "topology.py", "storage", "meeting", "checkpoint", "state_dict", "staging", "full",
     "engine", "manager", "errors.py", "registry.py", "calls.py", "_version.py",
 )  # fmt: skip
 WORDS = ("its", "place", "told", "said", "way")  # that name a thing by no noun of the field

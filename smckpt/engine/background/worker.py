@@ -94,7 +94,10 @@ class _Server:
                 if request["command"] == Exit.function:
                     return
                 self._channel.send(self._answer(request, fds))
-                _bound_stderr()
+                # Between requests, empty a standard error file that has grown large. Only its end
+                # is ever read.
+                if os.fstat(2).st_size > _STDERR_LIMIT:
+                    os.ftruncate(2, 0)
         except PeerGone:
             return
 
@@ -179,13 +182,6 @@ def _lacking(name: str, error: Exception) -> WorkerError:
         remedy="free memory of this host, or raise the limits on memory, open files and processes "
         "(ulimit -v, -n, -u; the cgroup); the next save tries again",
     )
-
-
-def _bound_stderr() -> None:
-    """Between requests, empty a standard error file that has grown large. Only its end is ever
-    read."""
-    if os.fstat(2).st_size > _STDERR_LIMIT:
-        os.ftruncate(2, 0)
 
 
 if __name__ == "__main__":

@@ -149,7 +149,10 @@ class Worker:
         try:
             if self._closed:
                 raise WorkerError("the worker is closed", remedy="make a new queue")
-            self._forget_closed_arenas()
+            for arena_id, arena in list(self._arenas.items()):
+                if arena.fd < 0:
+                    del self._arenas[arena_id]
+                    self._unmap(arena_id)
             self._launch()
             self._introduce(deadline)
             answer = self._exchange(command, deadline, access=access)
@@ -214,12 +217,6 @@ class Worker:
                 if "error" in answer:
                     raise error_from_json(answer["error"])
                 self._sent.add(arena_id)
-
-    def _forget_closed_arenas(self) -> None:
-        for arena_id, arena in list(self._arenas.items()):
-            if arena.fd < 0:
-                del self._arenas[arena_id]
-                self._unmap(arena_id)
 
     def _unmap(self, arena_id: int) -> None:
         if arena_id not in self._sent or not self.alive:
@@ -309,7 +306,16 @@ def _spawn(niceness: int, threads: int) -> _Process:
             stderr = _anonymous_log()
             kept.callback(os.close, stderr)
             inherited = [theirs.fileno()] + ([] if trainer is None else [trainer])
-            command = [sys.executable, "-S", "-c", _PROGRAM, "\n".join(_search_path())]
+            # The trainer's absolute `sys.path` entries, and the directory of smckpt
+            path = [entry for entry in sys.path if os.path.isabs(entry) and "\n" not in entry]
+            root = str(Path(__file__).absolute().parents[3])
+            command = [
+                sys.executable,
+                "-S",
+                "-c",
+                _PROGRAM,
+                "\n".join(path if root in path else [root, *path]),
+            ]
             command += [str(theirs.fileno()), str(-1 if trainer is None else trainer)]
             command += [str(niceness), str(threads)]
             popen = subprocess.Popen(
@@ -342,13 +348,6 @@ def _refuse_other_version(version: object) -> None:
             remedy="restart the job, which resumes from the newest committed step; or install "
             f"{__version__} again",
         )
-
-
-def _search_path() -> list[str]:
-    """The trainer's absolute `sys.path` entries, and the directory of smckpt."""
-    path = [entry for entry in sys.path if os.path.isabs(entry) and "\n" not in entry]
-    root = str(Path(__file__).absolute().parents[3])
-    return path if root in path else [root, *path]
 
 
 def _pidfd(pid: int) -> int | None:

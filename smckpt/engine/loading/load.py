@@ -47,8 +47,7 @@ from smckpt.errors import (
     UsageError,
     as_checkpoint_error,
 )
-from smckpt.meeting.group import Group
-from smckpt.meeting.membership import Membership
+from smckpt.meeting.group import Group, Membership
 from smckpt.meeting.round import Meeting, Round
 from smckpt.staging.ring import OnDevice, Ring
 from smckpt.state_dict.modes import neutral
@@ -132,34 +131,27 @@ class Loader:
             error = raised
             raise
         finally:
-            self._sinks.deliver(self._event(request, clock, planned, error))
+            ours = None if error is None else as_checkpoint_error(error, self.group.rank)
+            self._sinks.deliver(
+                LoadEvent(
+                    directory=request.directory,
+                    step=None if planned is None else planned.catalogue.step,
+                    rank=self.group.rank,
+                    outcome="failed" if planned is None or error is not None else "loaded",
+                    error=ours,
+                    chosen=clock.chosen,
+                    planned=clock.planned,
+                    read=clock.read,
+                    ended=clock.now(),
+                    nbytes=0 if planned is None else sum(map(len, planned.memory.buffers)),
+                    begun_anew=clock.begun_anew,
+                    retries=None if planned is None else planned.catalogue.readers.retries,
+                    fetched=clock.fetched,
+                    received=clock.received,
+                    read_ratio=clock.read_ratio,
+                )
+            )
         return state_dict
-
-    def _event(
-        self,
-        request: LoadRequest,
-        clock: _Clock,
-        planned: LoadPlan | None,
-        error: Exception | None,
-    ) -> LoadEvent:
-        ours = None if error is None else as_checkpoint_error(error, self.group.rank)
-        return LoadEvent(
-            directory=request.directory,
-            step=None if planned is None else planned.catalogue.step,
-            rank=self.group.rank,
-            outcome="failed" if planned is None or error is not None else "loaded",
-            error=ours,
-            chosen=clock.chosen,
-            planned=clock.planned,
-            read=clock.read,
-            ended=clock.now(),
-            nbytes=0 if planned is None else sum(map(len, planned.memory.buffers)),
-            begun_anew=clock.begun_anew,
-            retries=None if planned is None else planned.catalogue.readers.retries,
-            fetched=clock.fetched,
-            received=clock.received,
-            read_ratio=clock.read_ratio,
-        )
 
     def _fill(
         self, state_dict: MutableMapping[str, Any] | None, request: LoadRequest, clock: _Clock
@@ -242,7 +234,14 @@ class Loader:
         selection: Selection | None = None
         failure: Exception | None = None
         try:
-            selection = self._select(selector, state_dict, request)
+            if request.refusal is not None:
+                raise request.refusal
+            if not request.directory:
+                raise UsageError(
+                    "checkpoint_id was left out",
+                    remedy="pass checkpoint_id=, or a storage_reader that has a path",
+                )
+            selection = None if state_dict is None else selector.select(state_dict)
         except Exception as error:
             failure = error
         try:
@@ -251,18 +250,6 @@ class Loader:
         except Exception as error:
             failure = failure or error
         return LoadTarget(state_dict, selector, selection, failure), rounds
-
-    def _select(
-        self, selector: Selector, state_dict: MutableMapping[str, Any] | None, request: LoadRequest
-    ) -> Selection | None:
-        if request.refusal is not None:
-            raise request.refusal
-        if not request.directory:
-            raise UsageError(
-                "checkpoint_id was left out",
-                remedy="pass checkpoint_id=, or a storage_reader that has a path",
-            )
-        return None if state_dict is None else selector.select(state_dict)
 
     def close(self, timeout: float) -> None:
         """Leave: peers that wait for another load of this rank hear that none comes."""

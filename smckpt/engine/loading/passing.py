@@ -263,13 +263,10 @@ class Passing:
         except Exception as error:
             if not isinstance(error, CheckpointError):
                 error = self._lost(link.member, f"no longer answers ({error!r})", error)
-            self._hear(error)
-
-    def _hear(self, error: CheckpointError) -> None:
-        with self._change:
-            self.heard = self.heard or error
-            self._change.notify_all()
-        self._leave(self.heard)
+            with self._change:
+                self.heard = self.heard or error
+                self._change.notify_all()
+            self._leave(self.heard)
 
     def _lost(self, member: int, what: str, cause: Exception | None = None) -> PeerError:
         error = PeerError(

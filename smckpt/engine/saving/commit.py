@@ -39,7 +39,7 @@ from smckpt.errors import (
     StorageError,
     UsageError,
 )
-from smckpt.meeting.membership import Membership
+from smckpt.meeting.group import Membership
 from smckpt.meeting.round import Meeting, Round
 from smckpt.storage import Access
 from smckpt.storage.urls import bucket_url, common_parent, parent_url, relative_url
@@ -130,7 +130,14 @@ class Committer:
             if not self._probed and len(self.group.ranks) > 1:
                 self._probe(meeting, job, timeout)
             elif meeting.member == 0 and job.error is None:
-                self._try_out(meeting, job, timeout)
+                # Before the first save into a bucket, one rank checks that it can hold checkpoints.
+                # The others learn of a failure from the verdict.
+                bucket = bucket_url(job.request.directory)
+                if bucket and bucket not in self._tried:
+                    self._look(
+                        meeting, job, job.as_coordinator(), timeout, create=True, leave=False
+                    )
+                    self._tried.add(bucket)
             return write(meeting)
 
         return meeting.round(
@@ -232,14 +239,6 @@ class Committer:
         if answer.remark is not None:
             log.warning("%s", answer.remark)
         return HostView(socket.gethostname(), answer.seen)
-
-    def _try_out(self, meeting: Meeting, job: SaveJob, timeout: float) -> None:
-        """Before the first save into a bucket, one rank checks that it can hold checkpoints. The
-        others learn of a failure from the verdict."""
-        bucket = bucket_url(job.request.directory)
-        if bucket and bucket not in self._tried:
-            self._look(meeting, job, job.as_coordinator(), timeout, create=True, leave=False)
-            self._tried.add(bucket)
 
     # -- the coordinator -------------------------------------------------------------------
 

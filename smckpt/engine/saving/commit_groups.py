@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from smckpt.engine.saving.job import SaveJob
 from smckpt.engine.saving.moment import Moment, of_moment, refuse_different
 from smckpt.errors import CheckpointError, PeerError, UsageError
-from smckpt.meeting.membership import Membership
+from smckpt.meeting.group import Membership
 from smckpt.meeting.round import Meeting
 
 __all__ = ["GroupSave", "Steps", "Ticket", "refuse_unequal"]

@@ -107,7 +107,10 @@ def moment_of(
     found.look(("metadata",), metadata)
     for path, value in _leaves(metadata, ("metadata",)):
         if type(value) in (int, bool, str) and not _is_own(path):
-            found.values[dotted(path)] = _short(value)
+            text = str(value)
+            found.values[dotted(path)] = (
+                text if len(text) <= 24 else hashlib.sha256(text.encode()).hexdigest()[:16]
+            )
     with contextlib.suppress(TypeError):  # the save refuses a step that is no whole number
         steps = {"step": operator.index(step), **steps}  # type: ignore[arg-type]
     signs = {**steps, **found.signs}
@@ -227,11 +230,6 @@ def _is_number(value: Any) -> bool:
 
 def _whole(value: float) -> float:
     return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-def _short(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= 24 else hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _hyperparameters(groups: Sequence[Any]) -> str:

@@ -19,8 +19,7 @@ from smckpt.engine.saving.job import SaveHandle, SaveJob, SaveRequest, bytes_tex
 from smckpt.engine.saving.moment import moment_read
 from smckpt.engine.saving.save import Saver
 from smckpt.errors import CheckpointError, SaveFailedError, UsageError, as_checkpoint_error
-from smckpt.meeting.group import Group
-from smckpt.meeting.membership import Membership
+from smckpt.meeting.group import Group, Membership
 from smckpt.meeting.round import Round
 from smckpt.staging.overlap import Overlap
 
@@ -94,26 +93,24 @@ class SaveQueue:
                 remedy="save from the training loop, or with SaveOptions(queue=) of its own",
             )
         with self._front:
-            return self._submit(state_dict, request, refusal)
-
-    def _submit(
-        self,
-        state_dict: Mapping[str, Any] | None,
-        request: SaveRequest,
-        refusal: Exception | None,
-    ) -> SaveHandle:
-        call = self._calls
-        self._calls += 1  # counted before anything can raise, because the peers count too
-        handle = SaveHandle(call + self._skipped, request.directory, request.step)
-        job = SaveJob(handle, request, Partition((self.group.ranks,), 0), call=call)
-        commit, failed = self._saver.save(job, state_dict, refusal, self._wait_for_room)
-        job.reported = failed is not None
-        job.blocked = job.elapsed() + job.waited
-        self._launch(job, commit)
-        if failed is not None:
-            raise failed
-        self._raise_failures()
-        return handle
+            call = self._calls
+            self._calls += 1  # counted before anything can raise, because the peers count too
+            handle = SaveHandle(call + self._skipped, request.directory, request.step)
+            job = SaveJob(handle, request, Partition((self.group.ranks,), 0), call=call)
+            commit, failed = self._saver.save(job, state_dict, refusal, self._wait_for_room)
+            job.reported = failed is not None
+            job.blocked = job.elapsed() + job.waited
+            self.flying = job.handle
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._serve, name=f"smckpt-{self.name}", daemon=True
+                )
+                self._thread.start()
+            self._inbox.put((job, commit))
+            if failed is not None:
+                raise failed
+            self._raise_failures()
+            return handle
 
     def finalize(self, blocking: bool, timeout: float | None = None) -> list[int]:
         """Return the numbers of the saves committed since the last call. Raise if a save failed.
@@ -199,15 +196,6 @@ class SaveQueue:
         job.waited = time.perf_counter() - began
         log.info("waited %.2f s for save %d", job.waited, flying.number)
 
-    def _launch(self, job: SaveJob, commit: Callable[[], Committed]) -> None:
-        self.flying = job.handle
-        if self._thread is None:
-            self._thread = threading.Thread(
-                target=self._serve, name=f"smckpt-{self.name}", daemon=True
-            )
-            self._thread.start()
-        self._inbox.put((job, commit))
-
     def _raise_failures(self) -> None:
         """Raise failures, even if later saves succeeded. Each failure is raised once, by its handle
         or here."""
@@ -267,20 +255,19 @@ class SaveQueue:
             behind = moment_read(ours.moment)
             if job.error is None and job.moment.is_beyond(behind) and behind != job.refused:
                 job.refused = behind
-                self._skip(job, ours)
+                # Count a save that the others made without this rank. It failed, here too.
+                path = ours.path or job.request.directory
+                lost = SaveHandle(job.handle.number, path, None)
+                lost.error = ours
+                log.error("save %d was not committed: %s", lost.number, ours)
+                log.warning(
+                    "%s of this rank is brought again, as save %d", job.called, lost.number + 1
+                )
+                self._skipped += 1
+                self._count_failure(job, lost)
                 return False
             self._done(job, ours)
         return True
-
-    def _skip(self, job: SaveJob, error: CheckpointError) -> None:
-        """Count a save that the others made without this rank. It failed, here too."""
-        path = error.path or job.request.directory
-        lost = SaveHandle(job.handle.number, path, None)
-        lost.error = error
-        log.error("save %d was not committed: %s", lost.number, error)
-        log.warning("%s of this rank is brought again, as save %d", job.called, lost.number + 1)
-        self._skipped += 1
-        self._count_failure(job, lost)
 
     def _count_failure(self, job: SaveJob, failed: SaveHandle) -> None:
         with self._lock:
@@ -299,22 +286,21 @@ class SaveQueue:
             self._count_failure(job, job.handle)
             log.error("save %d was not committed: %s", job.handle.number, error)
         job.finish(error)
-        self._sinks.deliver(self._event(job, error))
-
-    def _event(self, job: SaveJob, error: CheckpointError | None) -> SaveEvent:
         assert job.handle.timings is not None
-        return SaveEvent(
-            directory=job.request.directory,
-            step=job.handle.step,
-            queue=self.name,
-            number=job.handle.number,
-            rank=self.group.rank,
-            outcome="committed" if error is None else "failed",
-            error=error,
-            **vars(job.handle.timings),
-            retries=job.retries,
-            age=None if self._durable is None else time.perf_counter() - self._durable,
-            alarms=job.handle.alarms,
+        self._sinks.deliver(
+            SaveEvent(
+                directory=job.request.directory,
+                step=job.handle.step,
+                queue=self.name,
+                number=job.handle.number,
+                rank=self.group.rank,
+                outcome="committed" if error is None else "failed",
+                error=error,
+                **vars(job.handle.timings),
+                retries=job.retries,
+                age=None if self._durable is None else time.perf_counter() - self._durable,
+                alarms=job.handle.alarms,
+            )
         )
 
     def _announce(self, job: SaveJob, committed: Committed) -> None:

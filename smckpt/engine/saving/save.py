@@ -156,7 +156,19 @@ class Saver:
 
     def select(self, job: SaveJob, state_dict: Mapping[str, Any] | None) -> Selection:
         """Select the tensors and values of the state, each with its path and geometry."""
-        self._refuse_other_coordinator(job)
+        # Refuse another coordinator than before. The coordinator holds the leases, and other groups
+        # listen to it, so it must stay the same.
+        known, asked = self._coordinator, job.request.coordinator
+        if known is None:
+            self._coordinator = asked
+        elif known != asked:
+            job.request = replace(job.request, coordinator=known)  # it tells the others
+            raise UsageError(
+                f"coordinator_rank is {asked}, but it was {known} in earlier saves",
+                remedy="pass the same coordinator_rank in every save, or another "
+                "SaveOptions(queue=)",
+                rank=self.group.rank,
+            )
         return self._selector.select(state_dict)
 
     @neutral()
@@ -206,9 +218,29 @@ class Saver:
     @neutral()
     def stage(self, job: SaveJob, selection: Selection, compiled: Compiled) -> Staged:
         """Copy the state to its files' places in the arena."""
-        part = self._part(job.request, selection, compiled)
+        # The part record with copies of the values, so that the caller may change them later
+        objects = {
+            leaf.key: {
+                "path": list(leaf.path),
+                "value": encode_object(leaf.value, job.request.options.allow_objects, leaf.key),
+            }
+            for leaf in selection.objects
+        }
+        part = part_body(
+            compiled.layout,
+            compiled.rows,
+            checkpoint_id=job.request.directory,
+            kind=selection.kind,
+            objects=objects,
+            optimizers=selection.optimizers,
+            versions={"torch": str(torch.__version__)},
+            **job.request.recorded(),
+        )
         layout, arena, copies = compiled.layout, None, None
-        observer, held = self._looks(job, compiled, selection.parameters), {}
+        observer, held = self._observer, {}  # what looks at this save for alarms
+        of = job.request.options.alarms, layout, selection.parameters
+        if observer is None or (observer.alarms, observer.layout, observer.parameters) != of:
+            self._observer = observer = Observer(*of)
         if layout.arena_size:
             self._wait_for_copies(job)  # of an earlier save, which failed before they ended
             arena = self._room(layout.arena_size)
@@ -291,21 +323,6 @@ class Saver:
 
     # -- what the steps need -----------------------------------------------------------------
 
-    def _refuse_other_coordinator(self, job: SaveJob) -> None:
-        """Refuse another coordinator than before. The coordinator holds the leases, and other
-        groups listen to it, so it must stay the same."""
-        known, asked = self._coordinator, job.request.coordinator
-        if known is None:
-            self._coordinator = asked
-        elif known != asked:
-            job.request = replace(job.request, coordinator=known)  # it tells the others
-            raise UsageError(
-                f"coordinator_rank is {asked}, but it was {known} in earlier saves",
-                remedy="pass the same coordinator_rank in every save, or another "
-                "SaveOptions(queue=)",
-                rank=self.group.rank,
-            )
-
     def _expected(self, job: SaveJob, refusal: Exception | None) -> Partition:
         """The groups of the step, as far as they are known before the state is selected. A group
         without a state needs them to bring its error to the other groups."""
@@ -323,28 +340,6 @@ class Saver:
             self.group, (), groups=options.groups, parallel_state=options.parallel_state
         )
 
-    def _part(
-        self, request: SaveRequest, selection: Selection, compiled: Compiled
-    ) -> dict[str, Any]:
-        """The part record with copies of the values, so that the caller may change them later."""
-        objects = {
-            leaf.key: {
-                "path": list(leaf.path),
-                "value": encode_object(leaf.value, request.options.allow_objects, leaf.key),
-            }
-            for leaf in selection.objects
-        }
-        return part_body(
-            compiled.layout,
-            compiled.rows,
-            checkpoint_id=request.directory,
-            kind=selection.kind,
-            objects=objects,
-            optimizers=selection.optimizers,
-            versions={"torch": str(torch.__version__)},
-            **request.recorded(),
-        )
-
     def _with_one_table(
         self, number: int, part: dict[str, Any], meeting: Meeting
     ) -> dict[str, Any]:
@@ -358,14 +353,6 @@ class Saver:
         if owner == self.group.rank:
             return part
         return {**part, "layout": table_of(owner, digest), "optimizers": {}}
-
-    def _looks(self, job: SaveJob, compiled: Compiled, parameters: frozenset[str]) -> Observer:
-        """What looks at this save for alarms."""
-        alarms, known = job.request.options.alarms, self._observer
-        of = alarms, compiled.layout, parameters
-        if known is None or (known.alarms, known.layout, known.parameters) != of:
-            self._observer = known = Observer(*of)
-        return known
 
     def _room(self, size: int) -> Arena:
         """An arena that is large enough. A new one is made when the state has grown."""

@@ -49,7 +49,15 @@ class Directory:
             OSError: it is missing, is a file, or cannot be opened.
         """
         if make:
-            _make_named(root)
+            # Make the directory that the user named, and its parents. Each new name is durable.
+            for directory in reversed([*_missing(root)]):
+                try:
+                    os.mkdir(directory)
+                except FileExistsError:
+                    if not os.path.isdir(directory):
+                        raise NotADirectoryError(errno.ENOTDIR, "a file", directory) from None
+                with Directory.open(os.path.dirname(directory)) as parent:
+                    parent.sync()
         here = cls(os.open(root, _DIRECTORY | _PATH), root)
         return here._down(below, make) if below else here
 
@@ -213,18 +221,6 @@ def unlink(name: str, dir_fd: int | None = None) -> None:
         os.unlink(name, dir_fd=dir_fd)
     except FileNotFoundError:
         return  # nothing to remove
-
-
-def _make_named(path: str) -> None:
-    """Make the directory that the user named, and its parents. Each new name is durable."""
-    for directory in reversed([*_missing(path)]):
-        try:
-            os.mkdir(directory)
-        except FileExistsError:
-            if not os.path.isdir(directory):
-                raise NotADirectoryError(errno.ENOTDIR, "a file", directory) from None
-        with Directory.open(os.path.dirname(directory)) as parent:
-            parent.sync()
 
 
 def _missing(path: str) -> Iterator[str]:

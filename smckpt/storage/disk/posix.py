@@ -28,9 +28,8 @@ from functools import partial
 from smckpt.errors import CheckpointError, CorruptCheckpointError, UsageError
 from smckpt.storage.base import Access, FileInfo, Storage
 from smckpt.storage.disk.directory import Directory
-from smckpt.storage.disk.exclusive import publish
 from smckpt.storage.disk.posix_read import Descriptor, Reading, is_a_link, not_a_file, open_file
-from smckpt.storage.disk.posix_write import PosixWriter, write_all
+from smckpt.storage.disk.posix_write import PosixWriter, publish, write_all
 from smckpt.storage.faults import refuse_size, storage_error, too_short
 from smckpt.storage.urls import is_below, normal_url, relative_url
 

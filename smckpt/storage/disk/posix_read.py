@@ -144,14 +144,12 @@ class Reading:
                 return count
             # Not cached, or the end of the file, or the file system cannot tell.
             self._flags = 0
-            self._ask_ahead(file, self._end - self.offset)
+            # Ask the kernel for the whole rest at once, instead of its read-ahead steps. Cold reads
+            # are then as fast as direct reads.
+            span = self._end - self.offset
+            if span >= _READ_AHEAD and hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(file.fd, self.offset, span, os.POSIX_FADV_WILLNEED)
         return os.preadv(file.fd, batch, self.offset)
-
-    def _ask_ahead(self, file: Descriptor, span: int) -> None:
-        """Ask the kernel for the whole rest at once, instead of its read-ahead steps. Cold reads
-        are then as fast as direct reads."""
-        if span >= _READ_AHEAD and hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(file.fd, self.offset, span, os.POSIX_FADV_WILLNEED)
 
     def _next(self, limit: int) -> list[memoryview]:
         """The next buffers, together at most `limit` bytes."""

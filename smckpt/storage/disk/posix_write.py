@@ -1,19 +1,25 @@
-"""One new file of a POSIX file system, written piecewise, with O_DIRECT if that works."""
+"""New files of a file system: written in pieces, and small ones created exclusively."""
 
 from __future__ import annotations
 
 import errno
 import os
 import threading
+import time
 from collections.abc import Callable
 
 from smckpt.errors import CheckpointError, StorageError
 from smckpt.storage.base import DIRECT_UNIT, FileWriter
 from smckpt.storage.disk.directory import Directory
-from smckpt.storage.disk.linux import fallocate
+from smckpt.storage.disk.linux import fallocate, rename_exclusive
 from smckpt.storage.faults import refuse_incomplete, refuse_outside, storage_error
 
-__all__ = ["PosixWriter", "write_all"]
+__all__ = [
+    "GUARD_SUFFIX",
+    "PosixWriter",
+    "publish",
+    "write_all",
+]
 
 _DIRECT = getattr(os, "O_DIRECT", 0)
 
@@ -174,3 +180,72 @@ def write_all(fd: int, data: memoryview, offset: int) -> None:
     while data.nbytes:
         done = os.pwrite(fd, data, offset)
         data, offset = data[done:], offset + done
+
+
+GUARD_SUFFIX = ".guard"
+_NO_LINK = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EMLINK, errno.EXDEV)
+_GUARD_WAIT = 5.0  # seconds; a holder needs one rename
+
+
+def publish(directory: Directory, temporary: str, final: str) -> bool:
+    """Move the durable file `temporary` to `final`, unless `final` exists. Both are names in a
+    directory.
+
+    Returns:
+        True: `final` is now this file, and `temporary` may or may not remain. False: `final`
+            existed before.
+
+    Raises:
+        StorageError: another process holds the guard, or died and left it.
+        OSError: the file system refused.
+    """
+    linked = _link(directory, temporary, final)
+    if linked is None:
+        linked = rename_exclusive(directory.fd, temporary, final)
+    return _rename_guarded(directory, temporary, final) if linked is None else linked
+
+
+def _link(directory: Directory, temporary: str, final: str) -> bool | None:
+    """True or False as `publish`; None if there are no hard links."""
+    fd = directory.fd
+    try:
+        os.link(temporary, final, src_dir_fd=fd, dst_dir_fd=fd, follow_symlinks=False)
+    except FileExistsError:
+        # NFS may repeat a request whose answer was lost. Then the existing name is our own.
+        mine, theirs = directory.status(temporary), directory.status(final)
+        return mine is not None and theirs is not None and os.path.samestat(mine, theirs)
+    except OSError as error:
+        if error.errno in _NO_LINK:
+            return None
+        raise
+    return True
+
+
+def _rename_guarded(directory: Directory, temporary: str, final: str) -> bool:
+    guard = f".{final}{GUARD_SUFFIX}"
+    deadline = time.monotonic() + _GUARD_WAIT
+    while directory.status(final) is None:
+        try:
+            os.close(directory.create(guard))
+        except FileExistsError:
+            if time.monotonic() > deadline:
+                raise _stuck(directory, guard, final) from None
+            time.sleep(0.02)  # such mounts have no event to wait for
+            continue
+        try:
+            if directory.status(final) is not None:
+                return False
+            directory.rename(temporary, final)
+        finally:
+            directory.remove(guard)
+        return True
+    return False
+
+
+def _stuck(directory: Directory, guard: str, final: str) -> StorageError:
+    return StorageError(
+        "another process is creating this file, or died while it created it (this mount has "
+        "neither hard links nor exclusive renames, so a guard file replaces them)",
+        remedy=f"if no other job writes here, delete {os.path.join(directory.path, guard)}",
+        path=os.path.join(directory.path, final),
+    )

@@ -51,9 +51,20 @@ def make_client(config: StoreOptions) -> Any:
         BotoCoreError, ValueError: boto3 refuses the options.
     """
     client = _client(config, _settings(config))
-    if _needs_signing(client.meta.endpoint_url):  # AWS settings may name it too
+    # Bodies are signed, which costs a SHA-256, only over plain HTTP to another host. TLS protects
+    # them, loopback needs no protection, and the CRC is checked in any case.
+    where = urlsplit(client.meta.endpoint_url)  # AWS settings may name it too
+    if where.scheme == "http" and where.hostname not in ("127.0.0.1", "localhost", "::1"):
         client = _client(config, _settings(config, signs=True))
-    options = partial(_add_options, _options_of_requests(config))
+    # What these options add to each request that has a field for it
+    fields = {
+        "RequestPayer": "requester" if config.requester_pays else "",
+        "ServerSideEncryption": "aws:kms" if config.sse_kms_key else "",
+        "SSEKMSKeyId": config.sse_kms_key or "",
+        "StorageClass": config.storage_class or "",
+        "Tagging": urlencode(config.tags),
+    }
+    options = partial(_add_options, {name: value for name, value in fields.items() if value})
     client.meta.events.register("provide-client-params.s3", options, unique_id="smckpt-options")
     client.meta.events.register("after-call.s3", _refuse_strange, unique_id="smckpt-strange")
     client.meta.events.register("needs-retry.s3.HeadBucket", _ask_once, unique_id="smckpt-region")
@@ -79,13 +90,6 @@ def _settings(config: StoreOptions, signs: bool = False) -> Any:
         # endpoint.
         s3={"payload_signing_enabled": signs},
     )
-
-
-def _needs_signing(endpoint: str) -> bool:
-    """Whether bodies must be signed, which costs a SHA-256: only over plain HTTP to another host.
-    TLS protects them, loopback needs no protection, and the CRC is checked in any case."""
-    where = urlsplit(endpoint)
-    return where.scheme == "http" and where.hostname not in ("127.0.0.1", "localhost", "::1")
 
 
 def _client(config: StoreOptions, settings: Any) -> Any:
@@ -126,18 +130,6 @@ def _users_client(factory: str, named: dict[str, Any]) -> Any:
             remedy="return boto3.Session(…).client('s3', **settings)",
         )
     return client
-
-
-def _options_of_requests(config: StoreOptions) -> dict[str, str]:
-    """What these options add to each request that has a field for it."""
-    fields = {
-        "RequestPayer": "requester" if config.requester_pays else "",
-        "ServerSideEncryption": "aws:kms" if config.sse_kms_key else "",
-        "SSEKMSKeyId": config.sse_kms_key or "",
-        "StorageClass": config.storage_class or "",
-        "Tagging": urlencode(config.tags),
-    }
-    return {name: value for name, value in fields.items() if value}
 
 
 def _add_options(fields: Mapping[str, str], params: dict[str, Any], model: Any, **_: Any) -> None:

@@ -77,6 +77,7 @@ class StoreOptions:
     def __post_init__(self) -> None:
         object.__setattr__(self, "tags", _pairs(self.tags))  # a frozen dataclass is hashed
         self._refuse_kinds()
+        module, _, function = (self.client_factory or "module:function").partition(":")
         rules = {
             "chunk_size_MB": (MIN_PART_MB <= self.chunk_size_MB <= MAX_PART_MB, "give 5 to 5120"),
             "max_write_concurrency": (1 <= self.max_write_concurrency <= 256, "give 1 to 256"),
@@ -89,7 +90,7 @@ class StoreOptions:
             "read_rate": (0 < self.read_rate < math.inf, "give requests a second above 0"),
             "prefix_root": (is_s3_url(self.prefix_root or "s3://b"), "write s3://bucket/run"),
             "checksum": (self.checksum in CHECKSUMS, f"give one of {', '.join(CHECKSUMS)}"),
-            "client_factory": (_names_function(self.client_factory), "write module:function"),
+            "client_factory": (bool(module) and function.isidentifier(), "write module:function"),
             "profile": (not (self.profile and self.client_factory), "leave out client_factory"),
             "endpoint": (
                 (self.endpoint or "http://").startswith(("http://", "https://")),
@@ -157,11 +158,6 @@ class StoreOptions:
             )
         given = {name: text for name in known if (text := os.environ.get(name))}
         return cls(**{known[n].name: _parsed(n, given[n], known[n].default) for n in given})
-
-
-def _names_function(factory: str | None) -> bool:
-    module, _, function = (factory or "module:function").partition(":")
-    return bool(module) and function.isidentifier()
 
 
 def _pairs(tags: Any) -> tuple[tuple[str, str], ...]:

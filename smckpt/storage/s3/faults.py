@@ -184,15 +184,11 @@ def _wrapped(error: BaseException) -> Iterator[BaseException]:
         below = next((each for each in inside if isinstance(each, BaseException)), None)
 
 
-def _tls_error(error: BaseException) -> ssl.SSLError | None:
-    """The error of the ssl module among the wrapped errors."""
-    return next((each for each in _wrapped(error) if isinstance(each, ssl.SSLError)), None)
-
-
 def _tls_broke_off(error: BaseException) -> bool:
     """Whether a TLS connection was cut or its bytes were changed. False if the certificate is not
     trusted."""
-    below = _tls_error(error)
+    # The error of the ssl module among the wrapped errors
+    below = next((each for each in _wrapped(error) if isinstance(each, ssl.SSLError)), None)
     return isinstance(below, (ssl.SSLEOFError, ssl.SSLZeroReturnError, ssl.SSLSyscallError)) or (
         "BAD_RECORD_MAC" in (getattr(below, "reason", None) or "")
     )

@@ -81,7 +81,7 @@ class S3Writer(FileWriter):
         """Copy a piece of a part, because the caller may reuse its memory. The last piece sends the
         part."""
         with self._lock:
-            data, missing = self._gathered.get(number) or (_memory(length), length)
+            data, missing = self._gathered.get(number) or (memoryview(bytearray(length)), length)
             data[inside : inside + len(piece)] = piece
             missing -= len(piece)
             self._gathered[number] = data, missing
@@ -174,7 +174,3 @@ class S3Writer(FileWriter):
                 wrong[number] = str(there["ETag"]), value, length
         self._parts |= wrong
         return bool(wrong)
-
-
-def _memory(size: int) -> memoryview:
-    return memoryview(bytearray(size))

@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 
 from smckpt.errors import UsageError
 from smckpt.storage.disk.directory import Directory
-from smckpt.storage.disk.exclusive import publish
+from smckpt.storage.disk.posix_write import publish
 from smckpt.storage.faults import storage_error
 
 __all__ = ["NewTarget"]

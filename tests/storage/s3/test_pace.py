@@ -15,7 +15,7 @@ import pytest
 from smckpt.storage import Access, access_to
 from smckpt.storage.budget import Share
 from smckpt.storage.s3.config import StoreOptions
-from smckpt.storage.s3.pace import HostSignal, pace_of
+from smckpt.storage.s3.requests import HostSignal, pace_of
 from smckpt.storage.s3.storage import S3Storage
 from tests.support import child
 from tests.support.proxy import FaultyProxy, faulty_proxy
@@ -88,7 +88,7 @@ def test_each_signal_reaches_the_others_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr("smckpt.storage.s3.pace._LOOK", 0)
+    monkeypatch.setattr("smckpt.storage.s3.requests._LOOK", 0)
     first, second = HostSignal("x"), HostSignal("x")
     assert not second.raised()
     for _ in range(2):
@@ -101,7 +101,7 @@ def test_a_folder_that_is_not_ours_is_not_trusted_and_nothing_breaks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr("smckpt.storage.s3.pace._LOOK", 0)
+    monkeypatch.setattr("smckpt.storage.s3.requests._LOOK", 0)
     first, second = HostSignal("x"), HostSignal("x")
     (tmp_path / f"smckpt-{os.getuid()}").rmdir()
     (tmp_path / "elsewhere").mkdir()

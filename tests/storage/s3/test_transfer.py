@@ -16,7 +16,7 @@ from smckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, Stora
 from smckpt.storage import open_storage
 from smckpt.storage.budget import Share
 from smckpt.storage.s3.config import StoreOptions
-from smckpt.storage.s3.pace import pace_of
+from smckpt.storage.s3.requests import pace_of
 from smckpt.storage.s3.storage import S3Storage
 from tests.support import rebuilt, shards
 from tests.support.copies import contents

@@ -1,4 +1,24 @@
-"""`ParallelState`: a job's degrees, checked against its world; also read from a `DeviceMesh`."""
+"""Parallel degrees, the order of ranks, and the groups that follow from them.
+
+The world is a grid of six dimensions. Innermost first, by default:
+
+    tp    tensor parallel: the parts of one layer
+    cp    context parallel: the parts of one sequence
+    ep    expert parallel: the experts of one layer
+    fsdp  the rest of the FSDP shard group, which is made of cp × fsdp ranks
+    rep   hybrid sharding's replicas
+    pp    pipeline stages
+
+so that `world = pp × rep × shard_degree × ep × tp`, with `shard_degree = fsdp × cp`.
+
+The meanings are those of SMP v2. `hybrid_shard_degree`: "SMP v2 core feature configuration
+parameters" in the SageMaker developer guide (distributed-model-parallel-v2-reference). Expert
+parallelism is a dimension beside the shard group, and context parallelism one inside it: SMP's
+published scripts name one sharded checkpoint `tp{tp_rank}_ep{ep_rank}` per FSDP process group, so
+ep_rank is the same in all of it, and AWS's training adapter for NeMo (its function
+`validate_distributed_degrees`) demands that shard × tp × ep divide the world and that cp is at most
+the shard degree. Combinations that SMP itself cannot run (ep with tp, any pp) work here too.
+"""
 
 from __future__ import annotations
 
@@ -6,34 +26,159 @@ import itertools
 import math
 import operator
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from smckpt.errors import TopologyError, UsageError
-from smckpt.topology.ranker import DEFAULT_ORDER, Ranker
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["ParallelState", "order_of", "rank_in_job", "role_of", "roles_of"]
+__all__ = [
+    "DEFAULT_ORDER",
+    "ParallelState",
+    "Ranker",
+    "order_of",
+    "rank_in_job",
+    "role_of",
+    "roles_of",
+]
+
+DEFAULT_ORDER = ("tp", "cp", "ep", "fsdp", "rep", "pp")
+
+# The dimensions in which a group of each kind extends; all others are fixed.
+_SHARD = ("cp", "fsdp")
+_DATA = ("ep", "fsdp", "rep")
+
+
+class Ranker:
+    """Computes the groups of each kind.
+
+    Args:
+        sizes: (name, size) of the grid's dimensions, innermost first; their product is the world.
+
+    Every `get_…_groups` returns all groups of the world, each ascending, ordered by their lowest
+    rank; together they hold every rank once. `get_…_rank(rank)` is a rank's index in its group.
+    """
+
+    def __init__(self, sizes: Sequence[tuple[str, int]]) -> None:
+        self._sizes = dict(sizes)
+        strides = itertools.accumulate([1, *self._sizes.values()], operator.mul)
+        self._strides = dict(zip(self._sizes, strides, strict=False))
+        self._world = math.prod(self._sizes.values())
+
+    def get_rep_groups(self) -> list[list[int]]:
+        """Replication groups: ranks that hold the same shard and commit a LOCAL checkpoint."""
+        return self._groups("rep")
+
+    def get_fsdp_groups(self) -> list[list[int]]:
+        """Shard groups: ranks that share one copy of the (tp, ep, pp) part of the model."""
+        return self._groups(*_SHARD)
+
+    def get_tp_groups(self) -> list[list[int]]:
+        return self._groups("tp")
+
+    def get_cp_groups(self) -> list[list[int]]:
+        return self._groups("cp")
+
+    def get_ep_groups(self) -> list[list[int]]:
+        return self._groups("ep")
+
+    def get_pp_groups(self) -> list[list[int]]:
+        return self._groups("pp")
+
+    def get_dp_groups(self) -> list[list[int]]:
+        """Data-parallel groups: ranks that read different samples."""
+        return self._groups(*_DATA)
+
+    def get_rep_rank(self, rank: int) -> int:
+        """0 for the replica that SMP's scripts let save a SHARDED checkpoint."""
+        return self._index(rank, "rep")
+
+    def get_fsdp_rank(self, rank: int) -> int:
+        return self._index(rank, *_SHARD)
+
+    def get_tp_rank(self, rank: int) -> int:
+        return self._index(rank, "tp")
+
+    def get_cp_rank(self, rank: int) -> int:
+        return self._index(rank, "cp")
+
+    def get_ep_rank(self, rank: int) -> int:
+        return self._index(rank, "ep")
+
+    def get_pp_rank(self, rank: int) -> int:
+        return self._index(rank, "pp")
+
+    def get_dp_rank(self, rank: int) -> int:
+        return self._index(rank, *_DATA)
+
+    def get_rep_group(self, rank: int) -> list[int]:
+        """The replication group that a rank is in."""
+        return self._group(rank, "rep")
+
+    def get_fsdp_group(self, rank: int) -> list[int]:
+        return self._group(rank, *_SHARD)
+
+    def get_tp_group(self, rank: int) -> list[int]:
+        return self._group(rank, "tp")
+
+    def get_cp_group(self, rank: int) -> list[int]:
+        return self._group(rank, "cp")
+
+    def get_ep_group(self, rank: int) -> list[int]:
+        return self._group(rank, "ep")
+
+    def get_pp_group(self, rank: int) -> list[int]:
+        return self._group(rank, "pp")
+
+    def get_dp_group(self, rank: int) -> list[int]:
+        return self._group(rank, *_DATA)
+
+    @property
+    def dp_size(self) -> int:
+        """The size of each data-parallel group."""
+        return math.prod(self._sizes[dim] for dim in _DATA)
+
+    def _offsets(self, dims: Sequence[str]) -> list[int]:
+        """The offsets of a group's ranks from its lowest one, ascending."""
+        steps = [range(0, self._sizes[d] * self._strides[d], self._strides[d]) for d in dims]
+        return sorted(map(sum, itertools.product(*steps)))
+
+    def _groups(self, *dims: str) -> list[list[int]]:
+        offsets = self._offsets(dims)
+        lowest = self._offsets([dim for dim in self._sizes if dim not in dims])
+        return [[low + offset for offset in offsets] for low in lowest]
+
+    def _group(self, rank: int, *dims: str) -> list[int]:
+        low = self._checked(rank) - self._above_lowest(rank, dims)
+        return [low + offset for offset in self._offsets(dims)]
+
+    def _index(self, rank: int, *dims: str) -> int:
+        return self._offsets(dims).index(self._above_lowest(self._checked(rank), dims))
+
+    def _above_lowest(self, rank: int, dims: Sequence[str]) -> int:
+        return sum(rank // self._strides[d] % self._sizes[d] * self._strides[d] for d in dims)
+
+    def _checked(self, rank: int) -> int:
+        if not 0 <= rank < self._world:
+            raise TopologyError(
+                f"rank {rank} is not in a world of {self._world}",
+                remedy=f"pass a global rank from 0 to {self._world - 1}",
+            )
+        return rank
+
 
 # The fields of a topology, and those whose product must divide the world.
-_DEGREES = (
-    "world_size",
-    "tensor_parallel_degree",
-    "expert_parallel_degree",
-    "context_parallel_degree",
-    "pipeline_parallel_degree",
-    "hybrid_shard_degree",
-)
 _FACTORS = (
     "tensor_parallel_degree",
     "expert_parallel_degree",
     "pipeline_parallel_degree",
     "hybrid_shard_degree",
 )
+_DEGREES = ("world_size", *_FACTORS[:2], "context_parallel_degree", *_FACTORS[2:])
 
 
 @dataclass(frozen=True)
@@ -73,20 +218,13 @@ class ParallelState:
         for name in _DEGREES:
             least = 0 if name == "hybrid_shard_degree" else 1
             object.__setattr__(self, name, _count(name, getattr(self, name), least))
-        object.__setattr__(self, "order", _checked_order(self.order))
-        self._check_product()
-        self._check_context()
-        rank = _rank_from_environment(self.world_size) if self.rank is None else self.rank
-        if rank is not None:
-            rank = _count("rank", rank, 0)
-            if rank >= self.world_size:
-                raise TopologyError(
-                    f"rank {rank} is not in a world of {self.world_size}",
-                    remedy="pass the world size of the whole job",
-                )
-        object.__setattr__(self, "rank", rank)
-
-    def _check_product(self) -> None:
+        names = self.order if isinstance(self.order, (list, tuple)) else ()
+        if sorted(map(repr, names)) != sorted(map(repr, DEFAULT_ORDER)):
+            raise UsageError(
+                f"order is {self.order!r}",
+                remedy=f"pass a permutation of {DEFAULT_ORDER}, innermost dimension first",
+            )
+        object.__setattr__(self, "order", tuple(self.order))
         factors = [(name, getattr(self, name)) for name in _FACTORS]
         # 0 means all remaining ranks, so it is not part of the product
         shown = [(name, value) for name, value in factors if value > 1] or factors[:1]
@@ -98,8 +236,6 @@ class ParallelState:
                 f"{text} does not divide world_size {self.world_size}",
                 remedy="choose degrees whose product divides the number of ranks",
             )
-
-    def _check_context(self) -> None:
         if self.shard_degree % self.context_parallel_degree:
             raise TopologyError(
                 f"context_parallel_degree {self.context_parallel_degree} does not divide the shard "
@@ -110,6 +246,19 @@ class ParallelState:
                 remedy="context-parallel ranks are ranks of one shard group: raise "
                 "hybrid_shard_degree to a multiple of the context degree, or pass 0",
             )
+        rank = self.rank
+        if rank is None and self.world_size == 1:
+            rank = 0
+        elif rank is None and os.environ.get("WORLD_SIZE") == str(self.world_size):
+            rank = int(os.environ["RANK"]) if "RANK" in os.environ else None
+        if rank is not None:
+            rank = _count("rank", rank, 0)
+            if rank >= self.world_size:
+                raise TopologyError(
+                    f"rank {rank} is not in a world of {self.world_size}",
+                    remedy="pass the world size of the whole job",
+                )
+        object.__setattr__(self, "rank", rank)
 
     @property
     def shard_degree(self) -> int:
@@ -270,24 +419,6 @@ def _count(name: str, value: Any, least: int) -> int:
     return number
 
 
-def _checked_order(order: Sequence[str]) -> tuple[str, ...]:
-    names = order if isinstance(order, (list, tuple)) else ()
-    if sorted(map(repr, names)) != sorted(map(repr, DEFAULT_ORDER)):
-        raise UsageError(
-            f"order is {order!r}",
-            remedy=f"pass a permutation of {DEFAULT_ORDER}, innermost dimension first",
-        )
-    return tuple(order)
-
-
-def _rank_from_environment(world_size: int) -> int | None:
-    if world_size == 1:
-        return 0
-    if os.environ.get("WORLD_SIZE") == str(world_size) and "RANK" in os.environ:
-        return int(os.environ["RANK"])
-    return None
-
-
 # The names of mesh dimensions in the examples of torch, torchtitan and transformers.
 _USUAL_NAMES: Mapping[str, tuple[str, ...]] = {
     "tp": ("tp",),
@@ -324,7 +455,13 @@ def roles_of(dim_names: tuple[str, ...], names: Mapping[str, str]) -> tuple[str,
                 remedy=f"the mesh has {dim_names}: name one of them",
             )
     given = {dim: role for role, dim in names.items()}
-    roles = tuple(given.get(dim) or _usual_role(dim, dim_names) for dim in dim_names)
+    for dim in dim_names:
+        if dim not in given and role_of(dim) is None:
+            raise UsageError(
+                f"mesh dimension {dim!r} of {dim_names} has no known role",
+                remedy=f"pass names={{role: {dim!r}}} with a role out of {DEFAULT_ORDER}",
+            )
+    roles = tuple(given.get(dim) or str(role_of(dim)) for dim in dim_names)
     if not roles or len(set(roles)) < len(roles):
         raise UsageError(
             f"mesh dimensions {dim_names} play the roles {roles}",
@@ -338,16 +475,6 @@ def role_of(dim: str) -> str | None:
     return next((role for role, usual in _USUAL_NAMES.items() if dim in usual), None)
 
 
-def _usual_role(dim: str, dim_names: tuple[str, ...]) -> str:
-    role = role_of(dim)
-    if role is not None:
-        return role
-    raise UsageError(
-        f"mesh dimension {dim!r} of {dim_names} has no known role",
-        remedy=f"pass names={{role: {dim!r}}} with a role out of {DEFAULT_ORDER}",
-    )
-
-
 def order_of(dims: Sequence[str], shape: Sequence[int], ranks: Sequence[int]) -> tuple[str, ...]:
     """The rank order of a mesh: the dimension along which ranks step by 1 is innermost."""
     steps: dict[str, int] = {}
@@ -359,21 +486,15 @@ def order_of(dims: Sequence[str], shape: Sequence[int], ranks: Sequence[int]) ->
     large = sorted((dim for dim in dims if steps[dim]), key=lambda dim: steps[dim])
     places = iter(large)
     order = tuple(next(places) if dim in large else dim for dim in DEFAULT_ORDER)
-    if list(ranks) != list(_numbered(dims, dict(zip(dims, shape, strict=True)), order)):
+    # the flattened, row-major ranks that the mesh would have if this order numbered them
+    sizes = dict(zip(dims, shape, strict=True))
+    counts = itertools.accumulate([1, *(sizes.get(dim, 1) for dim in order)], operator.mul)
+    strides = dict(zip(order, counts, strict=False))
+    spans = (range(0, sizes[dim] * strides[dim], strides[dim]) for dim in dims)
+    if list(ranks) != [*map(sum, itertools.product(*spans))]:
         raise TopologyError(
-            f"the mesh {dict(zip(dims, shape, strict=True))} numbers its ranks {list(ranks)}",
+            f"the mesh {sizes} numbers its ranks {list(ranks)}",
             remedy="pass a mesh over all ranks of the job, numbered by some nesting of its "
             "dimensions",
         )
     return order
-
-
-def _numbered(dims: Sequence[str], sizes: Mapping[str, int], order: Sequence[str]) -> Iterator[int]:
-    """The flattened, row-major ranks that a mesh would have if `order` numbered them."""
-    steps: dict[str, int] = {}
-    step = 1
-    for dim in order:
-        steps[dim] = step
-        step *= sizes.get(dim, 1)
-    for at in itertools.product(*(range(sizes[dim]) for dim in dims)):
-        yield sum(i * steps[dim] for i, dim in zip(at, dims, strict=True))

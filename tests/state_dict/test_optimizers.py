@@ -1,4 +1,4 @@
-"""A sample of docs/evidence/optimizers.md: where torch's own pair of methods resumes, smckpt does."""
+"""A sample of docs/evidence/optimizers.md: where torch's pair of methods resumes, smckpt does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a test of the translator compared with what, and the table of it in docs/evidence/families.md.
+"""What a test of the translator compared with what: the table in docs/evidence/families.md.
 
     ./dev families           run these tests, long ones too, and write the table
     ./dev families ARGS      ARGS go to pytest; the table of what ran is printed, not written

@@ -1,6 +1,6 @@
 """Which optimizers resume exactly: through torch's own pair of methods, and through smckpt.
 
-    ./dev optimizers           try every optimizer that is installed, write docs/evidence/optimizers.md
+    ./dev optimizers           try every one that is installed, write docs/evidence/optimizers.md
     ./dev optimizers WORD …    those whose name contains one of these, under the wrappers that are
                                named (plain, DDP, FSDP1, FSDP2, Trainer); the table is printed
 

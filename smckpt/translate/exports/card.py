@@ -75,12 +75,18 @@ def _facts(
     names = [] if settings is None else settings.values.get("architectures") or []
     made_from = found.source_format + (f", layout {found.layout}" if found.layout else "")
     adapter = found.adapter
+    sizes: dict[str, int] = {}
+    for target in targets:
+        nbytes = math.prod(target.shape) * DTYPES[target.dtype].itemsize
+        sizes[target.dtype] = sizes.get(target.dtype, 0) + nbytes
     facts = {
         "model": ", ".join([*names[:1], *filter(None, [kind])]),
         "adapter": "" if adapter is None else str(adapter.values.get("peft_type") or "LORA"),
         "base": "" if adapter is None else adapter.values.get("base_model_name_or_path"),
         "parameters": f"{numbers:,}",
-        "dtype": _dtypes(files),
+        "dtype": ", ".join(
+            sorted(sizes, key=lambda dtype: -sizes[dtype])
+        ),  # that of most bytes first
         "step": "" if found.step is None else str(found.step),
         "checkpoint": found.source.url,
         "commit": found.identity,
@@ -96,15 +102,6 @@ def _facts(
         if value:
             yield f"| {name} | {_plain(value)} |"
     yield ""
-
-
-def _dtypes(files: Sequence[OutputFile]) -> str:
-    """The dtypes, that of the most bytes first."""
-    sizes: dict[str, int] = {}
-    for target in (target for file in files for target in file.targets):
-        nbytes = math.prod(target.shape) * DTYPES[target.dtype].itemsize
-        sizes[target.dtype] = sizes.get(target.dtype, 0) + nbytes
-    return ", ".join(sorted(sizes, key=lambda dtype: -sizes[dtype]))
 
 
 def _files(files: Sequence[OutputFile], checksums: Mapping[str, str]) -> Iterator[str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from tempfile import TemporaryDirectory
@@ -18,11 +18,11 @@ from typing import Any
 
 from smckpt.calls import alone, changed, checked
 from smckpt.errors import UsageError
-from smckpt.storage import Access, Storage, StoreOptions, access_to
+from smckpt.storage import Storage, StoreOptions, access_to
 from smckpt.storage.urls import is_local
 from smckpt.translate.configs.config import ModelConfig, read_generation
 from smckpt.translate.configs.prediction import with_prediction_layers
-from smckpt.translate.exports.export_group import ExportGroup, export_group_of
+from smckpt.translate.exports.export_group import export_group_of
 from smckpt.translate.exports.gguf import GgufConverter
 from smckpt.translate.exports.options import ExportOptions
 from smckpt.translate.exports.sidecars import (
@@ -142,7 +142,8 @@ def export_hf(
         cleanup.enter_context(group.telling())
         files = _check_places(checkpoint, out_dir)
         made_gguf: str | None = None
-        access = _access(checkpoint, out_dir, storage)
+        read = [checkpoint] if isinstance(checkpoint, (str, os.PathLike)) else []
+        access = access_to(out_dir, *read, storage=storage)
         dtype = _dtype_name(dtype)
         ranks = Parallel.of(parallel)
         if not isinstance(adapter, (Adapter, type(None))):
@@ -160,7 +161,12 @@ def export_hf(
             lambda: cleanup.enter_context(TemporaryDirectory()),
         )
         if generation is not None:
-            settings = _with_generation(settings, generation)
+            if settings is None:
+                raise UsageError(
+                    "ExportOptions(generation_config=) is given, but no config",
+                    remedy="pass config= too",
+                )
+            settings = replace(settings, own_generation=read_generation(generation))
         tokens = tokenizer_of(tokenizer, settings)
         given = {"config": config, "tokenizer": tokenizer, "lora_config": lora_config, "base": base}
         if not files:
@@ -194,11 +200,23 @@ def export_hf(
                 )  # fmt: skip
             shapes = {target.name: tuple(target.shape) for target in found.targets}
             notes = (*notes_on_absent(settings), *note_on_ids(tokens, shapes))
-            found = replace(_cast(found, dtype), notes=(*noted, *found.notes, *notes))
+            kept = found.kept.get(dtype or "", frozenset())
+            targets = [t if t.name in kept else _cast_target(t, dtype) for t in found.targets]
+            found = replace(found, targets=targets, notes=(*noted, *found.notes, *notes))
             return _planned(found, access.open(out_dir), settings, tokens, options.limit)
 
         def attempt() -> tuple[Planned, dict[str, Any]]:
-            return _attempt(group, plan, Stages(group, comparison, options))
+            """Plan and write; if that fails, nothing is left. Returns what was written, and what
+            the first process has decided."""
+            stages = Stages(group, comparison, options)
+            with ExitStack() as done:
+                done.callback(stages.close)
+                on_failure = done.enter_context(ExitStack())
+                on_failure.callback(stages.abandon)
+                group.meet("plan", lambda: stages.plan(plan), stages.prepare)
+                decided = group.meet("written", stages.write, stages.publish)
+                on_failure.pop_all()
+            return stages.made, decided
 
         try:
             made, decided = attempt()
@@ -226,21 +244,6 @@ def _planned(
     )  # fmt: skip
 
 
-def _attempt(
-    group: ExportGroup, plan: Callable[[], Planned], stages: Stages
-) -> tuple[Planned, dict[str, Any]]:
-    """Plan and write; if that fails, nothing is left. Returns what was written, and what the first
-    process has decided."""
-    with ExitStack() as done:
-        done.callback(stages.close)
-        on_failure = done.enter_context(ExitStack())
-        on_failure.callback(stages.abandon)
-        group.meet("plan", lambda: stages.plan(plan), stages.prepare)
-        decided = group.meet("written", stages.write, stages.publish)
-        on_failure.pop_all()
-    return stages.made, decided
-
-
 def _report(made: Planned, decided: dict[str, Any], seconds: float) -> ExportReport:
     notes = (*made.found.notes, *decided["notes"])
     for note in notes:
@@ -266,16 +269,8 @@ def _one_file(found: ExportContents) -> tuple[OutputFile, ...]:
     return (replace(file, name=ADAPTER_WEIGHTS),)
 
 
-def _cast(found: ExportContents, dtype: str | None) -> ExportContents:
-    """The targets in the dtype to write them in."""
-    kept = found.kept.get(dtype or "", frozenset())
-    return replace(
-        found, targets=[t if t.name in kept else _cast_target(t, dtype) for t in found.targets]
-    )
-
-
 def _cast_target(target: Any, dtype: str | None) -> Any:
-    if dtype is None or not _is_float(target.dtype):
+    if dtype is None or not target.dtype.startswith(("float", "bfloat")):
         return target
     if target.dtype not in CASTABLE:
         raise UsageError(
@@ -313,22 +308,6 @@ def _converter(options: ExportOptions, out_dir: Any, alone: bool) -> GgufConvert
     return GgufConverter.find(kind, command, os.fspath(out_dir))
 
 
-def _with_generation(settings: ModelConfig | None, given: Any) -> ModelConfig:
-    if settings is None:
-        raise UsageError(
-            "ExportOptions(generation_config=) is given, but no config", remedy="pass config= too"
-        )
-    return replace(settings, own_generation=read_generation(given))
-
-
-def _access(
-    checkpoint: Any, out_dir: Any, storage: StoreOptions | Mapping[str, Any] | None
-) -> Access:
-    """The access to the directory that is written, and to the checkpoint if there is one."""
-    read = [checkpoint] if isinstance(checkpoint, (str, os.PathLike)) else []
-    return access_to(out_dir, *read, storage=storage)
-
-
 def _dtype_name(dtype: Any) -> str | None:
     if dtype is None:
         return None
@@ -339,7 +318,3 @@ def _dtype_name(dtype: Any) -> str | None:
             f"dtype={dtype!s}", remedy="pass float32, bfloat16 or float16, or None to keep it"
         )
     return name
-
-
-def _is_float(dtype: str) -> bool:
-    return dtype.startswith(("float", "bfloat"))

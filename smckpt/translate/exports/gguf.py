@@ -12,9 +12,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import IO
 
 from smckpt.errors import UsageError
 from smckpt.storage.disk.directory import Directory
@@ -54,9 +52,12 @@ class GgufConverter:
                 remedy="export to a disk, and copy the GGUF file from there", path=out_dir,
             )  # fmt: skip
         given = command or os.environ.get(CONVERTER) or shutil.which(_SCRIPT)
-        words = _words(given)
+        text = os.fspath(given or "")
+        words = (text,) if os.path.isfile(text) else tuple(shlex.split(text))
+        if len(words) == 1 and os.path.isfile(words[0]) and not os.access(words[0], os.X_OK):
+            words = (sys.executable, *words)
         if not words or shutil.which(words[0]) is None:
-            what = f"{os.fspath(given)!r} cannot be run" if given else f"{_SCRIPT} is not here"
+            what = f"{text!r} cannot be run" if given else f"{_SCRIPT} is not here"
             raise UsageError(
                 f"{what}, which makes GGUF files of a Hugging Face directory",
                 remedy=f"get llama.cpp's source, install its requirements, and put {_SCRIPT} on "
@@ -82,37 +83,19 @@ class GgufConverter:
                     env=environment, check=False,
                 )  # fmt: skip
                 if done.returncode or above.status(os.path.basename(begun)) is None:
-                    raise _failed(self.command, done.returncode, _last_lines(output), at)
+                    size = output.seek(0, os.SEEK_END)
+                    output.seek(max(0, size - (64 << 10)))
+                    lines = output.read().decode(errors="replace").splitlines()
+                    lines = [line for line in lines if line.strip()][-_LINES:]
+                    text = "; ".join(lines) or "it wrote nothing"
+                    raise UsageError(
+                        f"llama.cpp's converter ended with {done.returncode}: {text}",
+                        remedy="the Hugging Face directory is whole: look at these lines, and run "
+                        f"the converter on it again ({shlex.join(self.command)})",
+                        path=at,
+                    )
                 above.rename(os.path.basename(begun), name)
                 above.sync()
             finally:
                 above.remove_all(os.path.basename(begun))
         return os.path.join(at, name)
-
-
-def _words(given: str | os.PathLike[str] | None) -> tuple[str, ...]:
-    """The words of a command. A script that is not executable is run by this Python."""
-    if not given:
-        return ()
-    text = os.fspath(given)
-    words = (text,) if os.path.isfile(text) else tuple(shlex.split(text))
-    if len(words) == 1 and os.path.isfile(words[0]) and not os.access(words[0], os.X_OK):
-        return (sys.executable, *words)
-    return words
-
-
-def _last_lines(file: IO[bytes]) -> Sequence[str]:
-    size = file.seek(0, os.SEEK_END)
-    file.seek(max(0, size - (64 << 10)))
-    lines = file.read().decode(errors="replace").splitlines()
-    return [line for line in lines if line.strip()][-_LINES:]
-
-
-def _failed(command: Sequence[str], code: int, lines: Sequence[str], at: str) -> UsageError:
-    text = "; ".join(lines) or "it wrote nothing"
-    return UsageError(
-        f"llama.cpp's converter ended with {code}: {text}",
-        remedy="the Hugging Face directory is whole: look at these lines, and run the converter on "
-        f"it again ({shlex.join(command)})",
-        path=at,
-    )

@@ -36,7 +36,6 @@ from smckpt.translate.tables.degrees import check_paths, refuse_given, refuse_st
 from smckpt.translate.tables.family import Family
 from smckpt.translate.tables.layouts import get_layout
 from smckpt.translate.tables.pieces import Side
-from smckpt.translate.tables.table import TensorLayout
 from smckpt.translate.tables.vocabulary import most_padding, padded_rows
 from smckpt.translate.writing.cast import NonFinite, refuse_nonfinite
 from smckpt.translate.writing.files import refuse_into_source
@@ -159,8 +158,15 @@ def import_hf(
         size = side.dims.sizes["V"]
         notes = [
             *(note for note in config_notes if config is None and not found.is_hub), *found.notes,
-            *left_out, *_notes(chosen, size, degrees.tp, multiple),
+            *left_out,
         ]  # fmt: skip
+        rows = padded_rows(size, degrees.tp, multiple)
+        padded = any(row.how == "vocabulary" for row in chosen.rows)
+        if padded and rows - size > most_padding(rows, degrees.tp):
+            notes.append(
+                f"the vocabulary of {size} is padded to {rows} rows, which is not a multiple that "
+                f"trainers round up to: export with padded_vocab_size={rows}"
+            )
         nonfinite = NonFinite()
         ranker, attempt = topology.ranker, new_attempt()
         own = [
@@ -182,7 +188,9 @@ def import_hf(
         # last, because it replaces the old checkpoint's config, which must stay until `commit`
         if predicting or left_out:
             settings = with_prediction_layers(settings, predicting)
-        output.put(CONFIG, (json.dumps(_config(settings), indent=2) + "\n").encode())
+        values = settings.complete(None)
+        values.pop("quantization_config", None)  # nothing that was written is quantized
+        output.put(CONFIG, (json.dumps(values, indent=2) + "\n").encode())
         on_failure.pop_all()
         output.commit(sweep_older=options.overwrite)
     for note in notes:
@@ -209,22 +217,3 @@ def _side_of(
         found.facts,
     )  # fmt: skip
     return side, found.reader, predicting, notes
-
-
-def _config(settings: ModelConfig) -> dict[str, Any]:
-    """The config of what was written: nothing is quantized."""
-    values = settings.complete(None)
-    values.pop("quantization_config", None)
-    return values
-
-
-def _notes(layout: TensorLayout, size: int, tp: int, multiple: int) -> list[str]:
-    """A note if a later export would not recognise the padding by itself."""
-    rows = padded_rows(size, tp, multiple)
-    padded = any(row.how == "vocabulary" for row in layout.rows)
-    if not padded or rows - size <= most_padding(rows, tp):
-        return []
-    return [
-        f"the vocabulary of {size} is padded to {rows} rows, which is not a multiple that "
-        f"trainers round up to: export with padded_vocab_size={rows}"
-    ]

@@ -53,7 +53,12 @@ def write_sidecars(
     if adapter is not None:
         output.put(ADAPTER_CONFIG, _json(adapter.values))
     if settings is not None:
-        values = settings.complete(_main_dtype(targets))
+        counts: dict[str, int] = {}
+        for target in targets:
+            if target.dtype in CASTABLE:
+                nbytes = int(np.prod(target.shape)) * DTYPES[target.dtype].itemsize
+                counts[target.dtype] = counts.get(target.dtype, 0) + nbytes
+        values = settings.complete(max(counts, key=lambda name: counts[name]) if counts else None)
         # a file of the input's weights, which transformers would load in place of these
         values.pop("transformers_weights", None)
         # it describes the input's weights, which were quantized
@@ -115,16 +120,6 @@ def index_of(files: Sequence[OutputFile]) -> bytes:
     return _json(
         {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     )
-
-
-def _main_dtype(targets: Sequence[Target]) -> str | None:
-    """The floating dtype of the most bytes, in which the model should be loaded."""
-    counts: dict[str, int] = {}
-    for target in targets:
-        if target.dtype in CASTABLE:
-            nbytes = int(np.prod(target.shape)) * DTYPES[target.dtype].itemsize
-            counts[target.dtype] = counts.get(target.dtype, 0) + nbytes
-    return max(counts, key=lambda name: counts[name]) if counts else None
 
 
 def _json(values: Mapping[str, Any]) -> bytes:

@@ -116,7 +116,8 @@ def verify_hf(
         mtp = None if further else DROP
         ranks = replace(ranks, allow_equal_ranks=True)
         try:
-            with closing(_comparison(settings)) as comparison:
+            model_config = None if settings is None else settings.complete(None)
+            with closing(Comparison(model_config, strict=False)) as comparison:
                 theirs = find_contents(
                     access_to(against), against, prefix, settings, ranks, HUB, mtp, comparison
                 )
@@ -163,10 +164,6 @@ def _untied(
 
 
 # -- against a checkpoint ------------------------------------------------------------------------
-
-
-def _comparison(settings: ModelConfig | None) -> Comparison:
-    return Comparison(None if settings is None else settings.complete(None), strict=False)
 
 
 def _differences(
@@ -248,16 +245,13 @@ def _in_memory(settings: ModelConfig | None, stored: Mapping[str, Target]) -> tu
         return found.kind, []
     released = {tensor.name for tensor in found.hub}
     others = sorted(name for name in stored if name not in released)
-    return found.kind, [
-        f"{len(others)} names are not those of released models, but those that transformers "
-        f"{_version()} has in memory, which other versions and servers do not load: {others[:8]}"
-    ]
-
-
-def _version() -> str:
     import transformers
 
-    return str(transformers.__version__)
+    return found.kind, [
+        f"{len(others)} names are not those of released models, but those that transformers "
+        f"{transformers.__version__} has in memory, which other versions and servers do not load: "
+        f"{others[:8]}"
+    ]
 
 
 def _loaded(
@@ -274,7 +268,10 @@ def _loaded(
         ) from error
     import torch
 
-    if strange := [path.name for path in sorted(folder.iterdir()) if _is_no_file(path)]:
+    # transformers would open a pipe or device, and might wait without end
+    strange = [p.name for p in sorted(folder.iterdir())
+               if p.exists() and not p.is_file() and not p.is_dir()]  # fmt: skip
+    if strange:
         return None, [f"{name} is a pipe or device, not a file" for name in strange]
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
@@ -295,11 +292,6 @@ def _loaded(
     problems = [f"from_pretrained: {what}: {sorted(names)[:8]}"
                 for what, names in reported.items() if names]  # fmt: skip
     return model.eval(), problems
-
-
-def _is_no_file(path: Path) -> bool:
-    """Whether it is a pipe or device. transformers would open it, and might wait without end."""
-    return path.exists() and not path.is_file() and not path.is_dir()
 
 
 @contextmanager

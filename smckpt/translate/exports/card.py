@@ -9,11 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from smckpt._version import __version__
 from smckpt.errors import CorruptCheckpointError, StorageError
-from smckpt.layout.entries import DTYPES
 from smckpt.translate.configs.config import ModelConfig
 from smckpt.translate.models.contents import ExportContents
 from smckpt.translate.writing.files import Output
-from smckpt.translate.writing.targets import OutputFile
+from smckpt.translate.writing.targets import OutputFile, nbytes_of
 
 __all__ = ["CARD", "write_card"]
 
@@ -77,8 +76,7 @@ def _facts(
     adapter = found.adapter
     sizes: dict[str, int] = {}
     for target in targets:
-        nbytes = math.prod(target.shape) * DTYPES[target.dtype].itemsize
-        sizes[target.dtype] = sizes.get(target.dtype, 0) + nbytes
+        sizes[target.dtype] = sizes.get(target.dtype, 0) + nbytes_of(target)
     facts = {
         "model": ", ".join([*names[:1], *filter(None, [kind])]),
         "adapter": "" if adapter is None else str(adapter.values.get("peft_type") or "LORA"),

@@ -10,11 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from smckpt.checkpoint.records.strict_json import at_once
 from smckpt.errors import UsageError
-from smckpt.layout.entries import DTYPES
 from smckpt.storage import Access, Storage
 from smckpt.storage.urls import is_local, is_plain_name, local_path
 from smckpt.translate.configs.config import (
@@ -32,7 +29,7 @@ from smckpt.translate.configs.config import (
 from smckpt.translate.models.lora import ADAPTER_CONFIG, LoraConfig
 from smckpt.translate.writing.cast import CASTABLE
 from smckpt.translate.writing.files import Output
-from smckpt.translate.writing.targets import OutputFile, Target, is_quantized
+from smckpt.translate.writing.targets import OutputFile, Target, is_quantized, nbytes_of
 
 __all__ = ["index_of", "notes_on_absent", "read_settings", "tokenizer_of", "write_sidecars"]
 
@@ -56,8 +53,7 @@ def write_sidecars(
         counts: dict[str, int] = {}
         for target in targets:
             if target.dtype in CASTABLE:
-                nbytes = int(np.prod(target.shape)) * DTYPES[target.dtype].itemsize
-                counts[target.dtype] = counts.get(target.dtype, 0) + nbytes
+                counts[target.dtype] = counts.get(target.dtype, 0) + nbytes_of(target)
         values = settings.complete(max(counts, key=lambda name: counts[name]) if counts else None)
         # a file of the input's weights, which transformers would load in place of these
         values.pop("transformers_weights", None)

@@ -37,7 +37,7 @@ from smckpt.translate.tables.names import find_ties
 from smckpt.translate.writing.cast import CASTABLE, cast, stored_type
 from smckpt.translate.writing.files import aligned
 from smckpt.translate.writing.stream import CHUNK, ChunkSource, tied_names
-from smckpt.translate.writing.targets import Chunk, Range, Target, is_quantized
+from smckpt.translate.writing.targets import Chunk, Range, Target, is_quantized, nbytes_of
 
 __all__ = ["HFReport", "verify_hf"]
 
@@ -180,7 +180,7 @@ def _differences(
     tied = settings is not None and settings.ties_embeddings
     copies = {tie.left_out: tie.kept for tie in find_ties(stored)} if tied else {}
     problems = [f"only the checkpoint has {name}" for name in wanted if name not in stored]
-    total, done = sum(_nbytes(t) for t in stored.values()), 0
+    total, done = sum(nbytes_of(t) for t in stored.values()), 0
     with closing(theirs.source), closing(files):
         for name, ours in stored.items():
             target = wanted.get(name, wanted.get(copies.get(name, "")))
@@ -188,14 +188,10 @@ def _differences(
                 problems.append(f"the checkpoint lacks {name}")
             elif problem := _difference(theirs.source, target, files, ours):
                 problems.append(f"{name}: {problem}")
-            done += _nbytes(ours)
+            done += nbytes_of(ours)
             if progress is not None:
                 progress(done, total)
     return problems
-
-
-def _nbytes(tensor: Target) -> int:
-    return math.prod(tensor.shape) * DTYPES[tensor.dtype].itemsize
 
 
 def _difference(

@@ -13,7 +13,6 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from smckpt.errors import CheckpointError, TensorMismatchError, UsageError
-from smckpt.layout.entries import DTYPES
 from smckpt.layout.strided import Copy
 from smckpt.storage import Access
 from smckpt.storage.urls import is_local, local_path
@@ -36,29 +35,23 @@ from smckpt.translate.models.contents import (
 )
 from smckpt.translate.models.lora import (
     ADAPTER_CONFIG,
-    LoraConfig,
-    PeftTensors,
     read_lora_configs,
     sort,
 )
 from smckpt.translate.models.merged import Change, Merged, MergedSource
 from smckpt.translate.models.model_source import Parallel, open_model
 from smckpt.translate.models.quantized import dequantized
+from smckpt.translate.ranks.pipeline import JoinedTensors
 from smckpt.translate.ranks.translated import Translated, TranslatedSource
 from smckpt.translate.sources.rank_files import TensorReader, open_directory
-from smckpt.translate.tables.compile import Block
 from smckpt.translate.tables.degrees import refuse_given, refuse_store
 from smckpt.translate.tables.detect import looks_transformed
 from smckpt.translate.tables.names import HubTensor, find_ties
-from smckpt.translate.tables.pieces import RankTensors
 from smckpt.translate.writing.cast import CASTABLE, cast, stored_type
-from smckpt.translate.writing.files import aligned
-from smckpt.translate.writing.stream import tied_names
+from smckpt.translate.writing.stream import read_elements, tied_names
 from smckpt.translate.writing.targets import (
     ADAPTER_WEIGHTS,
     ADAPTER_WEIGHTS_BIN,
-    Chunk,
-    Range,
     Target,
 )
 
@@ -155,11 +148,25 @@ def find_peft_contents(
         )  # fmt: skip
     for config in configs:
         config.refuse_unmerged(url)
-    whole = _saved_whole(names, [parts for parts, _ in adapters], url)
+    whole: dict[str, Translated] = {}  # what adapters save whole
+    for number, (parts, _) in enumerate(adapters):
+        for name in whole.keys() & parts.saved.keys():
+            first = next(n for n, (p, _) in zip(names, adapters, strict=False) if name in p.saved)
+            raise UsageError(
+                f"{first} and {names[number]} both save {name} whole (modules_to_save), and a "
+                "merged model can have only one of them",
+                remedy="export one of them alone, or leave one out of lora_adapter=",
+                path=url,
+            )
+        whole |= parts.saved
     if asked.base is None:
         found = _merged_here(reader, whole, adapters, settings, naming, comparison)
     else:
-        directory = _open_base(asked.base, configs, settings)
+        folder = os.fspath(asked.base)
+        for config in configs:
+            config.refuse_biases(folder)
+            config.refuse_other_base(folder)
+        directory = dequantized(open_directory(Path(folder)), settings)
         found = _merged_there(reader, whole, adapters, settings, directory, comparison)
     kept = kept_of_family(settings, found.targets)
     return replace(
@@ -252,7 +259,7 @@ def _refuse_merged(reader: TensorReader, adapters: Adapters, where: str) -> tupl
         there = {target.name: target for target in whole_tensors(directory)}
         shared = {n: t.shape for n, t in there.items() if n in parts.base}
         found = config.weights(parts.pairs, shared, where)
-        source = MergedSource(_Both(reader, directory))
+        source = MergedSource(_both(reader, directory))
         for name, module in found.items():
             own, base = parts.base[name], there[name]
             if own.shape != base.shape or {own.dtype, base.dtype} - CASTABLE.keys():
@@ -277,12 +284,8 @@ def _refuse_merged(reader: TensorReader, adapters: Adapters, where: str) -> tupl
 
 def _first(source: MergedSource, target: Target) -> Array:
     """The first elements of a tensor, in float64."""
-    count = min(math.prod(target.shape), _LOOKED_AT)
-    item = Range(target, 0, count, 0)
-    memory = aligned(count * DTYPES[target.source_dtype].itemsize)
-    (plan,) = source.plans_of([Chunk(0, 0, (item,))])
-    source.read(plan, [memory])
     dtype = target.source_dtype
+    memory = read_elements(source, target, 0, min(math.prod(target.shape), _LOOKED_AT))
     return cast(np.frombuffer(memory, stored_type(dtype)), dtype, "float64")
 
 
@@ -292,16 +295,51 @@ def _merged_there(
 ) -> ExportContents:  # fmt: skip
     """Adapters merged into the base in a Hugging Face directory."""
     url = reader.url
-    made = _into_directory(whole, adapters, directory, comparison, url)
+    # The directory's names may differ from those in memory, which the adapter has; then
+    # transformers tells them.
+    stored = {target.name: target for target in whole_tensors(directory)}
+    shapes = {name: target.shape for name, target in stored.items()}
+    hub: Mapping[str, HubTensor] = {}
+    known = whole.keys() <= shapes.keys() and all(
+        len(config.weights(parts.pairs, shapes, url)) == len(parts.pairs)
+        for parts, config in adapters
+    )
+    if not known:
+        found = comparison.names([*stored.values()], url, memory=True)
+        if not isinstance(found, str) and found is not None and found.memory:
+            shapes = {**shapes, **found.memory}
+            hub = {tensor.name: tensor for tensor in found.hub or ()}
+    else:
+        comparison.names([*stored.values()], url)
+    changes = changes_of(adapters, shapes, url)
+    saved = {name: replace(tensor, name=name) for name, tensor in whole.items()}
+    moved = [t for t in hub.values() if all(name in saved for name, _ in t.parts)]
+    stored |= {t.name: t for t in (renamed(moved, [*saved.values()]) if moved else saved.values())}
+    targets = [
+        changed_tensor(t, *_change_of(hub.get(name), name, changes), url)
+        for name, t in stored.items()
+    ]
+    made = _ToWrite(targets, [*changes], HUB)
     _refuse_both(whole, made, url)
     if settings is not None and settings.ties_embeddings:
-        _refuse_tied_to_released(made, whole, [config for _, config in adapters], url)
+        # The directory has no head of its own, and the trained model's head is the embedding as it
+        # was: there is no place for both.
+        together = all(config.values.get("ensure_weight_tying") for _, config in adapters)
+        headed = find_ties([*(target.name for target in made.targets), _EMBEDDING])
+        if not headed and not together and find_ties([*made.changed, *whole, _HEAD]):
+            raise UsageError(
+                "the adapter trains an embedding that the config ties to the head, and the head "
+                "was not trained with it",
+                remedy='export it with lora="adapter"; or, if the checkpoint has the base, leave '
+                "base= out and pass config= with tie_word_embeddings=False",
+                path=url,
+            )
     notes = (
         *head_notes([*directory.held], settings),
         *(made.notes if settings is not None else ()),
     )
     return ExportContents(
-        MergedSource(_Both(reader, directory)), made.targets, (), notes, made.naming
+        MergedSource(_both(reader, directory)), made.targets, (), notes, made.naming
     )
 
 
@@ -312,28 +350,6 @@ def _refuse_both(whole: Mapping[str, Translated], made: _ToWrite, where: str) ->
             remedy="export them one at a time, or merge them with PEFT",
             path=where,
         )
-
-
-def _saved_whole(
-    names: Sequence[str], adapters: Sequence[PeftTensors[Translated]], where: str
-) -> dict[str, Translated]:
-    """The tensors that adapters save whole.
-
-    Raises:
-        UsageError: two save the same.
-    """
-    made: dict[str, Translated] = {}
-    for number, parts in enumerate(adapters):
-        for name in made.keys() & parts.saved.keys():
-            others = [n for n, p in zip(names, adapters[:number], strict=False) if name in p.saved]
-            raise UsageError(
-                f"{others[0]} and {names[number]} both save {name} whole (modules_to_save), and a "
-                "merged model can have only one of them",
-                remedy="export one of them alone, or leave one out of lora_adapter=",
-                path=where,
-            )
-        made |= parts.saved
-    return made
 
 
 @dataclass(frozen=True)
@@ -372,55 +388,6 @@ def _into_checkpoint(
     return _ToWrite(made, [*changes], naming, notes)
 
 
-def _into_directory(
-    whole: Mapping[str, Translated], adapters: Adapters, directory: TensorReader,
-    comparison: Comparison, where: str,
-) -> _ToWrite:  # fmt: skip
-    """The base is in a Hugging Face directory. Its names may differ from those in memory, which the
-    adapter has; then transformers tells them."""
-    stored = {target.name: target for target in whole_tensors(directory)}
-    shapes = {name: target.shape for name, target in stored.items()}
-    hub: Mapping[str, HubTensor] = {}
-    known = whole.keys() <= shapes.keys() and all(
-        len(config.weights(parts.pairs, shapes, where)) == len(parts.pairs)
-        for parts, config in adapters
-    )
-    if not known:
-        found = comparison.names([*stored.values()], where, memory=True)
-        if not isinstance(found, str) and found is not None and found.memory:
-            shapes = {**shapes, **found.memory}
-            hub = {tensor.name: tensor for tensor in found.hub or ()}
-    else:
-        comparison.names([*stored.values()], where)
-    changes = changes_of(adapters, shapes, where)
-    saved = {name: replace(tensor, name=name) for name, tensor in whole.items()}
-    moved = [t for t in hub.values() if all(name in saved for name, _ in t.parts)]
-    stored |= {t.name: t for t in (renamed(moved, [*saved.values()]) if moved else saved.values())}
-    made = [
-        changed_tensor(t, *_change_of(hub.get(name), name, changes), where)
-        for name, t in stored.items()
-    ]
-    return _ToWrite(made, [*changes], HUB)
-
-
-def _refuse_tied_to_released(
-    made: _ToWrite, whole: Mapping[str, Translated], configs: Sequence[LoraConfig], where: str
-) -> None:
-    """Raise UsageError if an adapter trains the embedding of a model whose directory has no head of
-    its own. The trained model's head is the embedding as it was, and that directory has no place
-    for both."""
-    together = all(config.values.get("ensure_weight_tying") for config in configs)
-    headed = find_ties([*(target.name for target in made.targets), _EMBEDDING])
-    if not headed and not together and find_ties([*made.changed, *whole, _HEAD]):
-        raise UsageError(
-            "the adapter trains an embedding that the config ties to the head, and the head was "
-            "not trained with it",
-            remedy='export it with lora="adapter"; or, if the checkpoint has the base, leave base= '
-            "out and pass config= with tie_word_embeddings=False",
-            path=where,
-        )
-
-
 def _change_of(
     hub: HubTensor | None, name: str, changes: Mapping[str, tuple[Change, ...]]
 ) -> tuple[tuple[Change, ...], Copy | None]:
@@ -445,35 +412,8 @@ def _change_of(
     return changes[part], copy
 
 
-class _Both:
-    """One reader for a checkpoint's tensors and for a directory's."""
-
-    def __init__(self, checkpoint: TensorReader, directory: TensorReader) -> None:
-        self.url = checkpoint.url
-        self.held: Mapping[str, RankTensors] = {**directory.held, **checkpoint.held}
-        self._checkpoint = checkpoint
-        self._directory = directory
-
-    def plan(self, blocks: Sequence[Block]) -> Any:
-        held = self._checkpoint.held  # PEFT's names are no released model's
-        own = [block for block in blocks if block.source.name in held]
-        others = [block for block in blocks if block.source.name not in held]
-        return self._checkpoint.plan(own), self._directory.plan(others)
-
-    def read(self, plan: Any, buffers: Sequence[memoryview]) -> None:
-        self._checkpoint.read(plan[0], buffers)
-        self._directory.read(plan[1], buffers)
-
-    def close(self) -> None:
-        self._checkpoint.close()
-        self._directory.close()
-
-
-def _open_base(
-    directory: str | os.PathLike[str], configs: Sequence[LoraConfig], settings: ModelConfig | None
-) -> TensorReader:
-    """The base's weights in a Hugging Face directory; those that are quantized become numbers."""
-    for config in configs:
-        config.refuse_biases(os.fspath(directory))
-        config.refuse_other_base(os.fspath(directory))
-    return dequantized(open_directory(Path(os.fspath(directory))), settings)
+def _both(checkpoint: TensorReader, directory: TensorReader) -> TensorReader:
+    """One reader for a checkpoint's tensors and for a directory's: PEFT's names are no released
+    model's."""
+    held = {n: (i, n) for i, one in ((1, directory), (0, checkpoint)) for n in one.held}
+    return JoinedTensors((checkpoint, directory), held)

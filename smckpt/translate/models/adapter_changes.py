@@ -32,7 +32,20 @@ def changes_of(
     """
     made: dict[str, tuple[Change, ...]] = {}
     for parts, config in adapters:
-        for name, change in _of_one(parts, config, shapes, where).items():
+        weights = config.weights(parts.pairs, shapes, where)
+        if lost := sorted(parts.pairs.keys() - set(weights.values())):
+            raise KeysMismatchError(
+                f"the base weights that the adapter changes are missing: {lost[:8]}",
+                remedy="pass base= the Hugging Face directory of the base model, and config= if "
+                "that has none",
+                path=where,
+            )
+        own = {
+            name: change_of_pair(parts, config, module, name, shapes[name], where)
+            for name, module in weights.items()
+        }
+        oriented = {name: _oriented(change, own, where) for name, change in own.items()}
+        for name, change in oriented.items():
             if name in made and change.magnitude is not None:
                 raise UsageError(
                     f"an adapter with DoRA would be merged into {name} after another adapter. PEFT "
@@ -42,23 +55,6 @@ def changes_of(
                 )
             made[name] = (*made.get(name, ()), change)
     return made
-
-
-def _of_one(
-    parts: PeftTensors[Translated], config: LoraConfig, shapes: Mapping[str, Shape], where: str
-) -> dict[str, Change]:
-    weights = config.weights(parts.pairs, shapes, where)
-    if lost := sorted(parts.pairs.keys() - set(weights.values())):
-        raise KeysMismatchError(
-            f"the base weights that the adapter changes are missing: {lost[:8]}",
-            remedy="pass base= the Hugging Face directory of the base model, and config= if that "
-            "has none",
-            path=where,
-        )
-    made: dict[str, Change] = {}
-    for name, module in weights.items():
-        made[name] = change_of_pair(parts, config, module, name, shapes[name], where)
-    return {name: _oriented(change, made, where) for name, change in made.items()}
 
 
 def change_of_pair(

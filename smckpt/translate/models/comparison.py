@@ -77,7 +77,11 @@ class Comparison:
             config = {k: v for k, v in config.items() if k != "quantization_config"}
             self._config = config
         if config is not None:
-            self._table = _released(config)
+            kinds = config.get("architectures") or ()
+            if is_built_in(str(config["model_type"])) and all(k.endswith(_HEADED) for k in kinds):
+                with contextlib.suppress(CheckpointError):  # then only transformers' model decides
+                    side = hub_side(read_dims(config))
+                    self._table = {key.name: shape for key, shape in side.shapes.items()}
             if self._table is None and self._found is None:
                 self._begin(config)
 
@@ -251,17 +255,6 @@ class Comparison:
             return False
         tied = {tie.left_out for tie in find_ties(shapes)} - self._table.keys()
         return {name: s for name, s in shapes.items() if name not in tied} == self._table
-
-
-def _released(config: Mapping[str, Any]) -> dict[str, Shape] | None:
-    """The tensors of a built-in family's released models; None for another family or class."""
-    kinds = config.get("architectures") or ()
-    if not is_built_in(str(config["model_type"])) or not all(k.endswith(_HEADED) for k in kinds):
-        return None
-    try:
-        return {key.name: shape for key, shape in hub_side(read_dims(config)).shapes.items()}
-    except CheckpointError:  # then only transformers' own model decides
-        return None
 
 
 class _Child:

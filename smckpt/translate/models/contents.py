@@ -15,7 +15,6 @@ from smckpt.translate.configs.config import CONFIG, ModelConfig
 from smckpt.translate.configs.prediction import further_layers, kept_layers, left_out_note
 from smckpt.translate.models.comparison import Comparison
 from smckpt.translate.models.lora import LoraConfig
-from smckpt.translate.models.meta_model import Fit
 from smckpt.translate.models.model import to_hub
 from smckpt.translate.models.model_source import ModelSource, Parallel, open_model
 from smckpt.translate.ranks.translated import Translated, TranslatedSource, whole_tensors
@@ -111,18 +110,6 @@ def kept_of_family(settings: ModelConfig | None, targets: Sequence[Target]) -> K
     }
 
 
-def _kept_of_model(fit: Fit, targets: Sequence[Translated]) -> Kept:
-    """The targets that keep float32, according to transformers, by names in memory."""
-    return {
-        dtype: frozenset(
-            target.name
-            for target in targets
-            if any(fit.keeps(block.source.name, dtype) for block in target.blocks)
-        )
-        for dtype in LOW
-    }
-
-
 def _translated(
     source: ModelSource, settings: ModelConfig | None, naming: str, mtp: str | None
 ) -> ExportContents:
@@ -139,9 +126,16 @@ def _translated(
         source.facts,
     )  # fmt: skip
     further = further_layers((t.name for t in made.targets), _family(settings), settings)
+    notes = made.notes
+    if names := made.dropped_names:
+        more = f" and {len(names) - 1} more" if names[1:] else ""
+        notes += (
+            f"{names[0]}{more} have no place in Hugging Face's model and are left out; if they are "
+            "not zero, it does not compute what was trained",
+        )
     return ExportContents(
         made.source, made.targets, made.left_out,
-        made.notes + _lost_notes(made.dropped_names),
+        notes,
         layout=made.layout, vocabulary=made.vocabulary,
         kept=kept_of_family(settings, made.targets), predicting=made.predicting,
         further=frozenset(further),
@@ -150,16 +144,6 @@ def _translated(
 
 def _family(settings: ModelConfig | None) -> Family | None:
     return None if settings is None else find_family(settings.values["model_type"])
-
-
-def _lost_notes(names: tuple[str, ...]) -> tuple[str, ...]:
-    if not names:
-        return ()
-    more = f" and {len(names) - 1} more" if names[1:] else ""
-    return (
-        f"{names[0]}{more} have no place in Hugging Face's model and are left out; if they are not "
-        "zero, it does not compute what was trained",
-    )
 
 
 def _named(
@@ -186,7 +170,14 @@ def _named(
                 notes.append(f"the names are those of the state dict: {fit}")
         elif fit is not None:
             targets = targets if fit.hub is None else renamed(fit.hub, targets)
-            kept = _kept_of_model(fit, [*targets, *further])
+            kept = {  # according to transformers, by names in memory
+                dtype: frozenset(
+                    target.name
+                    for target in (*targets, *further)
+                    if any(fit.keeps(block.source.name, dtype) for block in target.blocks)
+                )
+                for dtype in LOW
+            }
     left_out: tuple[str, ...] = ()
     if settings is not None and settings.ties_embeddings:
         left_out = tied_names(source, targets, reader.url)

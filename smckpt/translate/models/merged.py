@@ -24,7 +24,7 @@ from smckpt.translate.sources.rank_files import TensorReader
 from smckpt.translate.writing.cast import cast, stored_type
 from smckpt.translate.writing.files import aligned
 from smckpt.translate.writing.stream import CHUNK
-from smckpt.translate.writing.targets import Chunk, Range, Target
+from smckpt.translate.writing.targets import Chunk, Range, Target, nbytes_of
 
 __all__ = ["Change", "Merged", "MergedSource"]
 
@@ -208,7 +208,7 @@ class MergedSource:
             found = self._pairs.get(change.key)
         if found is not None:
             return found
-        memory = [aligned(_nbytes(t)) for t in change.adapted]
+        memory = [aligned(nbytes_of(t)) for t in change.adapted]
         self._parts.read(self._plans[change.key], memory)
         matrices: list[Array] = [
             cast(np.frombuffer(data, stored_type(t.dtype)), t.dtype, change.dtype).reshape(t.shape)
@@ -272,7 +272,3 @@ def _of_base(item: Range) -> Range:
 
 def _by_rows(change: Change) -> bool:
     return change.magnitude is not None and not change.flip
-
-
-def _nbytes(tensor: Translated) -> int:
-    return math.prod(tensor.shape) * DTYPES[tensor.dtype].itemsize

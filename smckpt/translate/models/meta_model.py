@@ -112,18 +112,14 @@ def _models(config: Mapping[str, Any]) -> Iterator[Any | str]:
         if kind is None:
             continue
         try:
-            yield _on_meta(kind, known)
+            import torch
+
+            with torch.device("meta"):
+                model = (getattr(kind, "_from_config", None) or kind.from_config)(known)
+            model.tie_weights()
+            yield model
         except Exception as error:  # a wrong class, or code that fails on meta tensors
             yield f"{name}: {_first_line(error)}"
-
-
-def _on_meta(kind: Any, config: Any) -> Any:
-    import torch
-
-    with torch.device("meta"):
-        model = (getattr(kind, "_from_config", None) or kind.from_config)(config)
-    model.tie_weights()
-    return model
 
 
 def hub_shapes(model: Any) -> dict[str, HubTensor] | None:
@@ -139,7 +135,12 @@ def hub_shapes(model: Any) -> dict[str, HubTensor] | None:
 
 def _fit(model: Any, shapes: Mapping[str, Shape], tell_memory: bool) -> Fit:
     """Compare with the names on disk and with those in memory, and return the nearer fit."""
-    kind, fp32 = type(model).__name__, _kept_in_fp32(model)
+    # the model's attributes include those of its parts
+    always, too = (
+        [pattern.replace("*", ".*") for pattern in sorted(getattr(model, name, None) or ())]
+        for name in ("_keep_in_fp32_modules_strict", "_keep_in_fp32_modules")
+    )
+    kind, fp32 = type(model).__name__, {"bfloat16": tuple(always), "float16": (*always, *too)}
     state = model.state_dict(keep_vars=True)
     memory = {name: tuple(tensor.shape) for name, tensor in state.items()}
     shared: dict[int, set[str]] = {}
@@ -166,16 +167,6 @@ def _fit(model: Any, shapes: Mapping[str, Shape], tell_memory: bool) -> Fit:
 
         hub = names_on_disk(model, {name: tuple(shapes[name]) for name in held})
     return Fit(kind, tuple(lines), tuple(hub), fp32)
-
-
-def _kept_in_fp32(model: Any) -> dict[str, tuple[str, ...]]:
-    """Dtype that a model is loaded in → patterns, from the model's attributes, which include those
-    of its parts."""
-    strict, also = (
-        [pattern.replace("*", ".*") for pattern in sorted(getattr(model, name, None) or ())]
-        for name in ("_keep_in_fp32_modules_strict", "_keep_in_fp32_modules")
-    )
-    return {"bfloat16": tuple(strict), "float16": (*strict, *also)}
 
 
 def _of_names(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
 
 from smckpt.errors import KeysMismatchError, TensorMismatchError, UsageError
 from smckpt.translate.configs.config import ModelConfig
@@ -15,8 +14,9 @@ from smckpt.translate.configs.prediction import (
     kept_layers,
     left_out_note,
 )
+from smckpt.translate.ranks.pipeline import some
 from smckpt.translate.ranks.translated import Translated, TranslatedSource, whole, whole_tensors
-from smckpt.translate.sources.rank_files import TensorReader
+from smckpt.translate.sources.rank_files import Holder, TensorReader
 from smckpt.translate.sources.source_facts import SourceFacts
 from smckpt.translate.tables.compile import Block, compile_blocks
 from smckpt.translate.tables.degrees import Degrees
@@ -29,9 +29,7 @@ from smckpt.translate.writing.cast import CASTABLE
 from smckpt.translate.writing.stream import equal, tied_names
 
 __all__ = [
-    "Holder",
     "Proof",
-    "Some",
     "Translation",
     "model_dims",
     "prove",
@@ -41,16 +39,6 @@ __all__ = [
     "to_hub",
     "to_ranks",
 ]
-
-
-class Holder(Protocol):
-    """The part of a reader that a proof needs."""
-
-    @property
-    def url(self) -> str: ...
-
-    @property
-    def held(self) -> Mapping[str, RankTensors]: ...
 
 
 @dataclass(frozen=True)
@@ -84,27 +72,6 @@ def model_dims(config: ModelConfig | None, where: str, predicting: int = 0) -> D
             path=where,
         )
     return read_dims(config.values, where, predicting=predicting)
-
-
-@dataclass(frozen=True)
-class Some:
-    """Some of a reader's tensors."""
-
-    reader: TensorReader
-    held: Mapping[str, RankTensors]
-
-    @property
-    def url(self) -> str:
-        return self.reader.url
-
-    def plan(self, blocks: Sequence[Block]) -> Any:
-        return self.reader.plan(blocks)
-
-    def read(self, plan: Any, buffers: Sequence[memoryview]) -> None:
-        self.reader.read(plan, buffers)
-
-    def close(self) -> None:
-        self.reader.close()
 
 
 @dataclass(frozen=True)
@@ -191,16 +158,16 @@ def to_hub(
     left = {} if kept else further
     whole_layers: list[Translated] = []
     if kept and _are_released(reader, further, model_dims(config, reader.url, kept)):
-        whole_layers = whole_tensors(Some(reader, {n: reader.held[n] for n in further}))
+        whole_layers = whole_tensors(some(reader, further))
         left = further
-    some = Some(reader, {n: t for n, t in reader.held.items() if n not in left})
+    rest = some(reader, [name for name in reader.held if name not in left])
     predicting = 0 if whole_layers else kept
     proof = prove(
-        some, config, layout, degrees, padded_vocab_size, predicting=predicting, facts=facts
+        rest, config, layout, degrees, padded_vocab_size, predicting=predicting, facts=facts
     )
     source = TranslatedSource(reader)
     _refuse_unequal(source, proof.side, reader)
-    dtypes = {key: held.dtype for held in reader.held.values() for key in _keys(held)}
+    dtypes = {key: held.dtype for held in reader.held.values() for key in held.keyed}
     hub = proof.hub
     targets = [target_of(k, proof.side, hub, proof.blocks[k], dtypes) for k in hub.shapes]
     left_out: tuple[str, ...] = ()
@@ -228,17 +195,14 @@ def _are_released(reader: Holder, further: Collection[str], dims: Dims) -> bool:
 def side_of_reader(reader: Holder, layout: TensorLayout, dims: Dims, degrees: Degrees) -> Side:
     side = Side(layout, dims, degrees)
     for tensor in tensors_of(layout, dims, degrees.ep):
-        side.add(tensor, reader.held[tensor.name])
-        _refuse_no_weight(reader.held[tensor.name])
+        held = reader.held[tensor.name]
+        side.add(tensor, held)
+        if not held.dtype.startswith(("float", "bfloat")):
+            raise TensorMismatchError(
+                f"{held.name} has dtype {held.dtype}, but weights must be floating point",
+                remedy="translate the weights before they are quantized",
+            )
     return side
-
-
-def _refuse_no_weight(held: RankTensors) -> None:
-    if not held.dtype.startswith(("float", "bfloat")):
-        raise TensorMismatchError(
-            f"{held.name} has dtype {held.dtype}, but weights must be floating point",
-            remedy="translate the weights before they are quantized",
-        )
 
 
 def hub_side(dims: Dims) -> Side:
@@ -286,9 +250,9 @@ def source_of_ranks(
             remedy=f"leave mtp= out, or export with mtp={KEEP!r}, and import that",
             path=reader.url,
         )
-    some = Some(reader, {n: t for n, t in reader.held.items() if n not in left})
+    rest = some(reader, [name for name in reader.held if name not in left])
     side, tied_head, notes, _ = _source_side(
-        some, config, layout, degrees, padded_vocab_size, trims=True, predicting=kept, facts=facts,
+        rest, config, layout, degrees, padded_vocab_size, trims=True, predicting=kept, facts=facts,
         keep_tied=False,
     )  # fmt: skip
     if tied_head:
@@ -326,7 +290,7 @@ def to_ranks(
     """The tensors of each rank (tp, column) in a layout, by name, made from those of a reader."""
     target = side_of_ranks(layout, source.dims, degrees, multiple)
     blocks = compile_blocks(source, target)
-    dtypes = {key: held.dtype for held in reader.held.values() for key in _keys(held)}
+    dtypes = {key: held.dtype for held in reader.held.values() for key in held.keyed}
     out: dict[tuple[int, int], dict[str, Translated]] = {}
     for key in target.shapes:
         made = target_of(key, source, target, blocks[key], dtypes)
@@ -337,10 +301,9 @@ def to_ranks(
 def _refuse_other_head(reader: TensorReader, side: Side) -> None:
     """Refuse a head that differs from the embedding to which the config ties it."""
     head, embed = (reader.held[_head_of(side.layout, role)] for role in ("head", "embed"))
-    for one, two in zip(_keys(embed), _keys(head), strict=False):
+    for one, two in zip(embed.keyed, head.keyed, strict=False):
         a, b = (
-            whole(key, held.whole or held.shards[key.tp, key.ep], held.dtype)
-            for key, held in ((one, embed), (two, head))
+            whole(key, held.keyed[key], held.dtype) for key, held in ((one, embed), (two, head))
         )
         if not equal(TranslatedSource(reader), a, b):
             raise TensorMismatchError(
@@ -348,12 +311,6 @@ def _refuse_other_head(reader: TensorReader, side: Side) -> None:
                 remedy="set tie_word_embeddings to false in the config if the model has both",
                 path=reader.url,
             )
-
-
-def _keys(held: RankTensors) -> list[TensorKey]:
-    if held.whole is not None:
-        return [TensorKey(held.name)]
-    return [TensorKey(held.name, tp, ep) for tp, ep in held.shards]
 
 
 def _refuse_unequal(source: TranslatedSource, side: Side, reader: TensorReader) -> None:
@@ -400,11 +357,6 @@ def target_of(
             f"{key.name} would be made from parts with different shift= or copies=",
             remedy="give the rows of the parts that are fused there the same shift= and copies=",
         )
-    return _computed(made, source, shifts, joins)
-
-
-def _computed(made: Translated, source: Side, shifts: set[float], joins: set[str]) -> Translated:
-    """Add the terms and the shift of its blocks."""
     if not any(shifts | joins):
         return made
     if made.dtype not in CASTABLE:

@@ -6,19 +6,19 @@ Exports, with an adapter and without, imports and `verify_hf` ask here.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
-from smckpt.checkpoint.reading.catalogue import Catalogue, LogicalTensor
+from smckpt.checkpoint.reading.catalogue import Catalogue
 from smckpt.checkpoint.reading.committed import open_catalogue
 from smckpt.errors import CheckpointError, UsageError
 from smckpt.layout.containers import FACTS
 from smckpt.storage import Access
 from smckpt.translate.configs.config import ModelConfig
-from smckpt.translate.models.model import Some, model_dims
+from smckpt.translate.models.model import model_dims
 from smckpt.translate.models.quantized import dequantized
-from smckpt.translate.ranks.pipeline import merged
+from smckpt.translate.ranks.pipeline import merged, some
 from smckpt.translate.ranks.rank_copies import refuse_equal_ranks
 from smckpt.translate.ranks.rank_sources import (
     HUB_DIRECTORY,
@@ -198,8 +198,33 @@ def open_model(
     if peft:
         return made
     refuse_peft(made.reader.held, made.reader.url)
-    _refuse_without_scales(made.reader)
-    return _without_value_head(made, settings)
+    scaled = {
+        name.rpartition(".")[0].removesuffix(".weight")
+        for name in made.reader.held
+        if "scale" in name.rpartition(".")[2] or name.endswith((".SCB", ".absmax"))
+    }
+    for name, tensor in made.reader.held.items():
+        plain = name.removesuffix(".weight")
+        if plain == name or plain in scaled:
+            continue
+        if tensor.dtype in ("int8", "float8_e4m3fn", "float8_e5m2"):
+            raise UsageError(
+                f"{name} is quantized to {tensor.dtype}, and no scales are beside it: its numbers "
+                "mean nothing without them",
+                remedy="export the state from before the weights were quantized, or with its "
+                "scales in it",
+                path=made.reader.url,
+            )
+    names = [] if settings is None else settings.values.get("architectures") or []
+    heads = value_heads(made.reader.held, names)
+    if not heads:
+        return made
+    own = some(made.reader, [name for name in made.reader.held if name not in heads])
+    note = (
+        f"{', '.join(heads)} are a value head (as TRL's), for which Hugging Face's models have no "
+        "place: they are left out"
+    )
+    return replace(made, reader=own, notes=(*made.notes, note), left_out=tuple(heads))
 
 
 @dataclass(frozen=True)
@@ -217,7 +242,23 @@ class _Opener:
             given.refuse_chunks(catalogue.url)
         choose = tensors_at if pp == 1 else stage_tensors
         tensors = unwrapped(choose(catalogue, self.prefix))
-        _refuse_parts(catalogue, tensors)
+        # of a weight of a class that holds several tensors, none alone has its values
+        saved = catalogue.objects(min(catalogue.object_ranks))
+        above = {
+            key.removesuffix(FACTS): value
+            for key, (path, value) in saved.items()
+            if path[-1:] == (FACTS,)
+        }
+        names = {tensor.name for tensor in tensors.values()}
+        for start, facts in above.items():
+            if any(name.startswith(start) for name in names):
+                raise UsageError(
+                    f"{start[:-1]} is a {facts.get('class')}, which holds several tensors; an "
+                    "export writes tensors with values of their own",
+                    remedy="load it into the model, dequantise it there (its class has "
+                    "dequantize()), save that and export it",
+                    path=catalogue.url,
+                )
         cut = self._is_layout(tensors, catalogue.url)
         if pp == 1 and not cut and not has_parts_of_ranks(catalogue, tensors):
             given.refuse_degrees(catalogue.url)
@@ -272,7 +313,12 @@ class _Opener:
         if self.settings is not None:
             for facts in files.facts:
                 facts.compare_config(self.settings)
-        given = _degrees_of_files(self.given, files)
+        # the degrees that are given, or that the names of the files tell, or else the files
+        tp, pp, ep = self.given.tp or files.tp, self.given.pp or files.pp, self.given.ep or files.ep
+        inside = [files.degree(name) or 1 for name in (TP, PP, EP)]
+        if (tp, pp, ep) == (None, None, None) and math.prod(inside) == len(files.files):
+            tp, pp, ep = inside
+        given = replace(self.given, tp=tp, pp=pp, ep=ep)
         if self.given.pp not in (None, files.pp or self.given.pp):
             raise UsageError(
                 f"pp={self.given.pp}, but there are {files.pp} pipeline stages",
@@ -317,26 +363,6 @@ class _Opener:
         return True
 
 
-def _refuse_parts(catalogue: Catalogue, tensors: Mapping[str, LogicalTensor]) -> None:
-    """Refuse weights of a class that holds several tensors: none of them alone has its values."""
-    saved = catalogue.objects(min(catalogue.object_ranks))
-    above = {
-        key.removesuffix(FACTS): value
-        for key, (path, value) in saved.items()
-        if path[-1:] == (FACTS,)
-    }
-    names = {tensor.name for tensor in tensors.values()}
-    for start, facts in above.items():
-        if any(name.startswith(start) for name in names):
-            raise UsageError(
-                f"{start[:-1]} is a {facts.get('class')}, which holds several tensors; an export "
-                "writes tensors with values of their own",
-                remedy="load it into the model, dequantise it there (its class has dequantize()), "
-                "save that and export it",
-                path=catalogue.url,
-            )
-
-
 def _layers(settings: ModelConfig | None) -> int | None:
     """How many layers the config's model has."""
     if settings is None:
@@ -345,48 +371,3 @@ def _layers(settings: ModelConfig | None) -> int | None:
     values = settings.values if family is None else family.config(settings.values)
     found = values.get("num_hidden_layers")
     return found if isinstance(found, int) else None
-
-
-def _degrees_of_files(given: Parallel, files: RankFilesFound) -> Parallel:
-    """The degrees that are given, or that the names of the files tell, or else the files."""
-    tp, pp, ep = given.tp or files.tp, given.pp or files.pp, given.ep or files.ep
-    inside = [files.degree(name) or 1 for name in (TP, PP, EP)]
-    if (tp, pp, ep) == (None, None, None) and math.prod(inside) == len(files.files):
-        tp, pp, ep = inside
-    return replace(given, tp=tp, pp=pp, ep=ep)
-
-
-def _without_value_head(found: ModelSource, settings: ModelConfig | None) -> ModelSource:
-    names = [] if settings is None else settings.values.get("architectures") or []
-    heads = value_heads(found.reader.held, names)
-    if not heads:
-        return found
-    held = {name: t for name, t in found.reader.held.items() if name not in heads}
-    note = (
-        f"{', '.join(heads)} are a value head (as TRL's), for which Hugging Face's models have no "
-        "place: they are left out"
-    )
-    return replace(
-        found, reader=Some(found.reader, held), notes=(*found.notes, note), left_out=tuple(heads)
-    )
-
-
-def _refuse_without_scales(reader: TensorReader) -> None:
-    """Raise UsageError if weights are quantized and their scales are elsewhere."""
-    scaled = {
-        name.rpartition(".")[0].removesuffix(".weight")
-        for name in reader.held
-        if "scale" in name.rpartition(".")[2] or name.endswith((".SCB", ".absmax"))
-    }
-    for name, held in reader.held.items():
-        plain = name.removesuffix(".weight")
-        if plain == name or plain in scaled:
-            continue
-        if held.dtype in ("int8", "float8_e4m3fn", "float8_e5m2"):
-            raise UsageError(
-                f"{name} is quantized to {held.dtype}, and no scales are beside it: its numbers "
-                "mean nothing without them",
-                remedy="export the state from before the weights were quantized, or with its "
-                "scales in it",
-                path=reader.url,
-            )

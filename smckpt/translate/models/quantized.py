@@ -201,7 +201,15 @@ def dequantized(
     held, where = reader.held, reader.url
     found: dict[str, _Quantized] = {}
     parts: set[str] = set()
-    block = _block(settings, where)
+    sizes = _quantization(settings).get("weight_block_size") or _SQUARE
+    if not isinstance(sizes, (list, tuple)) or len(sizes) != 2 or not all(
+        type(size) is int and size > 0 for size in sizes
+    ):  # fmt: skip
+        raise UsageError(
+            f"the config has weight_block_size={sizes!r}, which is not two sizes",
+            remedy="pass the release's own config", path=where,
+        )  # fmt: skip
+    block = int(sizes[0]), int(sizes[1])
     for name, tensor in held.items():
         if name.endswith(_SCALE):
             weight = name.removesuffix(_SCALE)
@@ -248,18 +256,6 @@ def _dtype(settings: ModelConfig | None) -> str:
     values = settings.values if settings is not None else {}
     dtype = str(values.get("dtype") or values.get("torch_dtype")).removeprefix("torch.")
     return dtype if dtype in CASTABLE else "bfloat16"
-
-
-def _block(settings: ModelConfig | None, where: str) -> tuple[int, int]:
-    sizes = _quantization(settings).get("weight_block_size") or _SQUARE
-    if not isinstance(sizes, (list, tuple)) or len(sizes) != 2 or not all(
-        type(size) is int and size > 0 for size in sizes
-    ):  # fmt: skip
-        raise UsageError(
-            f"the config has weight_block_size={sizes!r}, which is not two sizes",
-            remedy="pass the release's own config", path=where,
-        )  # fmt: skip
-    return int(sizes[0]), int(sizes[1])
 
 
 def _float8_of(

@@ -11,12 +11,10 @@ from smckpt.translate.configs.prediction import (
     kept_layers,
     left_out_note,
 )
-from smckpt.translate.models.model import Some
 from smckpt.translate.models.quantized import dequantized
-from smckpt.translate.sources.boxes import BoxTensors
+from smckpt.translate.ranks.pipeline import JoinedTensors, some
 from smckpt.translate.sources.rank_files import TensorReader
 from smckpt.translate.tables.family import Family
-from smckpt.translate.tables.table import TensorLayout
 
 __all__ = ["open_release", "weights_of"]
 
@@ -33,7 +31,12 @@ def open_release(
     Raises:
         as `dequantized` and `kept_layers`.
     """
-    return weights_of(_with_outer_name(reader, family.hub), settings, family, mtp)
+    outer = next(row.name for row in family.hub.rows if "{i}" in row.name).split(".")[0]
+    heads = {row.name for row in family.hub.rows if row.roles == ("head",)}
+    if not any(name.startswith(f"{outer}.") for name in reader.held):  # a bare model, as of GPT-2's
+        held = {n if n in heads else f"{outer}.{n}": (0, n) for n in reader.held}
+        reader = JoinedTensors((reader,), held)
+    return weights_of(reader, settings, family, mtp)
 
 
 def weights_of(
@@ -45,14 +48,5 @@ def weights_of(
         found = {name: number for name, number in found.items() if number < configured}
     count = kept_layers(found, family, settings, mtp, reader.url)
     if found and not count:
-        reader = Some(reader, {n: t for n, t in reader.held.items() if n not in found})
+        reader = some(reader, [name for name in reader.held if name not in found])
     return dequantized(reader, settings), count, () if count else left_out_note(found)
-
-
-def _with_outer_name(reader: TensorReader, hub: TensorLayout) -> TensorReader:
-    """Add the outer module's name. Releases of the bare model, such as GPT-2's, lack it."""
-    outer = next(row.name for row in hub.rows if "{i}" in row.name).split(".")[0]
-    heads = {row.name for row in hub.rows if row.roles == ("head",)}
-    if not isinstance(reader, BoxTensors) or any(n.startswith(f"{outer}.") for n in reader.held):
-        return reader
-    return reader.renamed({n: n if n in heads else f"{outer}.{n}" for n in reader.held})

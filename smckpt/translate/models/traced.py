@@ -91,7 +91,22 @@ class _Traced(torch.Tensor):
         name = func._schema.name
         if name in ("aten::cat", "aten::stack"):
             tensors, dim = args[0], args[1] if len(args) > 1 else 0
-            return _joined(tensors, dim, new=name == "aten::stack")
+            new = name == "aten::stack"  # the dimension
+            shapes = [list(t.shape) for t in tensors]
+            dim %= len(shapes[0]) + new
+            if new:
+                for shape in shapes:
+                    shape.insert(dim, 1)
+            out = [*shapes[0]]
+            out[dim] = sum(shape[dim] for shape in shapes)
+            strides = row_major_strides(out)
+            parts: list[tuple[str, Copy]] = []
+            at = 0
+            for tensor, shape in zip(tensors, shapes, strict=True):
+                room = Piece("", tuple(shape), Box.whole(shape), at * strides[dim], strides)
+                parts += _written(tensor.parts, tuple(shape), room)
+                at += shape[dim]
+            return _Traced(out, parts)
         moved = [a for a in args if isinstance(a, _Traced)]
         if len(moved) != 1 or moved[0] is not args[0] or func._schema.is_mutable:
             raise NotImplementedError(f"the conversion computes with {name}")
@@ -119,25 +134,6 @@ def _seen(source: _Traced, blank: Any, view: Any, name: str) -> _Traced:
         tuple(strides[s.dim] if s.dim >= 0 else 0 for s in steps),
     )  # fmt: skip
     return _Traced(view.shape, _written(source.parts, shape, room))
-
-
-def _joined(tensors: Sequence[_Traced], dim: int, new: bool) -> _Traced:
-    """Join tensors along a dimension; `new`: the dimension is new (stack)."""
-    shapes = [list(t.shape) for t in tensors]
-    dim %= len(shapes[0]) + new
-    if new:
-        for shape in shapes:
-            shape.insert(dim, 1)
-    out = [*shapes[0]]
-    out[dim] = sum(shape[dim] for shape in shapes)
-    strides = row_major_strides(out)
-    parts: list[tuple[str, Copy]] = []
-    at = 0
-    for tensor, shape in zip(tensors, shapes, strict=True):
-        room = Piece("", tuple(shape), Box.whole(shape), at * strides[dim], strides)
-        parts += _written(tensor.parts, tuple(shape), room)
-        at += shape[dim]
-    return _Traced(out, parts)
 
 
 def _written(parts: _Parts, shape: Shape, room: Piece) -> list[tuple[str, Copy]]:
@@ -176,38 +172,31 @@ def _cut(copy: Copy, shape: Shape) -> list[Copy]:
             break
         at = copy.target.start % room // stride
         if at + count > room // stride:
-            return _split(copy, dim, count, room // stride, at, shape)
+            # the copy's dimension is cut where it passes the end of a dimension of the array
+            inner = room // stride
+            head = min((inner - at) % inner, count)
+            tail = (count - head) % inner
+            parts = []
+            if head:
+                parts.append(_range(copy, dim, 0, head))
+            if count - head - tail:
+                parts.append(_folded(_range(copy, dim, head, count - tail), dim, inner))
+            if tail:
+                parts.append(_range(copy, dim, count - tail, count))
+            return [part for one in parts for part in _cut(one, shape)]
         if axis in along:  # two run along one dimension: take the shorter index by index
             other = along[axis]
             short = min(dim, other, key=lambda d: copy.target.sizes[d])
-            cuts = (_index(copy, short, i) for i in range(copy.target.sizes[short]))
+            cuts = (_range(copy, short, i, i + 1) for i in range(copy.target.sizes[short]))
             return [part for one in cuts for part in _cut(one, shape)]
         along[axis] = dim
     raise NotImplementedError(f"{copy} is not a set of grids of {shape}")
-
-
-def _split(copy: Copy, dim: int, count: int, inner: int, at: int, shape: Shape) -> list[Copy]:
-    """Cut a copy's dimension where it passes the end of a dimension of the array."""
-    head = min((inner - at) % inner, count)
-    tail = (count - head) % inner
-    parts = []
-    if head:
-        parts.append(_range(copy, dim, 0, head))
-    if count - head - tail:
-        parts.append(_folded(_range(copy, dim, head, count - tail), dim, inner))
-    if tail:
-        parts.append(_range(copy, dim, count - tail, count))
-    return [part for one in parts for part in _cut(one, shape)]
 
 
 def _range(copy: Copy, dim: int, low: int, high: int) -> Copy:
     offsets, sizes = [0] * len(copy.sizes), list(copy.sizes)
     offsets[dim], sizes[dim] = low, high - low
     return copy.part(Box(tuple(offsets), tuple(sizes)))
-
-
-def _index(copy: Copy, dim: int, index: int) -> Copy:
-    return _range(copy, dim, index, index + 1)
 
 
 def _folded(copy: Copy, dim: int, inner: int) -> Copy:

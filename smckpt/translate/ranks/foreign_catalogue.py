@@ -35,6 +35,7 @@ from smckpt.layout.geometry import BoxGeometry
 from smckpt.layout.strided import Box, Copy, Piece, Strided
 from smckpt.storage import Storage
 from smckpt.translate.archives.source_files import ArchiveRecord, SourceFiles
+from smckpt.translate.archives.torch_archive import StoredTensor
 from smckpt.translate.ranks.rank_sources import RankFilesFound, open_source
 from smckpt.translate.sources.boxes import SavedBox, SavedTensor, refuse_gaps, stored_piece
 from smckpt.translate.sources.foreign import ForeignCheckpoint
@@ -63,24 +64,12 @@ def foreign_catalogue(storage: Storage) -> ForeignCatalogue | None:
         found = open_state([record], found.source)
     elif found is not None and found.parts:
         found = replace(open_state(found.parts, found.source), url=found.url, format=found.format)
-    return None if found is None else _catalogue(found, storage)
-
-
-def _catalogue(source: ForeignCheckpoint, storage: Storage) -> ForeignCatalogue:
-    for tensor in source.saved.values():
+    if found is None:
+        return None
+    for tensor in found.saved.values():
         if tensor.boxes:
-            refuse_gaps(tensor, source.url)
-    return ForeignCatalogue(source.url, source, _ForeignReaders(source.source))
-
-
-def _step_of(source: ForeignCheckpoint) -> int | None:
-    """The step, where the state has it at the top."""
-    for name in _STEPS:
-        if name in source.values:
-            with contextlib.suppress(StateError):
-                value = source.values[name].read()
-                return value if type(value) is int and value >= 0 else None
-    return None
+            refuse_gaps(tensor, found.url)
+    return ForeignCatalogue(found.url, found, _ForeignReaders(found.source))
 
 
 @dataclass(frozen=True)
@@ -101,7 +90,13 @@ class ForeignCatalogue(Catalogue):
 
     @cached_property
     def step(self) -> int | None:
-        return _step_of(self.source)
+        """The step, where the state has it at the top."""
+        for name in _STEPS:
+            if name in self.source.values:
+                with contextlib.suppress(StateError):
+                    value = self.source.values[name].read()
+                    return value if type(value) is int and value >= 0 else None
+        return None
 
     @property
     def nbytes(self) -> int:
@@ -190,11 +185,10 @@ class ForeignCatalogue(Catalogue):
 
 def _boxes(tensor: SavedTensor) -> Sequence[SavedBox]:
     """The parts of a tensor; of one without elements, a part that is empty."""
-    return tensor.boxes or [SavedBox(Box.whole(tensor.shape), "", _nothing)]
-
-
-def _nothing() -> Any:
-    raise AssertionError("a part without elements is never read")
+    if tensor.boxes:
+        return tensor.boxes
+    nowhere = StoredTensor(tensor.dtype, tensor.shape, (), 0, ArchiveRecord("", 0, 0))
+    return [SavedBox.of(Box.whole(tensor.shape), nowhere)]
 
 
 def _entry(tensor: SavedTensor, box: Box, number: int) -> Entry:
@@ -256,7 +250,16 @@ class _ForeignReaders(Readers):
         if _dense(piece):
             self._records.add(stored.record)
         else:
-            path, offset = self._copied(piece, stored.record, itemsize), 0
+            # A part in another order (a transposed matrix) is read from a file with its elements in
+            # row-major order. Memory: pages of both files, which the system drops.
+            if self._spool is None:
+                self._spool = tempfile.mkdtemp(prefix="smckpt-")
+                weakref.finalize(self, shutil.rmtree, self._spool, ignore_errors=True)
+            path, offset = os.path.join(self._spool, f"{len(self._places)}"), 0
+            target = np.memmap(path, np.uint8, "w+", shape=piece.box.numel * itemsize)
+            copy = Copy(piece.part(piece.box), Strided.whole(piece.box.sizes))
+            self._records.files.copy(stored.record, copy, itemsize, target.data)
+            target.flush()
         slot = StoredSlot(
             0, nbytes, offset, DTYPES[tensor.dtype].code or "U8", piece.box.sizes, False
         )
@@ -265,19 +268,6 @@ class _ForeignReaders(Readers):
             record = OtherFile(name, self._records.files.whole(path).nbytes)
             self._files[path] = SavedFile(f"{directory}/", record, 0)
         return self._files[path], slot
-
-    def _copied(self, piece: Piece, record: ArchiveRecord, itemsize: int) -> str:
-        """A file with the elements of a part that is stored in another order (a transposed matrix)
-        in row-major order. Memory: pages of both files, which the system drops."""
-        if self._spool is None:
-            self._spool = tempfile.mkdtemp(prefix="smckpt-")
-            weakref.finalize(self, shutil.rmtree, self._spool, ignore_errors=True)
-        path = os.path.join(self._spool, f"{len(self._places)}")
-        target = np.memmap(path, np.uint8, "w+", shape=piece.box.numel * itemsize)
-        copy = Copy(piece.part(piece.box), Strided.whole(piece.box.sizes))
-        self._records.files.copy(record, copy, itemsize, target.data)
-        target.flush()
-        return path
 
 
 def _dense(piece: Piece) -> bool:

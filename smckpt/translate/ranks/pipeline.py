@@ -9,7 +9,7 @@ chunk v - 1 of the last one. So with n layers in each chunk, layer i of it is la
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
@@ -18,11 +18,11 @@ from smckpt.translate.ranks.translated import Translated, TranslatedSource, whol
 from smckpt.translate.sources.rank_files import TensorReader
 from smckpt.translate.tables.compile import Block
 from smckpt.translate.tables.dims import Dims
-from smckpt.translate.tables.pieces import RankTensors, TensorKey, tensors_of
+from smckpt.translate.tables.pieces import RankTensors, tensors_of
 from smckpt.translate.tables.table import TensorLayout
 from smckpt.translate.writing.stream import equal
 
-__all__ = ["RankStage", "StagedTensors", "by_name", "merged", "stages_of_ranks"]
+__all__ = ["JoinedTensors", "RankStage", "by_name", "merged", "some", "stages_of_ranks"]
 
 _CHUNK = re.compile(r"(\d+)\.(.+)")  # of a list of chunks' state dicts, or of model0, model1, …
 _TOWER = r"^(?:model\.)?(?:visual|vision_\w+|multi_modal_projector)\."  # before all layers
@@ -57,16 +57,17 @@ class _Chunk:
             self.layers.setdefault(int(parts[at]), []).append(split)
 
 
-class StagedTensors:
-    """A reader of all stages. `held` has the names of the whole model."""
+class JoinedTensors:
+    """Tensors of several readers as one, by other names; of all stages, by those of the whole
+    model."""
 
     def __init__(
         self, stages: Sequence[TensorReader], stored_tensors: Mapping[str, tuple[int, str]],
-        copies: Sequence[tuple[str, int, str]],
+        copies: Sequence[tuple[str, int, str]] = (),
     ) -> None:  # fmt: skip
         """
         Args:
-            places: name → the stage that is read, and the name there.
+            stored_tensors: name → the stage that is read, and the name there.
             copies: (name, stage, name there): another stage's tensor, which must be equal.
 
         Raises:
@@ -79,7 +80,24 @@ class StagedTensors:
             name: replace(stages[stage].held[stored], name=name)
             for name, (stage, stored) in stored_tensors.items()
         }
-        self._refuse_unequal(copies)
+        source = TranslatedSource(self)
+        for name, stage, stored in copies:
+            other = self._stages[stage].held[stored]
+            alias = f"{name} of stage {stage}"
+            self._places[alias] = stage, stored
+            for key, shape in self.held[name].keyed.items():
+                theirs = other.keyed.get(key)
+                one = whole(key, shape, self.held[name].dtype)
+                two = None if theirs is None else whole(
+                    key._replace(name=alias), theirs, other.dtype
+                )  # fmt: skip
+                if two is None or not equal(source, one, two):
+                    raise TensorMismatchError(
+                        f"the first stage's {name} and that of stage {stage} differ, but the "
+                        "model has one",
+                        remedy="pass the stages of one model and step, in their order",
+                        path=self.url,
+                    )
 
     def plan(self, blocks: Sequence[Block]) -> list[tuple[int, Any]]:
         by_stage: dict[int, list[Block]] = {}
@@ -97,34 +115,13 @@ class StagedTensors:
         for stage in self._stages:
             stage.close()
 
-    def _refuse_unequal(self, copies: Sequence[tuple[str, int, str]]) -> None:
-        source = TranslatedSource(self)
-        for name, stage, stored in copies:
-            other = self._stages[stage].held[stored]
-            alias = f"{name} of stage {stage}"
-            self._places[alias] = stage, stored
-            for key, shape in _keys(self.held[name]).items():
-                theirs = _keys(other).get(key)
-                one = whole(key, shape, self.held[name].dtype)
-                two = None if theirs is None else whole(
-                    key._replace(name=alias), theirs, other.dtype
-                )  # fmt: skip
-                if two is None or not equal(source, one, two):
-                    raise TensorMismatchError(
-                        f"the first stage's {name} and that of stage {stage} differ, but the "
-                        "model has one",
-                        remedy="pass the stages of one model and step, in their order",
-                        path=self.url,
-                    )
+
+def some(reader: TensorReader, names: Iterable[str]) -> JoinedTensors:
+    """Some of a reader's tensors."""
+    return JoinedTensors((reader,), {name: (0, name) for name in names})
 
 
-def _keys(held: RankTensors) -> dict[TensorKey, Any]:
-    if held.whole is not None:
-        return {TensorKey(held.name): held.whole}
-    return {TensorKey(held.name, *coordinates): shape for coordinates, shape in held.shards.items()}
-
-
-def by_name(stages: Sequence[TensorReader]) -> StagedTensors:
+def by_name(stages: Sequence[TensorReader]) -> JoinedTensors:
     """The parts of one model, by its own names, whichever stage has them.
 
     Raises:
@@ -135,12 +132,12 @@ def by_name(stages: Sequence[TensorReader]) -> StagedTensors:
     for number, stage in enumerate(stages):
         copies += [(name, number, name) for name in stage.held if name in stored_tensors]
         stored_tensors = {**{name: (number, name) for name in stage.held}, **stored_tensors}
-    return StagedTensors(stages, stored_tensors, copies)
+    return JoinedTensors(stages, stored_tensors, copies)
 
 
 def merged(
     stages: Sequence[TensorReader], layers: int | None, vpp: int | None, where: str
-) -> StagedTensors:
+) -> JoinedTensors:
     """The stages of a model as one reader.
 
     Args:
@@ -155,55 +152,6 @@ def merged(
         UsageError: `vpp` is not what the names show.
         TensorMismatchError: a tensor that several stages hold differs.
     """
-    chunks = _chunks(stages, where)
-    found = 1 + max(chunk.number for chunk in chunks)
-    names_are_global = _global(chunks)
-    if not names_are_global:
-        _refuse_numbers(chunks, where)
-    if vpp is not None and vpp != found and (found > 1 or names_are_global):
-        raise UsageError(
-            f"vpp={vpp}, but each stage has {found} chunks"
-            + (", whose layers have the model's numbers" if names_are_global else ""),
-            remedy="leave vpp= out",
-            path=where,
-        )
-    if vpp is not None and vpp != found:
-        chunks = [part for chunk in chunks for part in _cut(chunk, vpp, where)]
-    chunks.sort(key=lambda chunk: (chunk.number, chunk.stage))
-    _refuse_order(chunks, where)
-    total = sum(len(chunk.layers) for chunk in chunks)
-    if layers is not None and total != layers:
-        _refuse(
-            f"the {len(stages)} stages hold {total} layers ("
-            + ", ".join(f"{chunk.text}: {len(chunk.layers)}" for chunk in chunks[:8])
-            + f"), but the config says {layers}", where,
-        )  # fmt: skip
-    return _joined(stages, chunks, own_numbers=not names_are_global)
-
-
-def _joined(
-    stages: Sequence[TensorReader], chunks: Sequence[_Chunk], *, own_numbers: bool
-) -> StagedTensors:
-    """own_numbers: each chunk numbers its layers from 0."""
-    stored_tensors: dict[str, tuple[int, str]] = {}
-    copies: list[tuple[str, int, str]] = []
-    before = 0
-    for chunk in chunks:
-        for number, tensors in chunk.layers.items():
-            at = str(number + before if own_numbers else number)
-            for head, tail, stored in tensors:
-                name = ".".join(filter(None, (head, at, tail)))
-                stored_tensors[name] = chunk.stage, stored
-        before += len(chunk.layers)
-        for name, stored in chunk.outside.items():
-            if name in stored_tensors:
-                copies.append((name, chunk.stage, stored))
-            else:
-                stored_tensors[name] = chunk.stage, stored
-    return StagedTensors(stages, stored_tensors, copies)
-
-
-def _chunks(stages: Sequence[TensorReader], where: str) -> list[_Chunk]:
     out: dict[tuple[int, int], _Chunk] = {}
     for number, stage in enumerate(stages):
         named = [(name, _CHUNK.fullmatch(name)) for name in stage.held]
@@ -214,13 +162,60 @@ def _chunks(stages: Sequence[TensorReader], where: str) -> list[_Chunk]:
     counts = {p: sum(stage == p for stage, _ in out) for p in range(len(stages))}
     if len(set(counts.values())) > 1:
         _refuse(f"the stages have different numbers of chunks: {counts}", where)
-    return list(out.values())
-
-
-def _global(chunks: Sequence[_Chunk]) -> bool:
-    """Whether the numbers of layers are the model's."""
+    chunks = list(out.values())
+    found = 1 + max(chunk.number for chunk in chunks)
     numbers = [number for chunk in chunks for number in chunk.layers]
-    return sorted(numbers) == list(range(len(numbers)))
+    names_are_global = sorted(numbers) == list(range(len(numbers)))
+    if not names_are_global:
+        for chunk in chunks:
+            if sorted(chunk.layers) != list(range(len(chunk.layers))):
+                _refuse(
+                    f"{chunk.text} has layers {sorted(chunk.layers)[:8]}, which are neither "
+                    "numbered from 0 nor, with those of the other stages, all layers of a model",
+                    where,
+                )  # fmt: skip
+    if vpp is not None and vpp != found and (found > 1 or names_are_global):
+        raise UsageError(
+            f"vpp={vpp}, but each stage has {found} chunks"
+            + (", whose layers have the model's numbers" if names_are_global else ""),
+            remedy="leave vpp= out",
+            path=where,
+        )
+    if vpp is not None and vpp != found:
+        chunks = [part for chunk in chunks for part in _cut(chunk, vpp, where)]
+    chunks.sort(key=lambda chunk: (chunk.number, chunk.stage))
+    first, last = chunks[0], chunks[-1]
+    for chunk in chunks:
+        for name in chunk.outside:
+            begins, ends = _FIRST.search(name), _LAST.search(name)
+            # the last stage may have a copy of the embedding, for a tied head
+            if begins and chunk is not first and not (chunk is last and name in first.outside):
+                _refuse(f"{chunk.text} holds {name}, which the first stage should have", where)
+            if ends and not begins and chunk is not last:
+                _refuse(f"{chunk.text} holds {name}, which the last stage should have", where)
+    total = sum(len(chunk.layers) for chunk in chunks)
+    if layers is not None and total != layers:
+        _refuse(
+            f"the {len(stages)} stages hold {total} layers ("
+            + ", ".join(f"{chunk.text}: {len(chunk.layers)}" for chunk in chunks[:8])
+            + f"), but the config says {layers}", where,
+        )  # fmt: skip
+    stored_tensors: dict[str, tuple[int, str]] = {}
+    copies: list[tuple[str, int, str]] = []
+    before = 0
+    for chunk in chunks:
+        for number, tensors in chunk.layers.items():
+            layer = str(number if names_are_global else number + before)
+            for head, tail, stored in tensors:
+                name = ".".join(filter(None, (head, layer, tail)))
+                stored_tensors[name] = chunk.stage, stored
+        before += len(chunk.layers)
+        for name, stored in chunk.outside.items():
+            if name in stored_tensors:
+                copies.append((name, chunk.stage, stored))
+            else:
+                stored_tensors[name] = chunk.stage, stored
+    return JoinedTensors(stages, stored_tensors, copies)
 
 
 def _cut(chunk: _Chunk, count: int, where: str) -> list[_Chunk]:
@@ -236,28 +231,6 @@ def _cut(chunk: _Chunk, count: int, where: str) -> list[_Chunk]:
     for name, stored in chunk.outside.items():
         out[0 if _FIRST.search(name) else -1].outside[name] = stored
     return out
-
-
-def _refuse_numbers(chunks: Sequence[_Chunk], where: str) -> None:
-    for chunk in chunks:
-        if sorted(chunk.layers) != list(range(len(chunk.layers))):
-            _refuse(
-                f"{chunk.text} has layers {sorted(chunk.layers)[:8]}, which are neither numbered "
-                "from 0 nor, with those of the other stages, all layers of a model", where,
-            )  # fmt: skip
-
-
-def _refuse_order(chunks: Sequence[_Chunk], where: str) -> None:
-    """Refuse an embedding or a last norm in a stage that cannot have it."""
-    first, last = chunks[0], chunks[-1]
-    for chunk in chunks:
-        for name in chunk.outside:
-            begins, ends = _FIRST.search(name), _LAST.search(name)
-            # the last stage may have a copy of the embedding, for a tied head
-            if begins and chunk is not first and not (chunk is last and name in first.outside):
-                _refuse(f"{chunk.text} holds {name}, which the first stage should have", where)
-            if ends and not begins and chunk is not last:
-                _refuse(f"{chunk.text} holds {name}, which the last stage should have", where)
 
 
 def _refuse(what: str, where: str) -> NoReturn:

@@ -13,9 +13,7 @@ from smckpt.translate.ranks.translated import Translated, TranslatedSource, whol
 from smckpt.translate.sources.rank_files import TensorReader
 from smckpt.translate.tables.degrees import Degrees
 from smckpt.translate.tables.pieces import TensorKey
-from smckpt.translate.writing.files import aligned
-from smckpt.translate.writing.stream import CHUNK
-from smckpt.translate.writing.targets import Chunk, Range
+from smckpt.translate.writing.stream import CHUNK, read_elements
 
 __all__ = ["EQUAL_EXPERTS", "refuse_equal_ranks"]
 
@@ -56,7 +54,20 @@ def refuse_equal_ranks(
         alike.setdefault(shapes, []).append(rank)
     sources = [TranslatedSource(stage) for stage in stages]
     for group in alike.values():
-        for first, *others in _with_equal_beginnings(sources, group):
+        # parts of several ranks each whose tensors all begin alike
+        largest = sorted(group[0].tensors, key=lambda n: (-math.prod(group[0].tensors[n].shape), n))
+        parts = [list(group)]
+        for name in largest:
+            apart: list[list[_Rank]] = []
+            for part in parts:
+                by_bytes: dict[bytes, list[_Rank]] = {}
+                for rank in part:
+                    begins = _elements(sources[rank.stage], rank.tensors[name], 0, _COMPARED)
+                    by_bytes.setdefault(begins, []).append(rank)
+                apart += [ranks for ranks in by_bytes.values() if len(ranks) > 1]
+            if not (parts := apart):
+                break
+        for first, *others in parts:
             for other in others:
                 if (first.stage, first.parts) != (other.stage, other.parts):
                     _refuse_equal(sources, first, other, names, stages[other.stage].url)
@@ -74,37 +85,11 @@ def _ranks(stages: Sequence[TensorReader], degrees: Degrees) -> Iterable[_Rank]:
             yield _Rank(at, number, (coordinates[0], *degrees.of_expert(*coordinates)), tensors)
 
 
-def _with_equal_beginnings(
-    sources: Sequence[TranslatedSource], group: Sequence[_Rank]
-) -> list[list[_Rank]]:
-    """The parts of a group of several ranks each whose tensors all begin alike."""
-    names = sorted(group[0].tensors, key=lambda n: (-math.prod(group[0].tensors[n].shape), n))
-    parts = [list(group)]
-    for name in names:
-        apart: list[list[_Rank]] = []
-        for part in parts:
-            by_bytes: dict[bytes, list[_Rank]] = {}
-            for rank in part:
-                begins = _beginning(sources[rank.stage], rank.tensors[name])
-                by_bytes.setdefault(begins, []).append(rank)
-            apart += [ranks for ranks in by_bytes.values() if len(ranks) > 1]
-        if not (parts := apart):
-            break
-    return parts
-
-
-def _beginning(source: TranslatedSource, tensor: Translated) -> bytes:
-    return _elements(source, tensor, 0, _COMPARED)
-
-
 def _elements(source: TranslatedSource, tensor: Translated, start: int, most: int) -> bytes:
     """At most so many bytes, from an element on."""
-    itemsize = DTYPES[tensor.source_dtype].itemsize
-    stop = min(math.prod(tensor.shape), start + max(1, most // itemsize))
-    memory = aligned((stop - start) * itemsize)
-    (plan,) = source.plans_of([Chunk(0, 0, (Range(tensor, start, stop, 0),))])
-    source.read(plan, [memory])
-    return bytes(memory)
+    count = max(1, most // DTYPES[tensor.source_dtype].itemsize)
+    stop = min(math.prod(tensor.shape), start + count)
+    return bytes(read_elements(source, tensor, start, stop))
 
 
 def _refuse_equal(

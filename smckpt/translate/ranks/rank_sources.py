@@ -260,16 +260,8 @@ def _given(paths: Sequence[str], source: SourceFiles) -> dict[str, ArchiveRecord
                     path=path,
                 )
             seen.add((status.st_dev, status.st_ino))
-    _refuse_order(paths)
-    return {
-        path: source.whole(local_path(path) if is_local(path) else path.rstrip("/"))
-        for path in paths
-    }
-
-
-def _refuse_order(paths: Sequence[str]) -> None:
-    """Refuse files in the wrong order. Nothing in a file may say its rank: rank10 before rank2, as
-    a shell sorts them, would give a wrong model with the right shapes."""
+    # Nothing in a file may say its rank: rank10 before rank2, as a shell sorts them, would give a
+    # wrong model with the right shapes.
     numbers = _numbers(paths)
     if numbers is not None and list(numbers) != sorted(numbers):
         order = ", ".join(map(str, numbers[:16]))
@@ -277,6 +269,10 @@ def _refuse_order(paths: Sequence[str]) -> None:
             f"the numbers in the files' names are in the order {order}",
             remedy="pass them in the order of ranks (ls -v sorts numbers)",
         )
+    return {
+        path: source.whole(local_path(path) if is_local(path) else path.rstrip("/"))
+        for path in paths
+    }
 
 
 def _numbers(paths: Sequence[str]) -> tuple[int, ...] | None:
@@ -295,7 +291,22 @@ def _numbers(paths: Sequence[str]) -> tuple[int, ...] | None:
 def _deepspeed(folder: Folder) -> RankFilesFound | ForeignCheckpoint | None:
     """The directory of DeepSpeed, or one of its steps: up to ZeRO stage 2, each tensor-parallel
     rank's file has the whole of its weights."""
-    folder = _step_of_deepspeed(folder)
+    # DeepSpeed's file in a directory names a step. A universal checkpoint may be all that is left
+    # of the latest one.
+    tags = {
+        name: folder.read(name, _SHORT).decode(errors="replace").strip()
+        for name in _DEEPSPEED_LATEST if name in folder.files
+    }  # fmt: skip
+    if tags:
+        latest, tag = next(iter(tags.items()))
+        step = next((t for t in tags.values() if t in folder.folders and t.startswith(tag)), None)
+        if step is not None:
+            folder = folder.at(step)
+        elif any(map(_STEP.match, (tag, *folder.folders))):
+            raise UsageError(
+                f"{latest} names {tag!r}, which is missing",
+                remedy="fetch it, or pass the directory of another step", path=folder.url,
+            )  # fmt: skip
     # a universal checkpoint has copies of stage 3's model_states
     parts = open_universal(folder) or open_zero3(folder)
     if parts is not None:
@@ -317,27 +328,6 @@ def _deepspeed(folder: Folder) -> RankFilesFound | ForeignCheckpoint | None:
         )  # fmt: skip
     files = {name: folder.files[name] for name in found}
     return RankFilesFound(files, folder.source, len(found), format="DeepSpeed")
-
-
-def _step_of_deepspeed(folder: Folder) -> Folder:
-    """The step that DeepSpeed's file in the directory names; the directory, if there is no such
-    file. A universal checkpoint may be all that is left of the latest step."""
-    tags = {
-        name: folder.read(name, _SHORT).decode(errors="replace").strip()
-        for name in _DEEPSPEED_LATEST if name in folder.files
-    }  # fmt: skip
-    if not tags:
-        return folder
-    latest, tag = next(iter(tags.items()))
-    found = next((t for t in tags.values() if t in folder.folders and t.startswith(tag)), None)
-    if found is not None:
-        return folder.at(found)
-    if any(map(_STEP.match, (tag, *folder.folders))):
-        raise UsageError(
-            f"{latest} names {tag!r}, which is missing",
-            remedy="fetch it, or pass the directory of another step", path=folder.url,
-        )  # fmt: skip
-    return folder
 
 
 # -- SMP v1 ----------------------------------------------------------------------------------------
@@ -426,8 +416,13 @@ def _megatron(folder: Folder) -> RankFilesFound | None:
     named = {n: match.groups() for n in folder.folders if (match := _RANK.fullmatch(n))}
     if any(_NEMO in folder.at(name).files for name in named):
         return None
-    one = any(second and not third for _, second, third in named.values())
-    stages = not one or _has_stages([folder.at(name) for name in named])
+    stages = True
+    ranks = [rank for rank in map(folder.at, named) if _MODEL in rank.files]
+    if any(second and not third for _, second, third in named.values()) and ranks:
+        root = torch_root(folder.source, ranks[0].files[_MODEL])
+        arguments = root.get("args") if isinstance(root, Mapping) else None
+        if isinstance(arguments, Inert):
+            stages = bool(arguments.field("pipeline_model_parallel_size", 2) > 1)
     found: dict[tuple[int, int, int], str] = {}
     for name, (tp, second, third) in named.items():
         if third is None and not stages:
@@ -485,16 +480,3 @@ def _named_like(ranks: Mapping[tuple[int, int, int], str], *numbers: int) -> str
     left = iter(numbers)
     name = next(iter(ranks.values()))
     return re.sub(r"\d+", lambda match: f"{next(left):0{len(match[0])}d}", name)
-
-
-def _has_stages(ranks: Sequence[Folder]) -> bool:
-    """Whether the run had pipeline stages, as the first rank with a file says."""
-    rank = next((rank for rank in ranks if _MODEL in rank.files), None)
-    if rank is None:
-        return True
-    root = torch_root(rank.source, rank.files[_MODEL])
-    arguments = root.get("args") if isinstance(root, Mapping) else None
-    stages = (
-        arguments.field("pipeline_model_parallel_size", 2) if isinstance(arguments, Inert) else 2
-    )
-    return bool(stages > 1)

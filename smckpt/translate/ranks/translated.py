@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from smckpt.layout.mesh import Shape
 from smckpt.layout.strided import Copy, Piece, Strided, boxes_of_range, row_major_strides
-from smckpt.translate.sources.rank_files import TensorReader
+from smckpt.translate.sources.rank_files import Holder, TensorReader
 from smckpt.translate.tables.compile import Block
-from smckpt.translate.tables.pieces import RankTensors, TensorKey
+from smckpt.translate.tables.pieces import TensorKey
 from smckpt.translate.writing.cast import cast, stored_type
 from smckpt.translate.writing.files import aligned
 from smckpt.translate.writing.targets import Chunk, Range
@@ -65,22 +65,20 @@ class TranslatedSource:
             np.frombuffer(buffers[number], np.uint8)[:] = 0
         self.reader.read(own, buffers)
         for number, target, terms in computed:
-            self._compute(target, terms, buffers[number])
-
-    def _compute(self, target: Translated, terms: Sequence[Any], buffer: memoryview) -> None:
-        """Add the other ranks' terms and the shift in float64, rounded once per term."""
-        values = np.frombuffer(buffer, stored_type(target.source_dtype))
-        others = [aligned(len(buffer)) for _ in terms]
-        for plan, other in zip(terms, others, strict=True):
-            self.reader.read(plan, [other])
-        for at in range(0, len(values), _AT_ONCE):
-            where = slice(at, at + _AT_ONCE)
-            total = cast(values[where], target.source_dtype, "float64")
-            for other in others:
-                term = np.frombuffer(other, stored_type(target.source_dtype))[where]
-                total = total + cast(term, target.source_dtype, "float64")
-            total = total / (len(others) + 1) if target.mean else total
-            values[where] = cast(total + target.shift, "float64", target.source_dtype)
+            # Add the other ranks' terms and the shift in float64, rounded once per term
+            buffer = buffers[number]
+            values = np.frombuffer(buffer, stored_type(target.source_dtype))
+            others = [aligned(len(buffer)) for _ in terms]
+            for plan, other in zip(terms, others, strict=True):
+                self.reader.read(plan, [other])
+            for at in range(0, len(values), _AT_ONCE):
+                where = slice(at, at + _AT_ONCE)
+                total = cast(values[where], target.source_dtype, "float64")
+                for other in others:
+                    term = np.frombuffer(other, stored_type(target.source_dtype))[where]
+                    total = total + cast(term, target.source_dtype, "float64")
+                total = total / (len(others) + 1) if target.mean else total
+                values[where] = cast(total + target.shift, "float64", target.source_dtype)
 
     def close(self) -> None:
         self.reader.close()
@@ -123,12 +121,7 @@ def _parts(
         done += box.numel
 
 
-class _Holder(Protocol):
-    @property
-    def held(self) -> Mapping[str, RankTensors]: ...
-
-
-def whole_tensors(reader: _Holder) -> list[Translated]:
+def whole_tensors(reader: Holder) -> list[Translated]:
     """The tensors that a reader holds once, unchanged."""
     return [
         whole(TensorKey(name), held.whole, held.dtype)

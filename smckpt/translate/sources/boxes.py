@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import NamedTuple
 
 from smckpt.errors import CorruptCheckpointError, TensorMismatchError, TopologyError
@@ -35,6 +34,11 @@ class SavedBox:
     file: str
     find: Callable[[], StoredTensor]
     inside: tuple[int, ...] = ()
+
+    @staticmethod
+    def of(box: Box, stored: StoredTensor) -> SavedBox:
+        """A box whose bytes have been found."""
+        return SavedBox(box, stored.record.path, lambda: stored)
 
 
 @dataclass(frozen=True)
@@ -85,15 +89,6 @@ class BoxTensors:
             held[key.name] = RankTensors(key.name, tensor.dtype, shards)
         self.held: Mapping[str, RankTensors] = held
 
-    def renamed(self, names: Mapping[str, str]) -> BoxTensors:
-        """The tensors of these names under other names: old → new."""
-        tensors = {
-            key._replace(name=names[key.name]): tensor
-            for key, tensor in self._tensors.items()
-            if key.name in names
-        }
-        return BoxTensors(self.url, tensors, self._source)
-
     def plan(self, blocks: Sequence[Block]) -> Sequence[_Taken]:
         out = []
         for block in blocks:
@@ -104,7 +99,10 @@ class BoxTensors:
                 copy = self._cut(block, Piece(tensor.name, tensor.shape, saved.box, 0, dense))
                 if copy is None:
                     continue
-                piece, stored = self._found(block.source, number)
+                key = block.source, number
+                if key not in self._pieces:
+                    self._pieces[key] = stored_piece(tensor, saved)
+                piece, stored = self._pieces[key]
                 if (piece.start, piece.strides) != (0, dense):
                     copy = self._cut(block, piece)
                     assert copy is not None
@@ -143,22 +141,11 @@ class BoxTensors:
                 path=self.url,
             ) from error
 
-    def _found(self, source: TensorKey, number: int) -> tuple[Piece, StoredTensor]:
-        key = source, number
-        if key not in self._pieces:
-            tensor = self._tensors[source]
-            self._pieces[key] = stored_piece(tensor, tensor.boxes[number])
-        return self._pieces[key]
-
 
 def whole_tensor(path: Path, stored: StoredTensor) -> SavedTensor:
     """A tensor that lies in one place."""
-    box = SavedBox(Box.whole(stored.shape), stored.record.path, partial(_same, stored))
+    box = SavedBox.of(Box.whole(stored.shape), stored)
     return SavedTensor(dotted(path), path, stored.dtype, stored.shape, (box,))
-
-
-def _same(stored: StoredTensor) -> StoredTensor:
-    return stored
 
 
 def stored_piece(tensor: SavedTensor, saved: SavedBox) -> tuple[Piece, StoredTensor]:

@@ -44,7 +44,17 @@ def degrees_of(
     state = ParallelState.from_json(catalogue.topology)
     apart = etp not in (None, state.tp_size)
     if apart:
-        _refuse_other_order(state, catalogue.url)
+        # if experts are cut differently, only a rank's number says which experts it has
+        ranker, inner = state.ranker, state.tp_size * state.ep_size
+        for rank in range(state.world_size):
+            if ranker.get_tp_rank(rank) + state.tp_size * ranker.get_ep_rank(rank) != rank % inner:
+                raise UsageError(
+                    "etp= needs tensor-parallel and then expert-parallel ranks as neighbours, but "
+                    f"the recorded order is {', '.join(state.order)}, with context-parallel degree "
+                    f"{state.cp_size}",
+                    remedy="export the files of ranks",
+                    path=catalogue.url,
+                )
     for name, given, saved in (("tp", tp, state.tp_size), ("ep", ep, state.ep_size)):
         if name == "ep" and apart:
             continue
@@ -98,21 +108,6 @@ def has_parts_of_ranks(catalogue: Catalogue, tensors: Mapping[str, LogicalTensor
         return any(map(reader.differs, own))
     finally:
         reader.close()
-
-
-def _refuse_other_order(state: ParallelState, url: str) -> None:
-    """Refuse other rank orders. If experts are cut differently, only a rank's number says which
-    experts it has."""
-    ranker, inner = state.ranker, state.tp_size * state.ep_size
-    for rank in range(state.world_size):
-        if ranker.get_tp_rank(rank) + state.tp_size * ranker.get_ep_rank(rank) != rank % inner:
-            raise UsageError(
-                "etp= needs tensor-parallel and then expert-parallel ranks as neighbours, but "
-                f"the recorded order is {', '.join(state.order)}, with context-parallel degree "
-                f"{state.cp_size}",
-                remedy="export the files of ranks",
-                path=url,
-            )
 
 
 class CheckpointTensors:
@@ -169,7 +164,11 @@ class CheckpointTensors:
                     f"some ranks saved {name} as {dtype}, others as {row.dtype}",
                     remedy="save all ranks' parts in one dtype", path=self.url,
                 )  # fmt: skip
-            places = self._places(row)
+            places = self._coordinates  # of the ranks that share the row's tensor
+            if self._state is not None:
+                ranker = self._state.ranker
+                ranks = [r for r in row.geometry.ranks if self._is_here(r)]
+                places = {(ranker.get_tp_rank(r), ranker.get_ep_rank(r)) for r in ranks}
             shape = row.geometry.shape_of(fqn)
             if self._state is None or (not row.geometry.per_rank and len(places) > 1):
                 if places != self._coordinates:
@@ -185,29 +184,11 @@ class CheckpointTensors:
             for coordinates in places:
                 shards[coordinates] = shape
                 self._rows.setdefault(TensorKey(name, *coordinates), []).append((row, fqn))
-        self._refuse_many(name)
-        return RankTensors(name, dtype, {} if whole is not None else shards, whole)
-
-    def _places(self, row: Entry) -> set[tuple[int, int]]:
-        """The (tp, ep) coordinates of the ranks that share a row's tensor."""
-        if self._state is None:
-            return self._coordinates
-        ranker = self._state.ranker
-        ranks = [r for r in row.geometry.ranks if self._is_here(r)]
-        return {(ranker.get_tp_rank(r), ranker.get_ep_rank(r)) for r in ranks}
-
-    def _is_here(self, rank: int) -> bool:
-        """Whether a rank is of the stage."""
-        if self._state is None or self._stage is None:
-            return True
-        return self._state.ranker.get_pp_rank(rank) == self._stage
-
-    def _refuse_many(self, name: str) -> None:
-        """Refuse tensors of one name on separate meshes if no topology says what they are."""
-        rows = [row for row, _ in self._rows.get(TensorKey(name), ())]
+        # tensors of one name on separate meshes, and no topology says what they are
+        found = [row for row, _ in self._rows.get(TensorKey(name), ())]
         known = self._catalogue.pieces
-        apart = len(rows) > 1 and not all(known.one_tensor(rows[0], row) for row in rows)
-        kept = any(row.geometry.per_rank and len(row.ranks) > 1 for row in rows)
+        apart = len(found) > 1 and not all(known.one_tensor(found[0], row) for row in found)
+        kept = any(row.geometry.per_rank and len(row.ranks) > 1 for row in found)
         if self._state is None and (apart or kept) and len(self._coordinates) > 1:
             raise TopologyError(
                 f"ranks saved tensors of their own as {name}, but the checkpoint does not record "
@@ -216,6 +197,13 @@ class CheckpointTensors:
                 "ranks",
                 path=self.url,
             )
+        return RankTensors(name, dtype, {} if whole is not None else shards, whole)
+
+    def _is_here(self, rank: int) -> bool:
+        """Whether a rank is of the stage."""
+        if self._state is None or self._stage is None:
+            return True
+        return self._state.ranker.get_pp_rank(rank) == self._stage
 
     def refuse_unlike_replicas(self) -> None:
         """Check that ranks with the same tensor- and expert-parallel coordinates in the recorded
@@ -235,7 +223,27 @@ class CheckpointTensors:
             block = _beginning(key, row.geometry.shape_of(fqn), DTYPES[row.dtype].itemsize)
             found = [s for s in self._meeting(row, fqn, block.copy) if self._is_of(s, key)]
             if found and block.copy.numel:
-                self._refuse_unlike(block, [found[0], *found[1:2], *found[2:][-1:]])
+                sources = [found[0], *found[1:2], *found[2:][-1:]]
+                data = []
+                for source in sources:
+                    cut = block.copy.read_from(source.piece)
+                    assert cut is not None
+                    itemsize = DTYPES[source.row.dtype].itemsize
+                    data.append(bytearray(block.copy.numel * itemsize))
+                    plan = ReadPlan()
+                    plan.copies.append(StoredCopy(self._slots_of(source), cut, 0, itemsize))
+                    self.read(plan, [memoryview(data[-1])])
+                for source, other in zip(sources, data, strict=True):
+                    if other != data[0]:
+                        raise TensorMismatchError(
+                            f"ranks {sources[0].holders[0]} and {source.holders[0]} are both "
+                            f"(tp, ep) {block.source[1:]} in the recorded topology, but their "
+                            f"{block.source.name} differ",
+                            remedy="save with the job's true SaveOptions(parallel_state=) (and its "
+                            "order=: Megatron counts expert-parallel before context-parallel "
+                            "ranks), or export the ranks' files",
+                            path=self.url,
+                        )
 
     def differs(self, name: str) -> bool:
         """Whether ranks of other coordinates hold another tensor under a name, as far as its
@@ -251,28 +259,6 @@ class CheckpointTensors:
             self.read(self.plan([block]), [memoryview(data)])
             found.add(bytes(data))
         return len(found) > 1
-
-    def _refuse_unlike(self, block: Block, sources: Sequence[SavedPiece]) -> None:
-        data = []
-        for source in sources:
-            cut = block.copy.read_from(source.piece)
-            assert cut is not None
-            itemsize = DTYPES[source.row.dtype].itemsize
-            data.append(bytearray(block.copy.numel * itemsize))
-            plan = ReadPlan()
-            plan.copies.append(StoredCopy(self._slots_of(source), cut, 0, itemsize))
-            self.read(plan, [memoryview(data[-1])])
-        for source, other in zip(sources, data, strict=True):
-            if other != data[0]:
-                raise TensorMismatchError(
-                    f"ranks {sources[0].holders[0]} and {source.holders[0]} are both (tp, ep) "
-                    f"{block.source[1:]} in the recorded topology, but their {block.source.name} "
-                    "differ",
-                    remedy="save with the job's true SaveOptions(parallel_state=) (and its order=: "
-                    "Megatron counts expert-parallel before context-parallel ranks), or export the "
-                    "ranks' files",
-                    path=self.url,
-                )
 
     def plan(self, blocks: Sequence[Block]) -> ReadPlan:
         """Raise CorruptCheckpointError if some elements are in no file."""

@@ -14,7 +14,6 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
 from smckpt.errors import CorruptCheckpointError, UsageError
@@ -159,7 +158,20 @@ def _of_parts(
 ) -> ForeignCheckpoint:  # fmt: skip
     """states: of each rank, what tells names and shapes. groups: of each rank, its flat groups."""
     try:
-        saved = _saved(folder, states, groups)
+        shapes = _shapes(states[0])
+        if any(_shapes(state) != shapes for state in states):
+            _bad(folder, "the ranks' files name different parameters or shapes")
+        saved: dict[str, SavedTensor] = {}
+        at = 0
+        for name, shape in shapes.items():
+            count = -(-math.prod(_checked(folder, name, shape)) // len(states))
+            parts = [list(_taken(flat, at, at + count)) for flat in groups]
+            saved[name] = _tensor(folder, name, shape, count, parts)
+            at += count
+        held = {sum(flat.shape[0] for flat in rank) for rank in groups}
+        if held != {at}:
+            _bad(folder, f"the parameters have {at} elements of each rank, but the groups {held}")
+        saved |= _beside(folder, states, saved)
     except (LookupError, TypeError, AttributeError, ValueError) as error:
         _bad(folder, f"a rank's file lacks what belongs there ({type(error).__name__}: {error})")
     files = {name: folder.files[name].nbytes for name in names}
@@ -225,25 +237,6 @@ def _shapes(state: Mapping[str, Any]) -> dict[str, Any]:
     return {name: shape for group in state["param_shapes"] for name, shape in group.items()}
 
 
-def _saved(
-    folder: Folder, states: Sequence[Mapping[str, Any]], groups: Sequence[list[StoredTensor]]
-) -> dict[str, SavedTensor]:
-    shapes = _shapes(states[0])
-    if any(_shapes(state) != shapes for state in states):
-        _bad(folder, "the ranks' files name different parameters or shapes")
-    saved: dict[str, SavedTensor] = {}
-    at = 0
-    for name, shape in shapes.items():
-        count = -(-math.prod(_checked(folder, name, shape)) // len(states))
-        parts = [list(_taken(flat, at, at + count)) for flat in groups]
-        saved[name] = _tensor(folder, name, shape, count, parts)
-        at += count
-    held = {sum(flat.shape[0] for flat in rank) for rank in groups}
-    if held != {at}:
-        _bad(folder, f"the parameters have {at} elements of each rank, but the groups {held}")
-    return saved | _beside(folder, states, saved)
-
-
 def _beside(
     folder: Folder, states: Sequence[Mapping[str, Any]], trained: Mapping[str, SavedTensor]
 ) -> dict[str, SavedTensor]:
@@ -300,13 +293,9 @@ def _tensor(
             for box in boxes_of_range(shape, start, stop):
                 strides = row_major_strides(box.sizes)
                 stored = StoredTensor(part.stored.dtype, box.sizes, strides, at, part.stored.record)
-                boxes.append(SavedBox(box, part.stored.record.path, partial(_same, stored)))
+                boxes.append(SavedBox.of(box, stored))
                 at += box.numel
     return SavedTensor(name, (name,), next(iter(dtypes), "float32"), shape, tuple(boxes))
-
-
-def _same(stored: StoredTensor) -> StoredTensor:
-    return stored
 
 
 def _bad(folder: Folder, what: str) -> NoReturn:

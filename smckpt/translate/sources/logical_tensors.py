@@ -39,7 +39,23 @@ class LogicalTensors:
             TensorMismatchError, TopologyError, CorruptCheckpointError: some elements are not in the
                 checkpoint, or several tensors have one name and nothing says which one is meant.
         """
-        self._find({block.source.name for block in blocks} - self._stored.keys())
+        # Where the parts of tensors are in the files.
+        wanted = sorted({block.source.name for block in blocks} - self._stored.keys())
+        entries = []
+        for name in wanted:
+            tensor = self._tensors[name]
+            shape = tuple(tensor.shape)
+            geometry = BoxGeometry(tensor.name, shape, (Box.whole(shape),), (0,))
+            entries.append(Entry((name,), tensor.dtype, geometry, (), (), (0,)))
+        found = plan_logical(self._catalogue, entries, rank=0, group_ranks=(0,), strict=False)
+        self._stored |= {name: [] for name in wanted}
+        for stored in found.copies:
+            name = wanted[stored.target]
+            shape = tuple(self._tensors[name].shape)
+            steps = stored.copy.target.steps(shape)
+            box = Box(tuple(s.at for s in steps), tuple(s.number for s in steps))
+            at = stored.copy.source
+            self._stored[name].append((stored, Piece(name, shape, box, at.start, at.strides)))
         plan = ReadPlan()
         for block in blocks:
             left = block.copy.numel
@@ -66,23 +82,3 @@ class LogicalTensors:
 
     def close(self) -> None:
         self._readers.close()
-
-    def _find(self, names: set[str]) -> None:
-        """Where the parts of tensors are in the files."""
-        wanted = sorted(names)
-        entries = [_whole(name, self._tensors[name]) for name in wanted]
-        found = plan_logical(self._catalogue, entries, rank=0, group_ranks=(0,), strict=False)
-        self._stored |= {name: [] for name in wanted}
-        for stored in found.copies:
-            name = wanted[stored.target]
-            shape = tuple(self._tensors[name].shape)
-            steps = stored.copy.target.steps(shape)
-            box = Box(tuple(s.at for s in steps), tuple(s.number for s in steps))
-            at = stored.copy.source
-            self._stored[name].append((stored, Piece(name, shape, box, at.start, at.strides)))
-
-
-def _whole(name: str, tensor: LogicalTensor) -> Entry:
-    shape = tuple(tensor.shape)
-    geometry = BoxGeometry(tensor.name, shape, (Box.whole(shape),), (0,))
-    return Entry((name,), tensor.dtype, geometry, (), (), (0,))

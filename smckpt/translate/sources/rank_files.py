@@ -36,6 +36,7 @@ from smckpt.translate.writing.targets import (
 )
 
 __all__ = [
+    "Holder",
     "TensorReader",
     "bits",
     "hub_tensors",
@@ -49,13 +50,17 @@ __all__ = [
 _INDEX_LIMIT, _CONFIG_LIMIT = 256 << 20, 64 << 20  # bytes
 
 
-class TensorReader(Protocol):
+class Holder(Protocol):
+    """The part of a reader that a proof needs."""
+
     @property
     def url(self) -> str: ...
 
     @property
     def held(self) -> Mapping[str, RankTensors]: ...
 
+
+class TensorReader(Holder, Protocol):
     def plan(self, blocks: Sequence[Block]) -> Any:
         """Plan how to read the blocks. One thread calls it."""
 

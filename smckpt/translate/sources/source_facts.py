@@ -142,8 +142,15 @@ class SourceFacts:
         if not isinstance(stored, bool) or not chosen.name.startswith("mcore_"):
             return chosen
         shifted = any(row.shift and NORMS.issuperset(row.roles) for row in chosen.rows)
+        if zero_centred and not stored:
+            raise TensorMismatchError(
+                f"{self.of} say {_ZERO_CENTRED}=False, but such a model's norms are stored minus "
+                "one",
+                remedy="pass the config= of this very model, or a layout of your own",
+                path=self.where,
+            )
         if zero_centred or stored == shifted:
-            return self._as_family(chosen, stored) if zero_centred else chosen
+            return chosen
         if given:
             raise TensorMismatchError(
                 f"{self.of} say {_ZERO_CENTRED}={stored}, but in layout={chosen.name!r} norms are "
@@ -151,15 +158,6 @@ class SourceFacts:
                 remedy="leave layout= out", path=self.where,
             )  # fmt: skip
         return chosen.zero_centred()
-
-    def _as_family(self, chosen: TensorLayout, stored: bool) -> TensorLayout:
-        if stored:
-            return chosen
-        raise TensorMismatchError(
-            f"{self.of} say {_ZERO_CENTRED}=False, but such a model's norms are stored minus one",
-            remedy="pass the config= of this very model, or a layout of your own",
-            path=self.where,
-        )
 
 
 # -- where they come from --------------------------------------------------------------------------
@@ -322,8 +320,10 @@ def _refuse_swapped(
             # the sizes of data and context parallelism are inside pipeline stages by default
             expert = rank // degrees.tp % degrees.ep
             wanted |= {"expert": (column, expert)} if _degree(facts, "context") == 1 else {}
-        if (stage_of := _stage(facts, rank, degrees.tp, pp)) is not None:
-            wanted["pipeline"] = (stage, stage_of)
+        if facts.values.get("use_tp_pp_dp_mapping"):
+            wanted["pipeline"] = (stage, rank // (degrees.tp * _degree(facts, "context")) % pp)
+        elif (world := facts.degree("world_size")) is not None and not world % pp:
+            wanted["pipeline"] = (stage, rank // (world // pp))
         for kind, (have, stated) in wanted.items():
             if have != stated:
                 raise TopologyError(
@@ -337,11 +337,3 @@ def _refuse_swapped(
 
 def _degree(facts: SourceFacts, kind: str) -> int:
     return facts.degree(f"{kind}_parallel_size") or 1
-
-
-def _stage(facts: SourceFacts, rank: int, tp: int, pp: int) -> int | None:
-    """The pipeline stage of a rank; None: the file does not tell the job's size."""
-    if facts.values.get("use_tp_pp_dp_mapping"):
-        return rank // (tp * _degree(facts, "context")) % pp
-    world = facts.degree("world_size")
-    return None if world is None or world % pp else rank // (world // pp)

@@ -49,11 +49,42 @@ def open_state(files: Sequence[ArchiveRecord], source: SourceFiles) -> ForeignCh
 def _opened(source: SourceFiles, file: ArchiveRecord) -> ForeignCheckpoint:
     if is_safetensors(source, file):
         tensors = safetensors_of(source, file)
-        saved = {name: whole_tensor((name,), stored) for name, stored in tensors.items()}
+        whole = {name: whole_tensor((name,), stored) for name, stored in tensors.items()}
         sizes = {_name(file): file.nbytes}
-        return ForeignCheckpoint(file.path, "safetensors", saved, source, files=sizes)
+        return ForeignCheckpoint(file.path, "safetensors", whole, source, files=sizes)
     if is_archive(source.read(file, 0, min(4, file.nbytes))):
-        return _of_torch(source, file)
+        # torch says what the state is, with tensors that are mapped and not read. The archive, read
+        # in the same order, says where their bytes are. In a store the archive says both.
+        root = state = open_archive(source, file).root
+        if is_local(file.path) and file == source.whole(file.path):
+            try:
+                state = plain_load(file.path, mmap=True)
+            except Exception:  # torch, zip and pickle raise many kinds
+                state = load_inert(Path(file.path))
+        if not isinstance(state, Mapping) or not isinstance(root, dict):
+            raise UsageError(
+                f"the file holds a {type(state).__name__}", remedy="pass a file of a state dict",
+                path=file.path,
+            )  # fmt: skip
+        saved: dict[str, SavedTensor] = {}
+        values: dict[str, SavedValue] = {}
+        containers: dict[StatePath, str] = {}
+        for path, stored, value in _leaves((), root, state, containers):
+            name = dotted(path)
+            if name in saved or name in values:
+                raise UsageError(
+                    f"two entries of the state have the dotted name {name}",
+                    remedy="rename one: 'a.b' beside {'a': {'b': …}} cannot be told apart",
+                    path=file.path,
+                )
+            if isinstance(stored, StoredTensor):
+                saved[name] = whole_tensor(path, stored)
+            else:
+                values[name] = SavedValue(path, partial(_plain, name, value, file))
+        return ForeignCheckpoint(
+            file.path, "torch.save", saved, source, tuple(values), {_name(file): file.nbytes},
+            values=values, containers=containers,
+        )  # fmt: skip
     raise UsageError(
         "the file is neither safetensors nor of today's torch.save",
         remedy="load it with the torch that wrote it, and save it again", path=file.path,
@@ -62,44 +93,6 @@ def _opened(source: SourceFiles, file: ArchiveRecord) -> ForeignCheckpoint:
 
 def _name(file: ArchiveRecord) -> str:
     return file.path.rpartition("/")[2]
-
-
-# -- torch.save ------------------------------------------------------------------------------------
-
-
-def _of_torch(source: SourceFiles, file: ArchiveRecord) -> ForeignCheckpoint:
-    """torch says what the state is, with tensors that are mapped and not read. The archive, read in
-    the same order, says where their bytes are. In a store the archive says both."""
-    root = state = open_archive(source, file).root
-    if is_local(file.path) and file == source.whole(file.path):
-        try:
-            state = plain_load(file.path, mmap=True)
-        except Exception:  # torch, zip and pickle raise many kinds
-            state = load_inert(Path(file.path))
-    if not isinstance(state, Mapping) or not isinstance(root, dict):
-        raise UsageError(
-            f"the file holds a {type(state).__name__}", remedy="pass a file of a state dict",
-            path=file.path,
-        )  # fmt: skip
-    saved: dict[str, SavedTensor] = {}
-    values: dict[str, SavedValue] = {}
-    containers: dict[StatePath, str] = {}
-    for path, stored, value in _leaves((), root, state, containers):
-        name = dotted(path)
-        if name in saved or name in values:
-            raise UsageError(
-                f"two entries of the state have the dotted name {name}",
-                remedy="rename one: 'a.b' beside {'a': {'b': …}} cannot be told apart",
-                path=file.path,
-            )
-        if isinstance(stored, StoredTensor):
-            saved[name] = whole_tensor(path, stored)
-        else:
-            values[name] = SavedValue(path, partial(_plain, name, value, file))
-    return ForeignCheckpoint(
-        file.path, "torch.save", saved, source, tuple(values), {_name(file): file.nbytes},
-        values=values, containers=containers,
-    )  # fmt: skip
 
 
 def _leaves(

@@ -212,16 +212,13 @@ def _leaves(root: Mapping[Any, Any], where: str) -> Iterator[tuple[StatePath, An
             )  # fmt: skip
         for key, inner in items:
             path = (*above, key if type(key) in (str, int) else str(key))
-            if inner and _holds_more(inner):
+            more = isinstance(inner, Mapping)
+            if isinstance(inner, (list, tuple)):
+                more = any(isinstance(one, (Mapping, list, tuple, StoredTensor)) for one in inner)
+            if inner and more:
                 rest.append((path, inner))
             else:
                 yield path, inner
-
-
-def _holds_more(value: Any) -> bool:
-    if isinstance(value, (list, tuple)):
-        return any(isinstance(one, (Mapping, list, tuple, StoredTensor)) for one in value)
-    return isinstance(value, Mapping)
 
 
 def torch_root(source: SourceFiles, file: ArchiveRecord) -> Any:
@@ -232,7 +229,15 @@ def torch_root(source: SourceFiles, file: ArchiveRecord) -> Any:
         CorruptCheckpointError: it is damaged.
     """
     first = source.read(file, 0, min(128, file.nbytes))
-    _refuse_other_format(first, file.path)
+    # Raises:
+    # UsageError: the file begins as one of a format that holds weights, and is not read.
+    kinds = [what for begins, what in _OTHERS if first.startswith(begins)]
+    if is_archive(first[:4]) and b".npy" in first[30:]:
+        kinds.append(("NumPy's .npz", "make safetensors of it: safetensors.numpy.save_file"))
+    for name, remedy in kinds:
+        raise UsageError(
+            f"this is a file of {name}, which smckpt does not read", remedy=remedy, path=file.path
+        )
     if is_archive(first[:4]):
         return open_archive(source, file).root
     found = open_legacy(source, file)
@@ -243,20 +248,6 @@ def torch_root(source: SourceFiles, file: ArchiveRecord) -> Any:
             path=file.path,
         )
     return found.root
-
-
-def _refuse_other_format(first: bytes, path: str) -> None:
-    """
-    Raises:
-        UsageError: the file begins as one of a format that holds weights, and is not read.
-    """
-    kinds = [what for begins, what in _OTHERS if first.startswith(begins)]
-    if is_archive(first[:4]) and b".npy" in first[30:]:
-        kinds.append(("NumPy's .npz", "make safetensors of it: safetensors.numpy.save_file"))
-    for name, remedy in kinds:
-        raise UsageError(
-            f"this is a file of {name}, which smckpt does not read", remedy=remedy, path=path
-        )
 
 
 def safetensors_of(source: SourceFiles, file: ArchiveRecord) -> dict[str, StoredTensor]:

@@ -68,6 +68,13 @@ class RankTensors:
     shards: Mapping[tuple[int, int], Shape]
     whole: Shape | None = None
 
+    @property
+    def keyed(self) -> dict[TensorKey, Shape]:
+        """The shape of each stored tensor."""
+        if self.whole is not None:
+            return {TensorKey(self.name): self.whole}
+        return {TensorKey(self.name, *rank): shape for rank, shape in self.shards.items()}
+
 
 @dataclass
 class Side:

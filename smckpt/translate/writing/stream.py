@@ -22,7 +22,7 @@ from smckpt.translate.writing.cast import cast, stored_type
 from smckpt.translate.writing.files import Output, aligned
 from smckpt.translate.writing.targets import Chunk, OutputFile, Range, Target
 
-__all__ = ["CHUNK", "ChunkSource", "equal", "tied_names", "write_chunks"]
+__all__ = ["CHUNK", "ChunkSource", "equal", "read_elements", "tied_names", "write_chunks"]
 
 CHUNK = 16 << 20  # bytes; large enough for a disk's full rate, small compared with a model
 CAST = 1 << 18  # elements cast at once: their intermediate arrays stay in the processor's cache
@@ -108,6 +108,14 @@ def equal(source: ChunkSource, a: Target, b: Target) -> bool:
         if not np.array_equal(np.frombuffer(views[0], "u1"), np.frombuffer(views[1], "u1")):
             return False
     return True
+
+
+def read_elements(source: ChunkSource, target: Target, start: int, stop: int) -> memoryview:
+    """Elements [start, stop) of a target, in its source's dtype."""
+    memory = aligned((stop - start) * DTYPES[target.source_dtype].itemsize)
+    (plan,) = source.plans_of([Chunk(0, 0, (Range(target, start, stop, 0),))])
+    source.read(plan, [memory])
+    return memory
 
 
 def tied_names(source: ChunkSource, targets: Iterable[Target], url: str) -> tuple[str, ...]:

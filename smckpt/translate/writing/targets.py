@@ -30,6 +30,7 @@ __all__ = [
     "Target",
     "arrange",
     "is_quantized",
+    "nbytes_of",
 ]
 
 ALIGNMENT = 4096  # bytes; data and chunks start at multiples of it, which direct writes need
@@ -114,7 +115,7 @@ class OutputFile:
         table: dict[str, object] = {"__metadata__": {"format": "pt"}}
         at = 0
         for target in self.ordered:
-            end = at + _nbytes(target)
+            end = at + nbytes_of(target)
             table[target.name] = {
                 "dtype": DTYPES[target.dtype].code,
                 "shape": list(target.shape),
@@ -127,7 +128,7 @@ class OutputFile:
 
     @cached_property
     def data_bytes(self) -> int:
-        return sum(map(_nbytes, self.targets))
+        return sum(map(nbytes_of, self.targets))
 
     @property
     def size(self) -> int:
@@ -175,7 +176,7 @@ def arrange(targets: Sequence[Target], max_bytes: int) -> tuple[OutputFile, ...]
                 f"{target.name} has dtype {target.dtype}, which safetensors files cannot hold",
                 remedy="leave that tensor out of the model's state, or keep it in another dtype",
             )
-        need = _nbytes(target)
+        need = nbytes_of(target)
         if need > room and batches[-1]:
             batches.append([])
             room = max_bytes
@@ -190,5 +191,5 @@ def arrange(targets: Sequence[Target], max_bytes: int) -> tuple[OutputFile, ...]
     )
 
 
-def _nbytes(target: Target) -> int:
+def nbytes_of(target: Target) -> int:
     return math.prod(target.shape) * DTYPES[target.dtype].itemsize

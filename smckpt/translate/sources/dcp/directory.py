@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 
 from smckpt.errors import CorruptCheckpointError
-from smckpt.layout.entries import Path as StatePath
 from smckpt.translate.archives.folders import Folder
 from smckpt.translate.archives.source_files import ArchiveRecord, SourceFiles
 from smckpt.translate.archives.torch_archive import StoredTensor, open_archive
@@ -59,7 +57,17 @@ def open_dcp(folder: Folder) -> ForeignCheckpoint | None:
         return None
     if folder.name.startswith(_ACCELERATE):
         kind = f"accelerate, FSDP with {DCP}"
-    found = _joined([read_metadata(folder.read(n, LIMIT), folder.files[n].path) for n in described])
+    # One checkpoint of what each rank says of its own part.
+    first, *others = [read_metadata(folder.read(n, LIMIT), folder.files[n].path) for n in described]
+    tensors, objects, paths = dict(first.tensors), dict(first.objects), dict(first.paths)
+    for part in others:
+        objects |= part.objects
+        paths |= part.paths
+        for name, tensor in part.tensors.items():
+            known = tensors.get(name, tensor)
+            boxes = tuple({**dict(tensor.boxes), **dict(known.boxes)}.items())
+            tensors[name] = TensorMetadata(known.dtype, known.shape, boxes)
+    found = Metadata(tensors, objects, paths)
     records = _records(folder, found)
     saved = {
         name: SavedTensor(
@@ -77,10 +85,17 @@ def open_dcp(folder: Folder) -> ForeignCheckpoint | None:
         )
         for name, at in found.objects.items()
     }
+    # DCP records the keys of lists as numbers, and those of all other containers as text
+    lists = {
+        tensor.path[:depth]: "list"
+        for tensor in saved.values()
+        for depth, key in enumerate(tensor.path)
+        if isinstance(key, int)
+    }
     made = ForeignCheckpoint(
         folder.url, kind, saved, folder.source, tuple(sorted(found.objects)),
         {at.file: folder.find(at.file).nbytes for at in records},  # type: ignore[union-attr]
-        values=values, containers=_lists(t.path for t in saved.values()),
+        values=values, containers=lists,
     )  # fmt: skip
     if backend is None:
         return made
@@ -94,33 +109,11 @@ def open_dcp(folder: Folder) -> ForeignCheckpoint | None:
     )  # fmt: skip
 
 
-def _lists(paths: Iterable[StatePath]) -> dict[StatePath, str]:
-    """The lists above tensors. DCP records the keys of all other containers as text."""
-    return {
-        path[:depth]: "list" for path in paths for depth in range(len(path))
-        if isinstance(path[depth], int)
-    }  # fmt: skip
-
-
 def _described(folder: Folder) -> list[str]:
     """The files that say what is there."""
     if METADATA in folder.files:
         return [METADATA]
     return [name for name in folder.files if _OF_RANK.fullmatch(name)]
-
-
-def _joined(parts: Iterable[Metadata]) -> Metadata:
-    """One checkpoint of what each rank says of its own part."""
-    first, *others = parts
-    tensors, objects, paths = dict(first.tensors), dict(first.objects), dict(first.paths)
-    for part in others:
-        objects |= part.objects
-        paths |= part.paths
-        for name, tensor in part.tensors.items():
-            known = tensors.get(name, tensor)
-            boxes = tuple({**dict(tensor.boxes), **dict(known.boxes)}.items())
-            tensors[name] = TensorMetadata(known.dtype, known.shape, boxes)
-    return Metadata(tensors, objects, paths)
 
 
 def _records(folder: Folder, found: Metadata) -> dict[FileRange, ArchiveRecord]:

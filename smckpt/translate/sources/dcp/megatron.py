@@ -94,7 +94,14 @@ def unstacked(saved: Mapping[str, SavedTensor]) -> dict[str, SavedTensor]:
     """The model's tensors as its own state dict has them, one for each layer and expert. Those of
     optimizers stay."""
     out: dict[str, SavedTensor] = {}
-    saved = _without_outer_name(saved)
+    model = [name for name in saved if not _OPTIMIZER.match(name)]
+    for outer in _OUTER:  # NeMo's module around the model is in all names
+        if model and all(name.startswith(outer) for name in model):
+            cut = {name: name.removeprefix(outer) for name in model}
+            optimizers = {name: tensor for name, tensor in saved.items() if name not in cut}
+            own = {new: replace(saved[old], name=new, path=(new,)) for old, new in cut.items()}
+            saved = own | optimizers
+            break
     for name, tensor in saved.items():
         for layer in [tensor] if _OPTIMIZER.match(name) else _each(tensor, _LAYERS, "{0}{1}.{2}"):
             for one in _each(layer, _EXPERTS, "{0}{2}{1}"):
@@ -131,18 +138,6 @@ def _joined(saved: Mapping[str, SavedTensor]) -> dict[str, SavedTensor]:
             one, name=name, path=(name,), shape=(at, *one.shape[1:]), boxes=tuple(boxes)
         )
     return out
-
-
-def _without_outer_name(saved: Mapping[str, SavedTensor]) -> Mapping[str, SavedTensor]:
-    """NeMo's module around the model is in all names."""
-    model = [name for name in saved if not _OPTIMIZER.match(name)]
-    for outer in _OUTER:
-        if model and all(name.startswith(outer) for name in model):
-            cut = {name: name.removeprefix(outer) for name in model}
-            optimizers = {name: tensor for name, tensor in saved.items() if name not in cut}
-            own = {new: replace(saved[old], name=new, path=(new,)) for old, new in cut.items()}
-            return own | optimizers
-    return saved
 
 
 def _named(name: str, all_names: Collection[str]) -> str:

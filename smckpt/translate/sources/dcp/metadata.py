@@ -59,8 +59,8 @@ def read_metadata(data: bytes, where: str) -> Metadata:
         if len(data) > LIMIT:
             raise ValueError(f"it has {len(data)} bytes, more than {LIMIT}")
         root = read_pickle(data)
-        entries, stored = _fields(root, "state_dict_metadata"), _fields(root, "storage_data")
-        places = dict(_places(stored))
+        entries = _fields(root, "state_dict_metadata")
+        places = dict(_places(_fields(root, "storage_data")))
         tensors, objects, left = {}, {}, _FEW + len(data) // _PART
         for name, entry in entries.items():
             if not isinstance(name, str) or not isinstance(entry, Inert):
@@ -70,8 +70,35 @@ def read_metadata(data: bytes, where: str) -> Metadata:
                     objects[name] = places[name, None]
             else:
                 left = _less(left, entry.field("chunks"))
-                tensors[name] = _tensor(name, entry, places)
-        return Metadata(tensors, objects, _paths(root.field("planner_data"), _FEW + len(data)))
+                shape = _shape(entry.field("size"))
+                boxes: dict[Box, FileRange] = {}
+                for chunk in entry.field("chunks"):
+                    box = Box(_shape(chunk.field("offsets")), _shape(chunk.field("sizes")))
+                    if not len(box.offsets) == len(box.sizes) == len(shape):
+                        raise ValueError(f"{name} has a part of another number of dimensions")
+                    stored = places.get((name, box.offsets))
+                    if stored is None:
+                        raise ValueError(f"{name} has a part at {box.offsets} that is in no file")
+                    if box.numel:
+                        boxes[box] = stored  # what replicas saved is there once
+                properties = entry.field("properties")
+                state = properties.state
+                found = state[0] if isinstance(state, tuple) else properties.field("dtype")
+                if not isinstance(found, Global) or found.module != "torch":
+                    raise ValueError(f"{name} has no dtype")
+                if found.name not in DTYPES:
+                    raise UsageError(
+                        f"{name} has the dtype {found}",
+                        remedy="save it in a dtype of plain numbers",
+                    )
+                tensors[name] = TensorMetadata(found.name, shape, tuple(boxes.items()))
+        planned, left = root.field("planner_data"), _FEW + len(data)  # what it flattened
+        paths: dict[str, Path] = {}
+        for name, path in planned.items() if isinstance(planned, dict) else ():
+            left = _less(left, path) if isinstance(path, (tuple, list)) else left
+            if isinstance(path, (tuple, list)) and all(type(part) in (str, int) for part in path):
+                paths[name] = tuple(path)
+        return Metadata(tensors, objects, paths)
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         if isinstance(error, UsageError):
             error.path = where
@@ -102,50 +129,18 @@ def _places(stored: dict[Any, Any]) -> Iterator[tuple[tuple[str, Shape | None], 
                 remedy="save it without extensions of the writer (_extensions)",
             )
         file = info.field("relative_path")
-        if not isinstance(file, str) or not _is_inside(file):
+        inside = isinstance(file, str) and all(map(is_plain_name, file.split("/")))
+        if not inside or len(file) > _NAME:
             raise ValueError(f"it names the file {str(file)[:_NAME]!r}, which is not below it")
         offset, nbytes = (_whole(info.field(key)) for key in ("offset", "length"))
         key = (name, None if offsets is None else _shape(offsets))
         yield key, FileRange(file, offset, nbytes)
 
 
-def _is_inside(file: str) -> bool:
-    return len(file) <= _NAME and all(map(is_plain_name, file.split("/")))
-
-
 def _less(left: int, parts: Any) -> int:
     if len(parts) > left:
         raise ValueError("its lists are longer than it")
     return left - len(parts)
-
-
-def _tensor(
-    name: str, entry: Inert, places: Mapping[tuple[str, Shape | None], FileRange]
-) -> TensorMetadata:
-    shape = _shape(entry.field("size"))
-    boxes: dict[Box, FileRange] = {}
-    for chunk in entry.field("chunks"):
-        box = Box(_shape(chunk.field("offsets")), _shape(chunk.field("sizes")))
-        if not len(box.offsets) == len(box.sizes) == len(shape):
-            raise ValueError(f"{name} has a part of another number of dimensions")
-        stored = places.get((name, box.offsets))
-        if stored is None:
-            raise ValueError(f"{name} has a part at {box.offsets} that is in no file")
-        if box.numel:
-            boxes[box] = stored  # what replicas saved is there once
-    return TensorMetadata(_dtype(name, entry.field("properties")), shape, tuple(boxes.items()))
-
-
-def _dtype(name: str, properties: Any) -> str:
-    state = properties.state
-    found = state[0] if isinstance(state, tuple) else properties.field("dtype")
-    if not isinstance(found, Global) or found.module != "torch":
-        raise ValueError(f"{name} has no dtype")
-    if found.name not in DTYPES:
-        raise UsageError(
-            f"{name} has the dtype {found}", remedy="save it in a dtype of plain numbers"
-        )
-    return found.name
 
 
 def _shape(value: Any) -> Shape:
@@ -158,13 +153,3 @@ def _whole(value: Any) -> int:
     if type(value) is not int or not 0 <= value < 1 << 63:
         raise ValueError(f"{value!r} is no size or place")
     return value
-
-
-def _paths(planned: Any, left: int) -> dict[str, Path]:
-    """What DCP's planner flattened: name → path."""
-    out: dict[str, Path] = {}
-    for name, path in planned.items() if isinstance(planned, dict) else ():
-        left = _less(left, path) if isinstance(path, (tuple, list)) else left
-        if isinstance(path, (tuple, list)) and all(type(part) in (str, int) for part in path):
-            out[name] = tuple(path)
-    return out

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import re
 from functools import partial
-from typing import Any
 
 from smckpt.checkpoint.records.headers import Header, read_header
 from smckpt.checkpoint.records.strict_json import strict_json
 from smckpt.errors import CorruptCheckpointError
 from smckpt.layout.entries import DTYPES
-from smckpt.layout.mesh import Shape
 from smckpt.layout.strided import Box, row_major_strides
 from smckpt.translate.archives.folders import Folder
 from smckpt.translate.archives.source_files import ArchiveRecord
@@ -60,25 +58,15 @@ def _opened(folder: Folder, headers: dict[str, Header]) -> ForeignCheckpoint:
                     f"{name} is {stored.dtype} here, and {dtypes[name]} in another file",
                     remedy="files of two checkpoints are mixed: use another one", path=file.path,
                 )  # fmt: skip
-            boxes.setdefault(name, {})[box] = SavedBox(box, file.path, partial(_same, stored))
-    saved = {
-        name: SavedTensor(name, (name,), dtypes[name], _shape(found), tuple(found.values()))
-        for name, found in boxes.items()
-    }
+            boxes.setdefault(name, {})[box] = SavedBox.of(box, stored)
+    saved = {}
+    for name, found in boxes.items():
+        # the files do not tell the shape: it is as far as the parts reach
+        ends = zip(*(zip(box.offsets, box.sizes, strict=True) for box in found), strict=True)
+        shape = tuple(max(offset + size for offset, size in end) for end in ends)
+        saved[name] = SavedTensor(name, (name,), dtypes[name], shape, tuple(found.values()))
     sizes = {file: folder.files[file].nbytes for file in headers}
     return ForeignCheckpoint(folder.url, FORMAT, saved, folder.source, files=sizes)
-
-
-def _same(stored: StoredTensor) -> StoredTensor:
-    return stored
-
-
-def _shape(boxes: dict[Box, Any]) -> Shape:
-    """The files do not tell the shape: it is as far as the parts reach."""
-    return tuple(
-        max(offset + size for offset, size in ends)
-        for ends in zip(*(zip(box.offsets, box.sizes, strict=True) for box in boxes), strict=True)
-    )
 
 
 def _header(folder: Folder, file: ArchiveRecord) -> Header:

@@ -87,7 +87,15 @@ class _Planner(DefaultSavePlanner):
     def create_local_plan(self) -> SavePlan:
         items = [WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO) for name in self._values]
         for tensor in self._tensors.values():
-            items += [_item(tensor, box) for box in tensor.chunks(_AT_ONCE)]
+            for box in tensor.chunks(_AT_ONCE):
+                offsets = torch.Size(box.offsets)
+                data = TensorWriteData(
+                    ChunkStorageMetadata(offsets, torch.Size(box.sizes)),
+                    TensorProperties(dtype=getattr(torch, tensor.dtype)),
+                    torch.Size(tensor.shape),
+                )
+                index = MetadataIndex(tensor.name, offsets)
+                items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
         self.plan = SavePlan(items, planner_data=self._paths)
         return self.plan
 
@@ -113,16 +121,3 @@ class _Planner(DefaultSavePlanner):
         memory = memoryview(self._buffer)[:nbytes]
         self._read(tensor, box, memory)
         return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).reshape(box.sizes)
-
-
-def _item(tensor: WholeTensor, box: Box) -> WriteItem:
-    offsets = torch.Size(box.offsets)
-    return WriteItem(
-        MetadataIndex(tensor.name, offsets),
-        WriteItemType.SHARD,
-        tensor_data=TensorWriteData(
-            ChunkStorageMetadata(offsets, torch.Size(box.sizes)),
-            TensorProperties(dtype=getattr(torch, tensor.dtype)),
-            torch.Size(tensor.shape),
-        ),
-    )

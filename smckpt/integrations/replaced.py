@@ -18,7 +18,7 @@ from smckpt.checkpoint.commits.template import Template
 from smckpt.errors import CheckpointNotFoundError, CheckpointPinnedError
 from smckpt.manager.keeping.retention import Newest
 from smckpt.storage import access_to
-from smckpt.translate.conversion.stock.format import is_stock
+from smckpt.translate.conversion.stock import is_stock
 
 __all__ = [
     "keep_last",

@@ -25,7 +25,7 @@ from smckpt.integrations.lightning.saves import (
     written_by_lightning,
 )
 from smckpt.storage import StoreOptions
-from smckpt.translate.conversion.stock.lightning_dict import (
+from smckpt.translate.conversion.lightning_dict import (
     LIGHTNING_KEYS,
     optimizer_key,
     rest_of,

@@ -28,7 +28,7 @@ from smckpt.checkpoint.commits.template import Template
 from smckpt.checkpoint.records.format import parse_name
 from smckpt.state_dict.fsdp1 import Fsdp1View
 from smckpt.storage import Storage
-from smckpt.translate.conversion.stock.format import is_stock
+from smckpt.translate.conversion.stock import is_stock
 
 __all__ = [
     "STEPS",

@@ -39,7 +39,12 @@ class NewTarget:
         except OSError as error:
             raise storage_error(error, above, "make the directory") from error
         try:
-            if self._is_taken():
+            there = self._above.status(self._name)
+            taken = there is not None
+            if there is not None and self._directory and stat.S_ISDIR(there.st_mode):
+                with self._above.below(self._name) as directory:
+                    taken = bool(directory.names())
+            if taken:
                 raise self._taken()
             if self._directory:
                 self._made = self._above.make(self._begun)
@@ -93,7 +98,20 @@ class NewTarget:
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         try:
             if error is None:
-                self._publish()
+                try:
+                    if self._directory:
+                        self._made.sync()
+                        # refused unless the target is empty
+                        self._above.rename(self._begun, self._name)
+                    elif not publish(self._above, self._begun, self._name):
+                        raise self._taken()
+                    self._above.sync()
+                except OSError as failed:
+                    if self._above.status(self._name) is not None:
+                        raise self._taken() from failed
+                    raise storage_error(
+                        failed, self._target, "name the finished checkpoint"
+                    ) from failed
             elif isinstance(error, OSError):
                 raise storage_error(error, self._target, "write") from error
         finally:
@@ -103,26 +121,6 @@ class NewTarget:
                 os.close(self._fd)
             with self._above, suppress(OSError):
                 self._above.remove_all(self._begun)
-
-    def _publish(self) -> None:
-        try:
-            if self._directory:
-                self._made.sync()
-                self._above.rename(self._begun, self._name)  # refused unless the target is empty
-            elif not publish(self._above, self._begun, self._name):
-                raise self._taken()
-            self._above.sync()
-        except OSError as error:
-            if self._above.status(self._name) is not None:
-                raise self._taken() from error
-            raise storage_error(error, self._target, "name the finished checkpoint") from error
-
-    def _is_taken(self) -> bool:
-        there = self._above.status(self._name)
-        if there is None or not (self._directory and stat.S_ISDIR(there.st_mode)):
-            return there is not None
-        with self._above.below(self._name) as directory:
-            return bool(directory.names())
 
     def _taken(self) -> UsageError:
         return UsageError(

@@ -133,7 +133,8 @@ class SourceFiles:
             return
         to = elements(target, itemsize)
         if is_local(record.path):
-            execute(copy, elements(_cut(self.bytes_of(record), itemsize), itemsize), to)
+            memory = self.bytes_of(record)
+            execute(copy, elements(memory[: len(memory) // itemsize * itemsize], itemsize), to)
             return
         self.check(record)
         for part in _parts(copy, itemsize):
@@ -260,10 +261,6 @@ class SourceFiles:
             stop = min(at + _WINDOW, record.nbytes)
             crc = checksums.crc32(self._range(record, at, stop), crc)
         return crc
-
-
-def _cut(memory: Array, itemsize: int) -> Array:
-    return memory[: len(memory) // itemsize * itemsize]
 
 
 def _parts(copy: Copy, itemsize: int) -> Iterator[Copy]:

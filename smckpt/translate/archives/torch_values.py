@@ -41,12 +41,7 @@ def plain_load(source: Any, **options: Any) -> Any:
         if is_archive(file.read(4)):
             refuse_inflating(file, file.seek(0, io.SEEK_END))
         file.seek(0)
-    with torch.serialization.safe_globals(_of_numpy()):
-        return torch.load(source, map_location="cpu", weights_only=True, **options)
-
-
-def _of_numpy() -> list[Any]:
-    """What NumPy's arrays and scalars are made with, under the names of NumPy 1 and 2."""
+    # what NumPy's arrays and scalars are made with, under the names of NumPy 1 and 2
     import numpy as np
 
     core = "_core" if hasattr(np, "_core") else "core"
@@ -56,4 +51,5 @@ def _of_numpy() -> list[Any]:
     for name in ("_reconstruct", "scalar"):
         function = getattr(multiarray, name)
         made += [(function, f"numpy.{module}.multiarray.{name}") for module in ("core", "_core")]
-    return made
+    with torch.serialization.safe_globals(made):
+        return torch.load(source, map_location="cpu", weights_only=True, **options)

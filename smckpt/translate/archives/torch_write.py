@@ -52,7 +52,9 @@ def write_archive(
         storages: the bytes of each tensor, by its placeholder's number.
     """
     with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
-        _put(archive, file, "data.pkl", [_pickled(state)])
+        data = io.BytesIO()
+        _TensorPickler(data, protocol=2).dump(state)
+        _put(archive, file, "data.pkl", [data.getvalue()])
         _put(archive, file, "byteorder", [b"little"])
         for number, pieces in storages.items():
             _put(archive, file, f"data/{number}", pieces)
@@ -76,12 +78,6 @@ def _put(
     with archive.open(info, "w", force_zip64=True) as record:
         for piece in pieces:
             record.write(piece)
-
-
-def _pickled(state: Any) -> bytes:
-    data = io.BytesIO()
-    _TensorPickler(data, protocol=2).dump(state)
-    return data.getvalue()
 
 
 class _RawStorage:

@@ -20,7 +20,7 @@ from smckpt.checkpoint.reading.read import Progress
 from smckpt.checkpoint.reading.readers import open_any
 from smckpt.checkpoint.upkeep.reshard import differing_names, write_resharded
 from smckpt.errors import StateError, UsageError
-from smckpt.layout.entries import Path, dotted
+from smckpt.layout.entries import dotted
 from smckpt.storage import Access, StoreOptions, access_to
 from smckpt.storage.urls import is_local, local_path
 from smckpt.translate.archives.new_target import NewTarget
@@ -170,7 +170,8 @@ class _Work:
         )  # fmt: skip
         for name in self._catalogue.logical:
             self._left_out(name)
-        values = [n for n in self._values(self._catalogue.object_ranks[0]) if not self._left_out(n)]
+        saved = self._catalogue.objects(self._catalogue.object_ranks[0])
+        values = [name for name in saved if not self._left_out(name)]
         return _Converted(
             written.target, written.ranks, written.tensors, len(values), written.nbytes
         )
@@ -178,7 +179,22 @@ class _Work:
     def to_torch(self, target: str, to: str, rank: int | None) -> _Converted:
         target = _local(target, to)
         self._refuse_unread()
-        self._refuse_differing(rank)
+        if rank is not None:
+            if rank not in self._catalogue.object_ranks:
+                raise UsageError(
+                    f"rank={rank!r}, but ranks {list(self._catalogue.object_ranks)[:16]} saved",
+                    remedy="name one of those", path=self._catalogue.url,
+                )  # fmt: skip
+        else:
+            differing = differing_names(self._catalogue)
+            # A manager's generators go on only in the job that saved them, and no other format has
+            # a copy for each rank.
+            self._ignore = (*self._ignore, *(n for n in differing if n.startswith(_GENERATORS)))
+            if apart := [n for n in differing if not self._left_out(n)]:
+                self._refuse(
+                    apart, "are different on different ranks, and the format has one of each name",
+                    "pass rank= to take those of one rank, or leave them out: ignore=[…]",
+                )  # fmt: skip
         first = self._catalogue.object_ranks[0] if rank is None else rank
         whole = WholeState(
             self._catalogue, first, self._threads, left_out=self._left_out, progress=self._progress
@@ -188,7 +204,11 @@ class _Work:
             if to == "dcp":
                 changed = whole.write_dcp(new.path(), whole.nested(held=whole.is_in_tuple))
             else:
-                _refuse_unsafe(whole.leaves(), self._catalogue.url)
+                if unsafe := [dotted(at) for at, v in whole.leaves().items() if not _is_safe(v)]:
+                    self._refuse(
+                        unsafe, "hold objects that torch.load(weights_only=True) does not read",
+                        'leave them out: ignore=[…]; or pass to="dcp", which holds them',
+                    )  # fmt: skip
                 with new.file() as file:
                     whole.write_torch(file, whole.nested())
         return _converted(target, 1, whole, changed)
@@ -208,35 +228,21 @@ class _Work:
 
     # -- what is carried -----------------------------------------------------------------------
 
+    def _refuse(self, names: Sequence[str], what: str, remedy: str) -> NoReturn:
+        more = f" and {len(names) - 8} more" if names[8:] else ""
+        raise StateError(
+            f"{', '.join(names[:8])}{more} {what}", remedy=remedy, path=self._catalogue.url
+        )
+
     def _left_out(self, name: str) -> bool:
         if any(fnmatch.fnmatchcase(name, pattern) for pattern in self._ignore):
             self.ignored.add(name)
             return True
         return False
 
-    def _values(self, rank: int) -> dict[str, tuple[Path, Any]]:
-        return self._catalogue.objects(rank)
-
     def _refuse_unread(self) -> None:
         if isinstance(self._catalogue, ForeignCatalogue):
             self._catalogue.refuse_unread(self._left_out)
-
-    def _refuse_differing(self, rank: int | None) -> None:
-        if rank is not None:
-            if rank not in self._catalogue.object_ranks:
-                raise UsageError(
-                    f"rank={rank!r}, but ranks {list(self._catalogue.object_ranks)[:16]} saved",
-                    remedy="name one of those", path=self._catalogue.url,
-                )  # fmt: skip
-            return
-        differing = differing_names(self._catalogue)
-        # A manager's generators go on only in the job that saved them, and no other format has a
-        # copy for each rank.
-        self._ignore = (*self._ignore, *(n for n in differing if n.startswith(_GENERATORS)))
-        if apart := [n for n in differing if not self._left_out(n)]:
-            _refuse(apart, "are different on different ranks, and the format has one of each name",
-                    "pass rank= to take those of one rank, or leave them out: ignore=[…]",
-                    self._catalogue.url)  # fmt: skip
 
 
 def _converted(target: str, ranks: int, whole: WholeState, changed: tuple[str, ...]) -> _Converted:
@@ -253,28 +259,19 @@ def _local(target: str, to: str) -> str:
     return os.path.abspath(local_path(target))
 
 
-def _refuse(names: Sequence[str], what: str, remedy: str, path: str) -> NoReturn:
-    more = f" and {len(names) - 8} more" if names[8:] else ""
-    raise StateError(f"{', '.join(names[:8])}{more} {what}", remedy=remedy, path=path)
-
-
-def _refuse_unsafe(values: Mapping[Path, Any], url: str) -> None:
-    """Refuse values that `torch.load(weights_only=True)` would not read."""
+def _is_safe(value: Any) -> bool:
+    """Whether `torch.load(weights_only=True)` reads it."""
     import torch
 
     from smckpt.translate.archives.torch_write import Placeholder
 
-    unsafe = []
-    for path, value in values.items():
-        if isinstance(value, Placeholder):
-            continue
-        data = io.BytesIO()
-        torch.save(value, data)
-        data.seek(0)
-        try:
-            torch.load(data, weights_only=True)
-        except Exception:  # torch, zip and pickle raise many kinds
-            unsafe.append(dotted(path))
-    if unsafe:
-        what = "hold objects that torch.load(weights_only=True) does not read"
-        _refuse(unsafe, what, 'leave them out: ignore=[…]; or pass to="dcp", which holds them', url)
+    if isinstance(value, Placeholder):
+        return True
+    data = io.BytesIO()
+    torch.save(value, data)
+    data.seek(0)
+    try:
+        torch.load(data, weights_only=True)
+    except Exception:  # torch, zip and pickle raise many kinds
+        return False
+    return True

@@ -85,7 +85,14 @@ class WholeState:
                         "values",
                         remedy="save it as a tensor, outside of tuples", path=self.catalogue.url,
                     )  # fmt: skip
-                leaves[tensor.path] = self._in_memory(tensor, array)
+                import torch
+
+                dtype: torch.dtype = getattr(torch, tensor.dtype)
+                made = torch.empty(tensor.shape, dtype=dtype)
+                if tensor.nbytes:
+                    data: Any = made.reshape(-1).view(torch.uint8).numpy()
+                    self.read(tensor, Box.whole(tensor.shape), memoryview(data))
+                leaves[tensor.path] = made.numpy() if array else made
             else:
                 leaves[tensor.path] = Placeholder(number, tensor.dtype, tensor.shape)
         return leaves
@@ -171,16 +178,6 @@ class WholeState:
                     if not self._left_out(dotted(dotted_path)):
                         found.setdefault(dotted_path, named)
         return found
-
-    def _in_memory(self, tensor: WholeTensor, array: bool) -> Any:
-        import torch
-
-        dtype: torch.dtype = getattr(torch, tensor.dtype)
-        made = torch.empty(tensor.shape, dtype=dtype)
-        if tensor.nbytes:
-            data: Any = made.reshape(-1).view(torch.uint8).numpy()
-            self.read(tensor, Box.whole(tensor.shape), memoryview(data))
-        return made.numpy() if array else made
 
 
 def _joined(first: Any, other: Any) -> Any:

@@ -44,7 +44,9 @@ def cast(values: Array, source: str, target: str) -> Array:
     """
     if source == target:
         return values
-    wide = _from_bfloat16(values) if source == "bfloat16" else values
+    wide = values
+    if source == "bfloat16":
+        wide = (values.astype(np.uint32) << np.uint32(16)).view(np.float32)
     out: Array
     if target == "bfloat16":
         out = _to_bfloat16(wide)
@@ -58,11 +60,6 @@ def cast(values: Array, source: str, target: str) -> Array:
         if lost.any():
             raise OverflowError(f"{wide[lost].ravel()[0]} is outside the range of {target}")
     return out
-
-
-def _from_bfloat16(bits: Array) -> Array:
-    wide: Array = (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
-    return wide
 
 
 def _to_bfloat16(values: Array) -> Array:

@@ -145,10 +145,11 @@ class Output:
         with ExitStack() as each:  # go on after one that cannot be removed
             for name in self._made:
                 each.callback(self.storage.delete, name)
-            for storage, name in self._nested:
-                each.callback(_remove, storage, name)
+            for storage, name in self._nested:  # a folder goes if it is empty then
+                each.callback(storage.remove_directory)
+                each.callback(storage.delete, name)
             for writer in self._open.values():
-                each.callback(_abort, writer)
+                each.callback(writer.abort)
         if self._new and self._made:
             self.storage.remove_directory()  # it stays if files of others are there
 
@@ -167,21 +168,6 @@ class Output:
             )
         return present
 
-    def checksum_of(self, file: OutputFile) -> str:
-        """The CRC-64/NVME of a file that this process wrote, in hexadecimal."""
-        return self._open[file.name].crc64
-
-    def _begun(self, file: OutputFile, name: str) -> SummedFile:
-        return SummedFile(self.storage.create_file(name, file.size), file.size)
-
-    def _finish(self, file: OutputFile) -> None:
-        self._open[file.name].finish()
-
-    def _stored(self, file: OutputFile) -> str:
-        """The present name of a file. A file that can be loaded by itself has another name until
-        the end. An object always appears whole."""
-        return file.name + UNFINISHED if self._hidden else file.name
-
     def _check_space(self) -> None:
         if not is_local(self.url):
             return
@@ -196,6 +182,21 @@ class Output:
                 remedy="free space, or choose an out_dir on another disk",
                 path=self.url,
             )
+
+    def checksum_of(self, file: OutputFile) -> str:
+        """The CRC-64/NVME of a file that this process wrote, in hexadecimal."""
+        return self._open[file.name].crc64
+
+    def _begun(self, file: OutputFile, name: str) -> SummedFile:
+        return SummedFile(self.storage.create_file(name, file.size), file.size)
+
+    def _finish(self, file: OutputFile) -> None:
+        self._open[file.name].finish()
+
+    def _stored(self, file: OutputFile) -> str:
+        """The present name of a file. A file that can be loaded by itself has another name until
+        the end. An object always appears whole."""
+        return file.name + UNFINISHED if self._hidden else file.name
 
 
 def refuse_into_source(
@@ -235,13 +236,3 @@ def aligned(size: int) -> memoryview:
     """`size` bytes of page-aligned memory, which direct writes need. It is freed with its last
     view."""
     return memoryview(mmap.mmap(-1, max(size, 1)))[:size]
-
-
-def _remove(storage: Storage, name: str) -> None:
-    """Delete a file of a folder, and the folder if it is empty then."""
-    storage.delete(name)
-    storage.remove_directory()
-
-
-def _abort(writer: FileWriter) -> None:
-    writer.abort()

@@ -164,22 +164,18 @@ class _Scratch:
         source.read(plan, views)
         for item, view in zip(chunk.ranges, views, strict=True):
             if item.casts:
-                _cast_into(item, view, self._out)
+                # in pieces, because NumPy's intermediate arrays are large
+                target = item.target
+                values = np.frombuffer(view, stored_type(target.source_dtype))
+                out = np.frombuffer(self._out, np.uint8)[item.offset : item.offset + item.nbytes]
+                out = out.view(stored_type(target.dtype))
+                try:
+                    for at in range(0, len(values), CAST):
+                        piece = values[at : at + CAST]
+                        out[at : at + CAST] = cast(piece, target.source_dtype, target.dtype)
+                except OverflowError as error:
+                    raise UsageError(
+                        f"{target.name} cannot be exported as {target.dtype}: {error}",
+                        remedy="export it as bfloat16 or float32",
+                    ) from error
         return self._out[: chunk.length]
-
-
-def _cast_into(item: Range, raw: memoryview, memory: memoryview) -> None:
-    """Cast a range into its place, in pieces: NumPy's intermediate arrays are large."""
-    target = item.target
-    values = np.frombuffer(raw, stored_type(target.source_dtype))
-    out = np.frombuffer(memory, np.uint8)[item.offset : item.offset + item.nbytes]
-    out = out.view(stored_type(target.dtype))
-    try:
-        for at in range(0, len(values), CAST):
-            piece = values[at : at + CAST]
-            out[at : at + CAST] = cast(piece, target.source_dtype, target.dtype)
-    except OverflowError as error:
-        raise UsageError(
-            f"{target.name} cannot be exported as {target.dtype}: {error}",
-            remedy="export it as bfloat16 or float32",
-        ) from error

@@ -93,20 +93,16 @@ def _stored(key: str, value: Any) -> tuple[str, Any]:
     try:
         encoded = encode_object(value, path=key)
     except StateError:
-        return "pickled", _pickled(key, value)
+        made = io.BytesIO()
+        try:
+            torch.save(value, made)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise StateError(
+                f"the checkpoint's {key!r} cannot be pickled: {error}",
+                remedy="put only data into it (on_save_checkpoint, save_hyperparameters(ignore=…))",
+            ) from error
+        return "pickled", made.getvalue()
     return ("text", json.dumps(encoded)) if tensors else ("value", value)
-
-
-def _pickled(key: str, value: Any) -> bytes:
-    made = io.BytesIO()
-    try:
-        torch.save(value, made)
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise StateError(
-            f"the checkpoint's {key!r} cannot be pickled: {error}",
-            remedy="put only data into it (on_save_checkpoint, save_hyperparameters(ignore=…))",
-        ) from error
-    return made.getvalue()
 
 
 def _given(key: str, kind: str, value: Any, weights_only: bool | None) -> Any:

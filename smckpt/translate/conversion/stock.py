@@ -1,0 +1,347 @@
+"""The checkpoints that frameworks themselves write, made of those that smckpt's doors saved:
+`checkpoint-N` of transformers' Trainer, a directory of accelerate's `save_state`, a `.ckpt` of
+Lightning's Trainer, a `step-N` of torchtitan.
+
+A framework is not imported: the machine that converts need not have it.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import struct
+import zipfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from smckpt.checkpoint.records.format import parse_name
+from smckpt.checkpoint.records.parameter_names import are_groups
+from smckpt.errors import CorruptCheckpointError, StateError, UsageError
+from smckpt.layout.entries import DTYPES
+from smckpt.storage import Storage
+from smckpt.translate.archives.new_target import NewTarget
+from smckpt.translate.archives.torch_write import Placeholder
+from smckpt.translate.conversion.lightning_dict import checkpoint_of
+from smckpt.translate.conversion.whole_state import WholeState
+
+__all__ = ["STOCK", "is_stock", "refuse_without"]
+
+# Weights and training state as the Trainer, accelerate, PEFT and DeepSpeed write them.
+_STOCK = re.compile(
+    r"(model|pytorch_model|adapter_model)([-_.].*)?\.(safetensors|bin)(\.index\.json)?"
+    r"|(optimizer|scheduler|sampler|dl_state_dict)(_\d+)?\.(pt|bin)|scaler\.pt|training_args\.bin"
+    r"|rng_state(_\d+)?\.pth|random_states_\d+\.pkl|custom_checkpoint_\d+\.pkl"
+    r"|pytorch_model_fsdp_\d+|optimizer_\d+|global_step\d+|latest|zero_to_fp32\.py"
+)
+
+
+def is_stock(name: str) -> bool:
+    """Whether a file or folder of this name holds another system's weights or training state."""
+    return _STOCK.fullmatch(name) is not None and parse_name(name) is None
+
+
+@dataclass(frozen=True)
+class StockFormat:
+    """
+    Args:
+        saver: what saves the checkpoints that this can be made of, for errors.
+        needs: the first names that are in each of those.
+        write: writes it, and gives the names whose form it changes.
+        one_file: it is a file, and no directory.
+    """
+
+    saver: str
+    needs: frozenset[str]
+    write: Callable[[WholeState, NewTarget], tuple[str, ...]]
+    one_file: bool = False
+
+
+def numbered(state: Any) -> Any:
+    """Number the parameters by their order in param_groups, as torch does.
+
+    Args:
+        state: of an optimizer, under the names of its parameters. Any other is left as it is.
+    """
+    if not isinstance(state, dict) or not are_groups(state.get("param_groups")):
+        return state
+    names = [name for group in state["param_groups"] for name in group["params"]]
+    numbers = {name: number for number, name in enumerate(names)}
+    groups = [
+        {**group, "params": [numbers[name] for name in group["params"]]}
+        for group in state["param_groups"]
+    ]
+    if not isinstance(state.get("state"), dict):
+        return {**state, "param_groups": groups}
+    found = {numbers.get(name, name): slots for name, slots in state["state"].items()}
+    order = sorted(found, key=lambda key: key if isinstance(key, int) else len(names))
+    return {**state, "state": {key: found[key] for key in order}, "param_groups": groups}
+
+
+def is_sharded(whole: WholeState, key: str) -> bool:
+    """Whether ranks hold shards of what is under a first name."""
+    for row in whole.catalogue.rows:
+        rule = row.geometry
+        if row.path[0] != key or rule.per_rank:
+            continue
+        degree = rule.shard_degree()  # 0: unknown, of explicit boxes
+        if degree > 1 or (degree == 0 and rule.local_shape(row.ranks[0]) != rule.whole_shape):
+            return True
+    return False
+
+
+def write_sharded(whole: WholeState, key: str, target: NewTarget, number: int) -> tuple[str, ...]:
+    """Write one model or optimizer, the parameters under their names. accelerate reads it where the
+    plugin's `state_dict_type` is SHARDED_STATE_DICT.
+
+    Args:
+        number: of the model or optimizer among those that accelerate prepared.
+    """
+    kind = key.partition("_")[0]
+    folder = f"pytorch_model_fsdp_{number}" if kind == "model" else f"{kind}_{number}"
+    with target.folder(folder) as path:
+        return whole.write_dcp(path, {kind: whole.nested(key)})
+
+
+def write_safetensors(
+    whole: WholeState,
+    key: str,
+    target: NewTarget,
+    name: str,
+    renamed: Callable[[str], str] = str,
+) -> None:
+    """Write the tensors of a model's state dict.
+
+    Args:
+        renamed: gives a tensor's name in the file by that in the state dict.
+
+    Raises:
+        StateError: it has something else than tensors of dtypes that safetensors knows.
+    """
+    state = whole.nested(key)
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    wrong = [
+        each for each, leaf in state.items()
+        if not isinstance(leaf, Placeholder) or DTYPES[leaf.dtype].code is None
+    ]  # fmt: skip
+    if wrong:
+        raise StateError(
+            f"{', '.join(wrong[:8])} cannot be in a file of safetensors",
+            remedy="only a model of plain tensors goes back to a framework's own checkpoint",
+            path=whole.catalogue.url,
+        )
+    numbers = [leaf.number for leaf in state.values()]
+    for each, leaf in state.items():
+        nbytes = whole.tensors[leaf.number].nbytes
+        header[renamed(each)] = {
+            "dtype": DTYPES[leaf.dtype].code, "shape": list(leaf.shape),
+            "data_offsets": [at, at + nbytes],
+        }  # fmt: skip
+        at += nbytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with target.file(name) as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for pieces in whole.pieces(numbers).values():
+            for piece in pieces:
+                file.write(piece)
+
+
+# -- the frameworks --------------------------------------------------------------------------------
+
+
+_ARGUMENTS, _STATE = "training_args.bin", "trainer_state.json"
+_ADAPTER = "adapter_config.json"
+_OF_LORA = re.compile(
+    r"base_model\.model\..*\.(lora_(A|B|embedding_A|embedding_B)\.default(\.\w+)?"
+    r"|modules_to_save\.default\..*)"
+)
+_MOST = 1 << 28  # bytes of a file beside the checkpoint
+
+
+def _write_trainer(whole: WholeState, target: NewTarget) -> tuple[str, ...]:
+    keys, ranks = whole.keys, whole.catalogue.object_ranks
+    beside = dict(_beside(whole.catalogue.readers.storage(whole.catalogue.url).without_links()))
+    adapter = _is_adapter(whole, beside)
+    changed: tuple[str, ...] = ()
+    if is_sharded(whole, "model"):
+        for key in {"model", "optimizer"} & keys:
+            changed += write_sharded(whole, key, target, 0)
+    elif adapter:
+        write_safetensors(whole, "model", target, "adapter_model.safetensors", _in_adapter)
+    else:
+        write_safetensors(whole, "model", target, "model.safetensors")
+    if "optimizer" in keys and not is_sharded(whole, "model"):
+        with target.file("optimizer.pt") as file:
+            whole.write_torch(file, numbered(whole.nested("optimizer")))
+    for key, name in (("scheduler", "scheduler.pt"), ("scaler", "scaler.pt")):
+        if key in keys:
+            target.put(name, _saved(whole.in_memory(key)))
+    for rank in ranks if "rng" in keys else ():
+        one = whole if rank == whole.rank else whole.of_rank(rank)
+        name = "rng_state.pth" if len(ranks) == 1 else f"rng_state_{rank}.pth"
+        state = one.in_memory("rng")
+        if len(ranks) == 1 and "cuda" in state:  # the generator of its device, and no list
+            state = {**state, "cuda": state["cuda"][0]}
+        target.put(name, _saved(state))
+    for name, data in beside.items():
+        target.put(name, data)
+    trainer = json.dumps(whole.in_memory("trainer"), indent=2, sort_keys=True) + "\n"
+    target.put(_STATE, trainer.encode())
+    return changed
+
+
+def _saved(value: Any) -> bytes:
+    made = io.BytesIO()
+    torch.save(value, made)
+    return made.getvalue()
+
+
+def _beside(storage: Storage, folder: str = "") -> Iterator[tuple[str, bytes]]:
+    """The files that are beside the checkpoint and belong to it: config, tokenizer, arguments."""
+    for file in storage.list():
+        ours = parse_name(file.name) is not None or file.name.startswith(".")
+        state = file.name == _STATE or (is_stock(file.name) and file.name != _ARGUMENTS)
+        if not ours and not state and file.size <= _MOST:
+            yield folder + file.name, storage.read(file.name, most=_MOST)
+    for name in storage.list_dirs():
+        if not is_stock(name) and not name.startswith("."):
+            yield from _beside(storage.join(name), f"{folder}{name}/")
+
+
+def _is_adapter(whole: WholeState, beside: dict[str, bytes]) -> bool:
+    """Whether the model is one adapter of LoRA, as PEFT saves it.
+
+    Raises:
+        StateError: it is another adapter, or more than one.
+    """
+    configs = [name for name in beside if name.rpartition("/")[2] == _ADAPTER]
+    if not configs:
+        return False
+    config = json.loads(beside[configs[0]])
+    others = [name for name in whole.nested("model") if not _OF_LORA.fullmatch(name)]
+    plain = config.get("peft_type") == "LORA" and not config.get("use_dora")
+    if configs != [_ADAPTER] or not plain or others or is_sharded(whole, "model"):
+        what = f"it has {', '.join(others[:8])}" if others else f"the adapters are {configs}"
+        raise StateError(
+            "of adapters (PEFT), only the Trainer's own checkpoints of a single one of LoRA, "
+            f"without DoRA or FSDP, are written; {what}",
+            remedy="resume with SmckptTrainer",
+            path=whole.catalogue.url,
+        )
+    return True
+
+
+def _in_adapter(name: str) -> str:
+    """PEFT leaves the adapter's name out."""
+    return name.replace(".modules_to_save.default.", ".").replace(".default", "")
+
+
+_PREPARED = re.compile(r"(model|optimizer)(_\d+)?")
+
+
+def _write_accelerate(whole: WholeState, target: NewTarget) -> tuple[str, ...]:
+    changed: list[str] = []
+    for key in sorted(whole.keys):
+        found = _PREPARED.fullmatch(key)
+        if found is None:
+            continue
+        kind, number = found[1], found[2] or ""
+        if is_sharded(whole, "model" + number):
+            changed += write_sharded(whole, key, target, int(number[1:] or 0))
+            continue
+        state = whole.nested(key)
+        # accelerate takes tied weights twice from a file of torch.save, and not of safetensors
+        name = f"pytorch_model{number}.bin" if kind == "model" else f"optimizer{number}.bin"
+        with target.file(name) as file:
+            whole.write_torch(file, state if kind == "model" else numbered(state))
+    for name, data in _files(whole).items():
+        target.put(name, data)
+    return tuple(changed)
+
+
+def _files(whole: WholeState) -> dict[str, bytes]:
+    """What accelerate itself wrote on each rank: schedulers, samplers, random numbers, scaler,
+    registered objects."""
+    found: dict[str, bytes] = {}
+    for rank in reversed(whole.catalogue.object_ranks):  # the main process writes what all share
+        one = whole if rank == whole.rank else whole.of_rank(rank)
+        for packed in (one.values[("own_files",)], one.values[("files",)]):
+            try:
+                with zipfile.ZipFile(io.BytesIO(packed)) as archive:
+                    for name in archive.namelist():
+                        if ".." not in name.split("/") and not name.startswith("/"):
+                            found[name] = archive.read(name)
+            except (zipfile.BadZipFile, TypeError) as error:
+                raise CorruptCheckpointError(
+                    f"what accelerate wrote on rank {rank} cannot be read: {error}",
+                    remedy="use an older checkpoint", path=whole.catalogue.url,
+                ) from error  # fmt: skip
+    return found
+
+
+def _write_lightning(whole: WholeState, target: NewTarget) -> tuple[str, ...]:
+    try:
+        checkpoint = checkpoint_of(whole.nested())
+    except UsageError as error:
+        raise UsageError(
+            error.message,
+            remedy="if you trust the checkpoint, convert it in Python: name the types with "
+            "torch.serialization.add_safe_globals, then call smckpt.convert",
+            path=whole.catalogue.url,
+        ) from error
+    # Lightning's sharded strategies read one file too, with parameters under their names
+    if "optimizer_states" in checkpoint and not is_sharded(whole, "model"):
+        checkpoint["optimizer_states"] = [numbered(each) for each in checkpoint["optimizer_states"]]
+    with target.file() as file:
+        whole.write_torch(file, checkpoint)
+    return ()
+
+
+def _write_torchtitan(whole: WholeState, target: NewTarget) -> tuple[str, ...]:
+    whole.add_values(whole.catalogue.object_ranks)  # the position of each rank in the data
+    return whole.write_dcp(target.path(), whole.nested(held=whole.is_in_tuple))
+
+
+STOCK = MappingProxyType(
+    {
+        "trainer": StockFormat("SmckptTrainer", frozenset({"model", "trainer"}), _write_trainer),
+        "accelerate": StockFormat(
+            "SmckptAccelerator", frozenset({"files", "own_files"}), _write_accelerate
+        ),
+        "lightning": StockFormat(
+            "SmckptCheckpointIO", frozenset({"lightning", "lightning_kinds"}), _write_lightning,
+            one_file=True,
+        ),
+        "torchtitan": StockFormat(
+            "SmckptCheckpointManager", frozenset({"train_state", "optimizer"}), _write_torchtitan
+        ),
+    }
+)  # fmt: skip
+
+
+def refuse_without(whole: WholeState, framework: str) -> None:
+    """
+    Raises:
+        StateError: another door saved the checkpoint, or none; the state is not in it.
+    """
+    stock, ours = STOCK[framework], whole.catalogue.ours
+    absent = sorted(stock.needs - whole.keys if ours else stock.needs)
+    if not absent:
+        return
+    remedy = f"pass a checkpoint that {stock.saver} saved"
+    for name, other in STOCK.items():
+        if ours and other.needs <= whole.keys:
+            remedy += f", or --to {name}: {other.saver} saved this one"
+            break
+    raise StateError(
+        f"{framework} cannot resume from this checkpoint: it has no {', '.join(absent)}, which "
+        f"{stock.saver} saves",
+        remedy=f"{remedy}; to carry the weights alone, use `smckpt export`",
+        path=whole.catalogue.url,
+    )

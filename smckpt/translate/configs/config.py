@@ -119,8 +119,16 @@ class ModelConfig:
             text[_TIED] = out[_TIED]  # servers look there
         for values in (out, *_nested(out)):
             complete_rope(values)
-            _complete_experts(values)
-            _complete_served(values)
+            # Of the keys of Qwen's mixtures, transformers 4 reads one (or takes its default), and
+            # transformers 5 writes the other.
+            keys = ("num_experts", "num_local_experts")
+            found = [values[key] for key in keys if values.get(key) is not None]
+            for key in keys if found else ():
+                agree(values, key, found[0])
+            for key, value in _SERVED.get(str(values.get("model_type")), {}).items():
+                made = value(values)
+                if values.get(key) is None and made is not None:
+                    values[key] = made
             if dtype is not None and (
                 values is out or "dtype" in values or "torch_dtype" in values
             ):
@@ -327,22 +335,6 @@ def _check_json(values: dict[str, Any], where: str | None) -> None:
 def _nested(values: dict[str, Any]) -> list[dict[str, Any]]:
     """The configs inside a config: `text_config`, `vision_config`, `decoder`, …"""
     return [v for v in values.values() if isinstance(v, dict) and "model_type" in v]
-
-
-def _complete_experts(values: dict[str, Any]) -> None:
-    """Set both keys of Qwen's mixtures. Transformers 4 reads one of them (or takes its default),
-    transformers 5 writes the other."""
-    keys = ("num_experts", "num_local_experts")
-    found = [values[key] for key in keys if values.get(key) is not None]
-    for key in keys if found else ():
-        agree(values, key, found[0])
-
-
-def _complete_served(values: dict[str, Any]) -> None:
-    for key, value in _SERVED.get(str(values.get("model_type")), {}).items():
-        made = value(values)
-        if values.get(key) is None and made is not None:
-            values[key] = made
 
 
 def _interval(values: Mapping[str, Any]) -> int | None:

@@ -82,10 +82,6 @@ def equal_values(given: Any, meant: Any) -> bool:
     return bool(given == meant)
 
 
-def _dense_width(m: MeantModel) -> int | None:
-    return m.dims.sizes["F"] if {"down", "fc2"} & m.roles else None
-
-
 def _groups(values: Mapping[str, Any]) -> Any:
     if values.get("group_query_attention") is False or not values.get("num_query_groups"):
         return values.get("num_attention_heads")
@@ -139,17 +135,6 @@ def _norm(values: Mapping[str, Any]) -> str | None:
     return "RMSNorm" if "rms" in found.lower() else "LayerNorm"
 
 
-def _norm_of(m: MeantModel) -> str | None:
-    if "final_norm_b" in m.roles:
-        return "LayerNorm"
-    return "RMSNorm" if "rms_norm_eps" in m.config else None
-
-
-def _epsilon(m: MeantModel) -> Any:
-    names = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
-    return next((m.config[name] for name in names if m.config.get(name) is not None), None)
-
-
 def _positions(values: Mapping[str, Any]) -> str | None:
     if values.get("use_rotary_position_embeddings"):
         return "rope"
@@ -160,19 +145,9 @@ def _positions(values: Mapping[str, Any]) -> str | None:
     return "learned_absolute" if found == "learned" else found
 
 
-def _positions_of(m: MeantModel) -> str | None:
-    if "pos" in m.roles:
-        return "learned_absolute"
-    return None if m.rope is None else "rope"
-
-
 def _base(values: Mapping[str, Any]) -> Any:
     found = values.get("rotary_base")
     return found if _positions(values) in (None, "rope") and not isinstance(found, str) else None
-
-
-def _percent(values: Mapping[str, Any]) -> Any:
-    return values.get("rotary_percent") if _positions(values) in (None, "rope") else None
 
 
 def _percent_of(m: MeantModel) -> Any:
@@ -180,17 +155,6 @@ def _percent_of(m: MeantModel) -> Any:
         return None
     part = m.rope.get("partial_rotary_factor")
     return 1.0 if part is None else part
-
-
-def _llama3_factor(values: Mapping[str, Any]) -> Any:
-    return values.get("rope_scaling_factor") if values.get("use_rope_scaling") else None
-
-
-def _factor_of(kind: str) -> Callable[[MeantModel], Any]:
-    def factor(m: MeantModel) -> Any:
-        return None if m.rope is None or m.rope["rope_type"] != kind else m.rope.get("factor")
-
-    return factor
 
 
 def _of_experts(letter: str) -> Callable[[MeantModel], Any]:
@@ -201,16 +165,13 @@ def _of_latent(key: str) -> Callable[[MeantModel], Any]:
     return lambda m: m.config.get(key) if m.latent else None
 
 
-def _linear_factor(values: Mapping[str, Any]) -> Any:
-    name = "rotary_seq_len_interpolation_factor"
-    return (values[name] or 1) if name in values else None
-
-
+_EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
 _BIASES = frozenset({"o_b", "fc1_b", "fc2_b", "gate_b", "up_b", "down_b"})
 FACTS: Sequence[Fact] = (
     _fact("num_layers", "num_hidden_layers", lambda m: m.dims.layers),
     _fact("hidden_size", "hidden_size", lambda m: m.dims.sizes["X"]),
-    _fact("ffn_hidden_size", "intermediate_size", _dense_width),
+    _fact("ffn_hidden_size", "intermediate_size",
+          lambda m: m.dims.sizes["F"] if {"down", "fc2"} & m.roles else None),
     _fact("num_attention_heads", "num_attention_heads", lambda m: m.dims.sizes["H"]),
     _fact("num_query_groups", "num_key_value_heads",
           lambda m: None if m.latent else m.dims.sizes["G"], _groups),
@@ -238,21 +199,33 @@ FACTS: Sequence[Fact] = (
     _fact("add_qkv_bias", "model_type, attention_bias", lambda m: "q_b" in m.roles,
           lambda values: values["add_qkv_bias"] or bool(values.get("add_bias_linear"))
           if "add_qkv_bias" in values else None),
-    _fact("normalization", "model_type", _norm_of, _norm),
+    _fact("normalization", "model_type", lambda m: "LayerNorm" if "final_norm_b" in m.roles
+          else ("RMSNorm" if "rms_norm_eps" in m.config else None), _norm),
     _fact("qk_layernorm", "model_type",
           lambda m: None if m.latent else bool({"q_norm", "q_norm_each", "q_norm_all"} & m.roles)),
-    _fact("position_embedding_type", "model_type", _positions_of, _positions),
+    _fact("position_embedding_type", "model_type", lambda m: "learned_absolute" if "pos" in m.roles
+          else (None if m.rope is None else "rope"), _positions),
     _fact("rotary_base", "rope_theta", lambda m: None if m.rope is None else m.rope["rope_theta"],
           _base),
-    _fact("rotary_percent", "partial_rotary_factor", _percent_of, _percent),
+    _fact("rotary_percent", "partial_rotary_factor", _percent_of,
+          lambda values: values.get("rotary_percent")
+          if _positions(values) in (None, "rope") else None),
     _fact("rotary_interleaved", "", lambda m: None if m.dims.family.name in _UNKNOWN_ORDER
           else m.dims.family.name in _SIDE_BY_SIDE),
     _fact("use_rope_scaling", "rope_type",
           lambda m: None if m.rope is None else m.rope["rope_type"] == "llama3"),
-    _fact("rope_scaling_factor", "factor", _factor_of("llama3"), _llama3_factor),
+    _fact("rope_scaling_factor", "factor",
+          lambda m: None if m.rope is None or m.rope["rope_type"] != "llama3"
+          else m.rope.get("factor"),
+          lambda values: values.get("rope_scaling_factor")
+          if values.get("use_rope_scaling") else None),
     _fact("rotary_seq_len_interpolation_factor", "factor of linear scaling",
           lambda m: None if m.rope is None or m.latent
-          else (m.rope.get("factor") if m.rope["rope_type"] == "linear" else 1), _linear_factor),
+          else (m.rope.get("factor") if m.rope["rope_type"] == "linear" else 1),
+          lambda values: (values["rotary_seq_len_interpolation_factor"] or 1)
+          if "rotary_seq_len_interpolation_factor" in values else None),
     _fact("padded_vocab_size", "", lambda m: m.rows),
-    _fact("norm_epsilon", "rms_norm_eps", _epsilon, noted=True),
+    _fact("norm_epsilon", "rms_norm_eps", lambda m: next(
+        (m.config[name] for name in _EPSILONS if m.config.get(name) is not None), None
+    ), noted=True),
 )  # fmt: skip

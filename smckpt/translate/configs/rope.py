@@ -69,11 +69,40 @@ def complete_rope(values: dict[str, Any]) -> None:
     new = values.get("rope_parameters")
     if isinstance(new, dict) and new:
         if any(isinstance(v, dict) for v in new.values()):
-            _older_keys_by_layer(values, new)
+            # as in Gemma 3: one set of parameters for each type of attention layer
+            full, sliding = new.get("full_attention"), new.get("sliding_attention")
+            if isinstance(full, dict):
+                _older_keys(values, full)
+            if isinstance(sliding, dict) and "rope_theta" in sliding:
+                agree(values, _LOCAL, sliding["rope_theta"])
         else:
             _older_keys(values, new)
-    elif "rope_theta" in values or "rotary_emb_base" in values:
-        _newer_keys(values)
+        return
+    if "rope_theta" not in values and "rotary_emb_base" not in values:
+        return
+    kind = _kind(values)
+    scaling = values.get("rope_scaling") or {}
+    named = str(scaling.get("rope_type", scaling.get("type", "default")))
+    newer = next((name for name, older in _TYPES.items() if named in older.names), named)
+    if kind == "phi3" and named == "yarn":  # as the first releases call it
+        newer = "longrope"
+    new = {**scaling, "rope_type": newer}
+    new.pop("type", None)
+    new["rope_theta"] = values.get("rope_theta", values.get("rotary_emb_base"))
+    part = values.get("partial_rotary_factor", values.get("rotary_pct"))
+    if part is not None:
+        new["partial_rotary_factor"] = part
+    if _LOCAL in values or kind in _BY_LAYER:
+        key, default = _BY_LAYER.get(kind, (_LOCAL, None))
+        new = {"full_attention": new}  # layers of the other type are never scaled
+        theta = values.get(_LOCAL, values["rope_theta"] if key is None else default)
+        if theta is not None:
+            new["sliding_attention"] = {"rope_type": "default", "rope_theta": theta}
+    values["rope_parameters"] = new
+    # servers that read the older keys look for one name or the other
+    if isinstance(values.get("rope_scaling"), dict) and _LOCAL not in values:
+        flat = new.get("full_attention", new)
+        values["rope_scaling"] = _scaling(kind, flat)
 
 
 def _kind(values: Mapping[str, Any]) -> str:
@@ -106,45 +135,6 @@ def _scaling(kind: str, new: Mapping[str, Any]) -> dict[str, Any] | None:
     made = {**found, "rope_type": newer, "type": named}
     only = _ONLY.get((newer, kind))
     return made if only is None else {key: made[key] for key in only if key in made}
-
-
-def _older_keys_by_layer(values: dict[str, Any], new: Mapping[str, Any]) -> None:
-    """As in Gemma 3: one set of parameters for each type of attention layer."""
-    full, sliding = new.get("full_attention"), new.get("sliding_attention")
-    if isinstance(full, dict):
-        _older_keys(values, full)
-    if isinstance(sliding, dict) and "rope_theta" in sliding:
-        agree(values, _LOCAL, sliding["rope_theta"])
-
-
-def _newer_keys(values: dict[str, Any]) -> None:
-    kind = _kind(values)
-    scaling = values.get("rope_scaling") or {}
-    new: dict[str, Any] = {**scaling, "rope_type": _newer_name(kind, scaling)}
-    new.pop("type", None)
-    new["rope_theta"] = values.get("rope_theta", values.get("rotary_emb_base"))
-    part = values.get("partial_rotary_factor", values.get("rotary_pct"))
-    if part is not None:
-        new["partial_rotary_factor"] = part
-    if _LOCAL in values or kind in _BY_LAYER:
-        key, default = _BY_LAYER.get(kind, (_LOCAL, None))
-        new = {"full_attention": new}  # layers of the other type are never scaled
-        theta = values.get(_LOCAL, values["rope_theta"] if key is None else default)
-        if theta is not None:
-            new["sliding_attention"] = {"rope_type": "default", "rope_theta": theta}
-    values["rope_parameters"] = new
-    # servers that read the older keys look for one name or the other
-    if isinstance(values.get("rope_scaling"), dict) and _LOCAL not in values:
-        flat = new.get("full_attention", new)
-        values["rope_scaling"] = _scaling(kind, flat)
-
-
-def _newer_name(kind: str, scaling: Mapping[str, Any]) -> str:
-    """Version 5's name of a type."""
-    named = str(scaling.get("rope_type", scaling.get("type", "default")))
-    if kind == "phi3" and named == "yarn":  # as the first releases call it
-        return "longrope"
-    return next((new for new, older in _TYPES.items() if named in older.names), named)
 
 
 def agree(values: dict[str, Any], key: str, value: Any) -> None:

@@ -43,7 +43,24 @@ def compile_blocks(source: Side, target: Side) -> dict[TensorKey, list[Block]]:
                 if copy is not None:
                     blocks[to].append(Block(key, copy))
     proof = _Proof()
-    _prove_sources(source, blocks, proof)
+    used: dict[TensorKey, list[Strided]] = {key: [] for key in source.shapes}
+    for held in blocks.values():
+        for block in held:
+            used[block.source].append(block.copy.source)
+    repeated = {other for _, other in source.copies}
+    repeated.update(other for _, others in source.joined.values() for other in others)
+    wrong = []
+    for key, parts in used.items():
+        if key not in repeated:
+            fault = proof.fault(source.shapes[key], parts, source.padding.get(key, 0))
+            if fault:
+                wrong.append(f"{key.name} {source.shapes[key]}: {fault}")
+    if wrong:
+        raise TensorMismatchError(
+            f"{len(wrong)} tensors of the source would not be used exactly once: "
+            f"{'; '.join(wrong[:8])}",
+            remedy="check layout= and config=, which do not describe this source",
+        )
     for first, (how, others) in target.joined.items():
         # a mean is written to all ranks, a sum to one rank and zeros to the others
         for rank in others:
@@ -51,7 +68,18 @@ def compile_blocks(source: Side, target: Side) -> dict[TensorKey, list[Block]]:
             target.padding[rank] = 0 if how == "mean" else target.shapes[rank][0]
     for first, copied in target.copies:
         blocks[copied] = blocks[first]
-    _prove_targets(target, blocks, proof)
+    wrong = []
+    for key, shape in target.shapes.items():
+        filled = (block.copy.target for block in blocks[key])
+        fault = proof.fault(shape, filled, target.padding.get(target.original(key), 0))
+        if fault:
+            wrong.append(f"{key.name} {shape}: {fault}")
+    if wrong:
+        raise KeysMismatchError(
+            f"{len(wrong)} tensors would not be filled exactly once: {'; '.join(wrong[:8])}",
+            remedy="the source lacks parts of these tensors, or has some twice: check layout= "
+            "and config=",
+        )
     return blocks
 
 
@@ -105,39 +133,3 @@ class _Proof:
         if found.exact:
             return ""
         return f"{found.never} elements are not covered, {found.often} are covered more than once"
-
-
-def _prove_targets(target: Side, blocks: dict[TensorKey, list[Block]], proof: _Proof) -> None:
-    wrong = []
-    for key, shape in target.shapes.items():
-        parts = (block.copy.target for block in blocks[key])
-        fault = proof.fault(shape, parts, target.padding.get(target.original(key), 0))
-        if fault:
-            wrong.append(f"{key.name} {shape}: {fault}")
-    if wrong:
-        raise KeysMismatchError(
-            f"{len(wrong)} tensors would not be filled exactly once: {'; '.join(wrong[:8])}",
-            remedy="the source lacks parts of these tensors, or has some twice: check layout= "
-            "and config=",
-        )
-
-
-def _prove_sources(source: Side, blocks: dict[TensorKey, list[Block]], proof: _Proof) -> None:
-    used: dict[TensorKey, list[Strided]] = {key: [] for key in source.shapes}
-    for held in blocks.values():
-        for block in held:
-            used[block.source].append(block.copy.source)
-    repeated = {other for _, other in source.copies}
-    repeated.update(other for _, others in source.joined.values() for other in others)
-    wrong = []
-    for key, parts in used.items():
-        if key not in repeated:
-            fault = proof.fault(source.shapes[key], parts, source.padding.get(key, 0))
-            if fault:
-                wrong.append(f"{key.name} {source.shapes[key]}: {fault}")
-    if wrong:
-        raise TensorMismatchError(
-            f"{len(wrong)} tensors of the source would not be used exactly once: "
-            f"{'; '.join(wrong[:8])}",
-            remedy="check layout= and config=, which do not describe this source",
-        )

@@ -67,7 +67,9 @@ def choose_layout(
         if (
             not missing
             and not unexpected
-            and not any(_alike(candidate, other, dims, ep) for other in fits)
+            # of two that are the same for this model, one counts: they may differ in experts only
+            and set(tensors_of(candidate, dims, ep))
+            not in [set(tensors_of(other, dims, ep)) for other in fits]
         ):
             fits.append(candidate)
         nearest.append((len(missing) + len(unexpected), name, missing, unexpected))
@@ -111,12 +113,6 @@ def dropped_names(names: Collection[str], layout: TensorLayout, dims: Dims) -> l
         for name in sorted(set(names) - wanted)
         if dropped(layout, name) and any(re.fullmatch(pattern, name) for pattern in known)
     ]
-
-
-def _alike(a: TensorLayout, b: TensorLayout, dims: Dims, ep: int) -> bool:
-    """Whether two layouts are the same for this model. They may differ only in experts, for
-    instance."""
-    return set(tensors_of(a, dims, ep)) == set(tensors_of(b, dims, ep))
 
 
 def _some(names: list[str]) -> str:

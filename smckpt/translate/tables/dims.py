@@ -141,7 +141,11 @@ def _sizes(
         "S": _number(config, "shared_expert_intermediate_size")
         or _number(config, "n_shared_experts") * expert_width,
         "1": 1, "H": heads.groups * heads.per_group, "G": heads.groups, "T": 2 * hidden,
-        **(_latent(config) if family.latent else {}), **_linear(config), **_tower(config, hidden),
+        **(_latent(config) if family.latent else {}), **_linear(config),
+        # of a vision tower
+        "n": _number(config, "in_channels"), "t": _number(config, "temporal_patch_size"),
+        "w": _number(config, "patch_size"), "z": _number(config, "out_hidden_size"),
+        "y": hidden * (_number(config, "spatial_merge_size") or 1) ** 2,
     }  # fmt: skip
 
 
@@ -162,7 +166,20 @@ def _heads(config: Mapping[str, Any], family: Family, hidden: int) -> Heads:
         )
     head = _number(config, "head_dim") or hidden // count
     linear = _number(config, "linear_num_key_heads")
-    return Heads(groups, count // groups, head, _rotary(config, head), linear)
+    rope = config.get("rope_parameters") or {}
+    part = rope.get("partial_rotary_factor") if isinstance(rope, dict) else None
+    for key in ("partial_rotary_factor", "rotary_pct"):
+        if part is None:
+            part = config.get(key)
+    if part is not None and (not isinstance(part, (int, float)) or not 0 <= part <= 1):
+        raise _no_number("partial_rotary_factor", part)
+    rotary = head if part is None else math.floor(head * part)
+    if rotary % 2:
+        raise UsageError(
+            f"{rotary} of {head} rows of a head are rotary, but the number must be even",
+            remedy="pass the config that the model was trained with",
+        )
+    return Heads(groups, count // groups, head, rotary, linear)
 
 
 def _latent(config: Mapping[str, Any]) -> dict[str, int]:
@@ -189,32 +206,6 @@ def _linear(config: Mapping[str, Any]) -> dict[str, int]:
         "Y": keys * _number(config, "linear_key_head_dim"), "Z": values * width, "N": values,
         "W": width, "J": _number(config, "linear_conv_kernel_dim"),
     }  # fmt: skip
-
-
-def _tower(config: Mapping[str, Any], hidden: int) -> dict[str, int]:
-    """The sizes of a vision tower."""
-    return {
-        "n": _number(config, "in_channels"), "t": _number(config, "temporal_patch_size"),
-        "w": _number(config, "patch_size"), "z": _number(config, "out_hidden_size"),
-        "y": hidden * (_number(config, "spatial_merge_size") or 1) ** 2,
-    }  # fmt: skip
-
-
-def _rotary(config: Mapping[str, Any], head: int) -> int:
-    rope = config.get("rope_parameters") or {}
-    part = rope.get("partial_rotary_factor") if isinstance(rope, dict) else None
-    for key in ("partial_rotary_factor", "rotary_pct"):
-        if part is None:
-            part = config.get(key)
-    if part is not None and (not isinstance(part, (int, float)) or not 0 <= part <= 1):
-        raise _no_number("partial_rotary_factor", part)
-    rotary = head if part is None else math.floor(head * part)
-    if rotary % 2:
-        raise UsageError(
-            f"{rotary} of {head} rows of a head are rotary, but the number must be even",
-            remedy="pass the config that the model was trained with",
-        )
-    return rotary
 
 
 def _number(config: Mapping[str, Any], *keys: str) -> int:

@@ -30,9 +30,9 @@ _OUTER = (
 )
 
 
-def _te_layer(qkv: tuple[Row, ...]) -> tuple[Row, ...]:
+def _te(name: str, qkv: tuple[Row, ...]) -> TensorLayout:
     """Transformer Engine's TransformerLayer."""
-    return (
+    layer = (
         Row("self_attention.layernorm_qkv.layer_norm_weight", ("norm1",)),
         Row("self_attention.layernorm_qkv.layer_norm_bias", ("norm1_b",)),
         *rows("self_attention.layernorm_qkv.", qkv),
@@ -51,10 +51,7 @@ def _te_layer(qkv: tuple[Row, ...]) -> tuple[Row, ...]:
         Row("layernorm_mlp.fc2_weight", ("fc2",), tp=1),
         Row("layernorm_mlp.fc2_bias", ("fc2_b",)),
     )
-
-
-def _te(name: str, qkv: tuple[Row, ...]) -> TensorLayout:
-    table = _OUTER + rows("{layers}.{i}.", _te_layer(qkv))
+    table = _OUTER + rows("{layers}.{i}.", layer)
     return TensorLayout(name, table, _EXTRA_STATE, whole_groups=True)
 
 
@@ -207,14 +204,16 @@ def _mcore(name: str, own: tuple[Row, ...], experts: tuple[Row, ...]) -> TensorL
     return TensorLayout(name, rows("{language}", table), _EXTRA_STATE)
 
 
-def _mcore_tower() -> TensorLayout:
-    language = _mcore("", _MCORE_TE_OWN, ()).renamed(
-        "mcore_te_tower",
-        (".self_attention.linear_proj.post_layernorm.", ".post_attention_layernorm."),
-        (".mlp.linear_fc2.post_layernorm.", ".post_feedforward_layernorm."),
-    )
-    table = language.rows + rows("", _MCORE_TOWER, "vision")
-    return replace(language, rows=table, families=frozenset({"qwen2_5_vl", "gemma3"}))
+_MCORE_LANGUAGE = _mcore("", _MCORE_TE_OWN, ()).renamed(
+    "mcore_te_tower",
+    (".self_attention.linear_proj.post_layernorm.", ".post_attention_layernorm."),
+    (".mlp.linear_fc2.post_layernorm.", ".post_feedforward_layernorm."),
+)
+_MCORE_WITH_TOWER = replace(
+    _MCORE_LANGUAGE,
+    rows=_MCORE_LANGUAGE.rows + rows("", _MCORE_TOWER, "vision"),
+    families=frozenset({"qwen2_5_vl", "gemma3"}),
+)
 
 
 _META = TensorLayout(
@@ -390,7 +389,7 @@ _BUILT_IN = {
         _mcore("mcore_te_legacy", _MCORE_TE_OWN, _LEGACY),
         _mcore("mcore_te_sequential", _MCORE_TE_OWN, _SEQUENTIAL),
         _mcore("mcore_local", _MCORE_LOCAL_OWN, _SEQUENTIAL),
-        _mcore_tower(),
+        _MCORE_WITH_TOWER,
         _te_fused("te_fused", "per_rank"),
         _te_fused("te_fused_interleaved", "interleaved"),
         _META,
@@ -429,7 +428,14 @@ def layouts_of(family: Family) -> dict[str, TensorLayout]:
         name: replace(layout.zero_centred(), name=name) if shifted and name in _BUILT_IN else layout
         for name, layout in _LAYOUTS.all().items()
     }
-    known[_WITH_TOWER] = _with_tower(known[_WITH_TOWER], family)
+    # The family's towers have Hugging Face's own modules, whole on each rank. What is a transposed
+    # parameter there is a linear layer of Megatron's in the bridge.
+    towers = tuple(
+        replace(row, transposed=False, tp=0) if row.transposed else row for row in family.tower_rows
+    )
+    plain = known[_WITH_TOWER]
+    named = replace(plain, rows=towers).renamed(plain.name, *family.in_bridge)
+    known[_WITH_TOWER] = replace(plain, rows=plain.rows + named.rows)
     return {
         name: _resolved(layout, family)
         for name, layout in {**live, **known}.items()
@@ -457,16 +463,6 @@ def get_layout(layout: str | TensorLayout, family: str | Family) -> TensorLayout
             remedy=f"pass one of {', '.join(sorted(found))}, or a TensorLayout of your own",
         )
     return found[layout]
-
-
-def _with_tower(layout: TensorLayout, family: Family) -> TensorLayout:
-    """The layout with Hugging Face's own modules, whole on each rank, for the family's towers. What
-    is a transposed parameter there is a linear layer of Megatron's in the bridge."""
-    towers = tuple(
-        replace(row, transposed=False, tp=0) if row.transposed else row for row in family.tower_rows
-    )
-    named = replace(layout, rows=towers).renamed(layout.name, *family.in_bridge)
-    return replace(layout, rows=layout.rows + named.rows)
 
 
 def _resolved(layout: TensorLayout, family: Family) -> TensorLayout:

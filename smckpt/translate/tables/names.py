@@ -94,14 +94,11 @@ class HubTensor:
     @classmethod
     def from_json(cls, body: list[Any]) -> HubTensor:
         name, shape, parts = body
-        return cls(name, tuple(shape), tuple(_part(*part) for part in parts))
-
-
-def _part(
-    name: str, sizes: list[int], start: int, strides: list[int], at: int, to: list[int]
-) -> tuple[str, Copy]:
-    grid = tuple(sizes)
-    return name, Copy(Strided(grid, start, tuple(strides)), Strided(grid, at, tuple(to)))
+        made = []
+        for part, sizes, start, strides, at, to in parts:
+            source = Strided(tuple(sizes), start, tuple(strides))
+            made.append((part, Copy(source, Strided(tuple(sizes), at, tuple(to)))))
+        return cls(name, tuple(shape), tuple(made))
 
 
 @dataclass(frozen=True)
@@ -325,7 +322,16 @@ def unwrapped(found: Mapping[str, T]) -> dict[str, T]:
             chunks.setdefault(number, {})[rest] = tensor
         return {f"{n}.{name}": t for n, c in chunks.items() for name, t in unwrapped(c).items()}
     out: dict[str, T] = {}
-    outer = _outer_parts(found)
+    # wrappers and trainers' modules may be in any order: DDP of a trainer's module, a compiled DDP
+    names = {".".join(_bare(name)) for name in found if not _VALUE_HEAD.fullmatch(name)}
+    outer = 0
+    while names and (
+        all(name.startswith(f"{_DDP}.") for name in names)
+        or (all(name.startswith("model.") for name in names) and any(map(_INNER.match, names)))
+        or _is_attribute(names)
+    ):
+        names = {name.partition(".")[2] for name in names}
+        outer += 1
     for name, tensor in found.items():
         clean = name if _VALUE_HEAD.fullmatch(name) else ".".join(_bare(name)[outer:])
         if clean in out:
@@ -337,21 +343,6 @@ def unwrapped(found: Mapping[str, T]) -> dict[str, T]:
     if out.keys() != found.keys():
         log.info("the export's names leave out the names of wrappers (DDP, FSDP, torch.compile)")
     return out
-
-
-def _outer_parts(found: Iterable[str]) -> int:
-    """How many parts at the beginning of all names are those of wrappers and trainers' modules, in
-    any order: DDP of a trainer's module, a compiled DDP."""
-    names = {".".join(_bare(name)) for name in found if not _VALUE_HEAD.fullmatch(name)}
-    count = 0
-    while names and (
-        all(name.startswith(f"{_DDP}.") for name in names)
-        or (all(name.startswith("model.") for name in names) and any(map(_INNER.match, names)))
-        or _is_attribute(names)
-    ):
-        names = {name.partition(".")[2] for name in names}
-        count += 1
-    return count
 
 
 def _is_attribute(names: Collection[str]) -> bool:
@@ -370,9 +361,5 @@ def _bare(name: str) -> list[str]:
 
 
 def _tops(tensors: Mapping[str, LogicalTensor]) -> str:
-    tops = sorted({_first(t.path) for t in tensors.values()})
+    tops = sorted({str(t.path[0]) for t in tensors.values()})
     return ", ".join(tops[:8]) + (f" and {len(tops) - 8} more" if len(tops) > 8 else "")
-
-
-def _first(path: Path) -> str:
-    return str(path[0])

@@ -122,14 +122,34 @@ class Side:
         cut = row.tp is not None and not self._repeated(row, held)
         if cut:
             self._cut[held.name] = _dimension(row, row.tp or 0)
-        vocabulary = self._vocabulary_rows(row, held, tps if cut else 1)
+        vocabulary = size = self.dims.sizes["V"]
+        if row.how == "vocabulary":
+            vocabulary = (held.whole or held.shards.get((0, 0), (0,)))[0]
+            if held.whole is None and cut:
+                vocabulary *= tps
+            if vocabulary < size:
+                raise TensorMismatchError(
+                    f"{held.name} has {vocabulary} rows in total, but the config says "
+                    f"vocab_size={size}",
+                    remedy="pass the model's own config, and the files of all ranks",
+                )
         if row.how == "vocabulary" and cut:
             self.rows[held.name] = vocabulary
         parts = (degrees.etp if shared else tps) if cut else 1
         eps = degrees.ep if shared else columns
         ours = self.local_shape(tensor, vocabulary, parts, eps)
         if held.whole is None and cut:
-            self._refuse_cut_heads(row)
+            # a rank's attention needs whole heads, even if the shapes would fit
+            own = self.dims.of(row.tower).heads
+            heads = own.groups * own.per_group
+            if "l_q" in row.roles and row.how == "per_rank":
+                heads = own.linear
+            if heads % self.degrees.tp and not {"q", "q_up", "l_q"}.isdisjoint(row.roles):
+                raise TopologyError(
+                    f"tensor-parallel degree {self.degrees.tp} does not divide the {heads} heads "
+                    f"of {row.name}",
+                    remedy="pass the degree that the model is trained with, and its own config",
+                )
         if held.whole is not None and (row.folded or row.copies == "sum"):
             raise TopologyError(
                 f"{held.name} is one distributed tensor, but in this layout each rank has a "
@@ -152,25 +172,15 @@ class Side:
                 part = part if cut else 0
                 first = degrees.first_of(part, ep) if shared else (part, 0)
                 if row.predicts and self.dims.once.issuperset(row.roles):
-                    self._add_copy(row, key, key._replace(name=self._outer(row)))
+                    # the model's embedding or head, which this row holds again
+                    outer = next(
+                        r.name for r in self.layout.rows if r.roles == row.roles and not r.of_layers
+                    )
+                    self._add_copy(row, key, key._replace(name=outer))
                 elif first == (tp, column):
                     self._add_pieces(tensor, key, (part, parts), (ep, eps), ours)
                 elif held.whole is None:
                     self._add_copy(row, key, TensorKey(held.name, *first))
-
-    def _refuse_cut_heads(self, row: LayoutRow) -> None:
-        """Refuse degrees that cut heads. A rank's attention needs whole heads, even if the shapes
-        would fit."""
-        own = self.dims.of(row.tower).heads
-        heads = own.groups * own.per_group
-        if "l_q" in row.roles and row.how == "per_rank":
-            heads = own.linear
-        if heads % self.degrees.tp and not {"q", "q_up", "l_q"}.isdisjoint(row.roles):
-            raise TopologyError(
-                f"tensor-parallel degree {self.degrees.tp} does not divide the {heads} heads of "
-                f"{row.name}",
-                remedy="pass the degree that the model is trained with, and its own config",
-            )
 
     def _add_copy(self, row: LayoutRow, key: TensorKey, first: TensorKey) -> None:
         """Add another rank's copy of what `first` holds."""
@@ -187,10 +197,6 @@ class Side:
             first = same_rank
         self.copies.append((first, key))
         self._original[key] = first
-
-    def _outer(self, row: LayoutRow) -> str:
-        """The name of the model's embedding or head, which this row holds again."""
-        return next(r.name for r in self.layout.rows if r.roles == row.roles and not r.of_layers)
 
     def along(self, key: TensorKey) -> int | None:
         """The dimension of a stored tensor along which the ranks' arrays are joined, if any."""
@@ -246,19 +252,6 @@ class Side:
             return False
         return all(shape[0] == self.dims.sizes["V"] for shape in held.shards.values())
 
-    def _vocabulary_rows(self, row: LayoutRow, held: RankTensors, tp: int) -> int:
-        size = self.dims.sizes["V"]
-        if row.how != "vocabulary":
-            return size
-        shape = held.whole or held.shards.get((0, 0), (0,))
-        found = shape[0] if held.whole is not None else shape[0] * tp
-        if found < size:
-            raise TensorMismatchError(
-                f"{held.name} has {found} rows in total, but the config says vocab_size={size}",
-                remedy="pass the model's own config, and the files of all ranks",
-            )
-        return found
-
     def _check(self, key: TensorKey, held: RankTensors, ours: Shape, along: int | None) -> None:
         found, expected = held.whole, ours
         where = f"{key.name}"
@@ -289,7 +282,10 @@ class Side:
         axis = row.tp or 0
         sizes = [dims.shape(role)[axis] for role in row.roles]
         if row.how == "vocabulary":
-            runs = self._vocabulary(key, ours[0], tp[0], sizes[0])
+            low = tp[0] * ours[0]
+            count = max(0, min(ours[0], sizes[0] - low))
+            self.padding[key] = self.padding.get(key, 0) + ours[0] - count
+            runs = [AxisRun(0, 0, 1, low, count)] if count else []
         else:
             runs = runs_of_rank(row.how, sizes, dims.heads, tp[1], tp[0])
         shift = tp[0] * ours[_dimension(row, row.tp or 0)] if key.tp < 0 else 0
@@ -310,12 +306,6 @@ class Side:
                 piece = Piece(name, shape, box, at, tuple(steps))
                 role = RoleKey(name, tensor.layer, expert, row.tower)
                 self.pieces.setdefault(role, []).append((key, piece))
-
-    def _vocabulary(self, key: TensorKey, held: int, rank: int, size: int) -> list[AxisRun]:
-        low = rank * held
-        count = max(0, min(held, size - low))
-        self.padding[key] = self.padding.get(key, 0) + held - count
-        return [AxisRun(0, 0, 1, low, count)] if count else []
 
 
 def _dimension(row: LayoutRow, axis: int) -> int:
@@ -341,10 +331,13 @@ def tensors_of(layout: TensorLayout, dims: Dims, ep: int) -> Iterator[LayoutTens
         own = dims.of(tower)
         table = [row for row in layout.rows if row.tower == tower]
         for layer in range(-1, len(own.kinds)):
-            roles = own.roles(layer)
+            roles, words = own.roles(layer), own.words(layer)
             found: set[str] = set()
             for row in table:
-                if not _applies(row, layer, own, roles):
+                if row.of_layers != (layer >= 0) or row.predicts != ("predicts" in words):
+                    continue
+                here = roles | own.once if row.predicts else roles
+                if not here.issuperset(row.roles) or not holds(row.when, words):
                     continue
                 found.update(row.roles)
                 name = row.name.replace("{i}", str(layer)).replace("{m}", str(layer - own.layers))
@@ -358,14 +351,6 @@ def tensors_of(layout: TensorLayout, dims: Dims, ep: int) -> Iterator[LayoutTens
             "model",
             remedy="choose another layout, or add these rows to a layout of your own",
         )
-
-
-def _applies(row: LayoutRow, layer: int, dims: Dims, roles: frozenset[str]) -> bool:
-    words = dims.words(layer)
-    if (layer >= 0) != row.of_layers or row.predicts != ("predicts" in words):
-        return False
-    shared = dims.once if row.predicts else frozenset()
-    return (roles | shared).issuperset(row.roles) and holds(row.when, words)
 
 
 def folded(row: LayoutRow, shape: Shape) -> Shape:

@@ -46,7 +46,12 @@ def runs_of_rank(how: str, sizes: Sequence[int], heads: Heads, t: int, rank: int
         TopologyError: the degree does not divide the axis.
     """
     if how == "per_rank":  # each rank joins its own parts: [Q_r; K_r; V_r], [gate_r; up_r]
-        return list(_per_rank(sizes, t, rank))
+        out, at = [], 0
+        for role, size in enumerate(sizes):
+            _divides(t, size)
+            out.append(AxisRun(role, at, 1, rank * (size // t), size // t))
+            at += size // t
+        return out
     total = sum(sizes)
     _divides(t, total)
     whole = list(HOW[how](sizes, heads))
@@ -63,22 +68,6 @@ def cut(runs: Sequence[AxisRun], low: int, high: int) -> Iterator[AxisRun]:
             yield AxisRun(run.role, at, run.step, run.role_at + first, last - first)
 
 
-def _per_rank(sizes: Sequence[int], t: int, rank: int) -> Iterator[AxisRun]:
-    at = 0
-    for role, size in enumerate(sizes):
-        _divides(t, size)
-        count = size // t
-        yield AxisRun(role, at, 1, rank * count, count)
-        at += count
-
-
-def _same(sizes: Sequence[int], heads: Heads) -> Iterator[AxisRun]:
-    at = 0
-    for role, size in enumerate(sizes):
-        yield AxisRun(role, at, 1, 0, size)
-        at += size
-
-
 def _in_turn(sizes: Sequence[int], count: int) -> Iterator[AxisRun]:
     """`count` parts: the n-th has the n-th of `count` equal parts of each role."""
     at = 0
@@ -86,25 +75,6 @@ def _in_turn(sizes: Sequence[int], count: int) -> Iterator[AxisRun]:
         for role, size in enumerate(sizes):
             yield AxisRun(role, at, 1, part * (size // count), size // count)
             at += size // count
-
-
-def _interleaved(sizes: Sequence[int], heads: Heads) -> Iterator[AxisRun]:
-    """Megatron's QKV: for each group its queries, then its key, then its value."""
-    return _in_turn(sizes, heads.groups)
-
-
-def _by_head(sizes: Sequence[int], heads: Heads) -> Iterator[AxisRun]:
-    return _in_turn(sizes, heads.groups * heads.per_group)
-
-
-def _by_linear_head(sizes: Sequence[int], heads: Heads) -> Iterator[AxisRun]:
-    return _in_turn(sizes, heads.linear)
-
-
-def _alternating(sizes: Sequence[int], heads: Heads) -> Iterator[AxisRun]:
-    """GPT-OSS's gate and up: their rows alternate."""
-    for role, size in enumerate(sizes):
-        yield AxisRun(role, role, len(sizes), 0, size)
 
 
 def _rotary(sizes: Sequence[int], heads: Heads) -> Iterator[AxisRun]:
@@ -120,12 +90,16 @@ def _rotary(sizes: Sequence[int], heads: Heads) -> Iterator[AxisRun]:
 
 
 HOW: Mapping[str, Callable[[Sequence[int], Heads], Iterator[AxisRun]]] = {
-    "same": _same,
-    "interleaved": _interleaved,
-    "alternating": _alternating,
+    "same": lambda sizes, _: _in_turn(sizes, 1),
+    # Megatron's QKV: for each group its queries, then its key, then its value
+    "interleaved": lambda sizes, heads: _in_turn(sizes, heads.groups),
+    # GPT-OSS's gate and up: their rows alternate
+    "alternating": lambda sizes, _: (
+        AxisRun(role, role, len(sizes), 0, size) for role, size in enumerate(sizes)
+    ),
     "rotary": _rotary,
-    "by_head": _by_head,
-    "by_linear_head": _by_linear_head,
+    "by_head": lambda sizes, heads: _in_turn(sizes, heads.groups * heads.per_group),
+    "by_linear_head": lambda sizes, heads: _in_turn(sizes, heads.linear),
 }
 
 

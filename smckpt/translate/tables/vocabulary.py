@@ -10,7 +10,7 @@ take a power of two below that (8 or 64: transformers' `pad_to_multiple_of`), or
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -148,21 +148,13 @@ def _of_tokenizers(file: Any) -> Iterator[int]:
         yield int(token["id"])
 
 
-def _by_token(file: Any) -> Iterator[int]:
-    yield from map(int, file.values())
-
-
-def _of_config(file: Any) -> Iterator[int]:
-    yield from map(int, file.get("added_tokens_decoder") or ())
-
-
 # of language models
 _EMBEDDINGS = tuple(
     f"{name}.weight" for name in ("embed_tokens", "embed_in", "wte", "word_embeddings", "shared")
 )
-_FILES = {
+_FILES: Mapping[str, Callable[[Any], Iterator[int]]] = {
     "tokenizer.json": _of_tokenizers,
-    "vocab.json": _by_token,
-    "added_tokens.json": _by_token,
-    "tokenizer_config.json": _of_config,
+    "vocab.json": lambda file: map(int, file.values()),
+    "added_tokens.json": lambda file: map(int, file.values()),
+    "tokenizer_config.json": lambda file: map(int, file.get("added_tokens_decoder") or ()),
 }

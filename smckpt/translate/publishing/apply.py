@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 from smckpt.calls import alone
 from smckpt.checkpoint.records.crc import crc64
 from smckpt.checkpoint.records.files import decode_body
-from smckpt.checkpoint.records.headers import StoredSlot, read_header
+from smckpt.checkpoint.records.headers import read_header
 from smckpt.checkpoint.records.sealed import FORMAT_VERSION, open_json, seal_json
 from smckpt.errors import (
     CheckpointError,
@@ -111,8 +111,36 @@ def apply_published(
         try:
             host = cleanup.enter_context(_locked(path))
             chain = chain_to(source, number)
-            nbytes = _brought_to(source, chain, host)
-            _forget_old(host, chain, keep)
+            publish = chain[-1]
+            served = False
+            with suppress(OSError):  # `latest` leads nowhere, or there is none
+                there, latest = host.status(publish.folder), os.stat(LATEST, dir_fd=host.fd)
+                served = there is not None and os.path.samestat(there, latest)
+            _clear(host)
+            nbytes = 0
+            if not served or _record_of(host, publish.folder).identity != publish.identity:
+                if served:
+                    raise UsageError(
+                        f"the served directory is not publish {publish.number} of this root",
+                        remedy="give each root a directory of its own",
+                        path=os.path.join(host.path, publish.folder),
+                    )
+                if not _is_whole(host, chain):
+                    nbytes = _made(source, chain, host)
+                if host.link_at(LATEST) != publish.folder:
+                    host.remove(_NEW_LINK)
+                    host.link_to(publish.folder, _NEW_LINK)
+                    host.rename(_NEW_LINK, LATEST)  # at once
+                    host.sync()
+            # What has no record of ours is somebody else's. The directory that is served stays.
+            records = {name: _record_of(host, name) for name in host.names() if is_folder(name)}
+            applied = [name for name, record in records.items() if record != _Record()]
+            # of a removal that was killed
+            over = [name for name in applied if records[name].identity is None]
+            older = sorted((n for n in applied if n != publish.folder and n not in over), key=int)
+            for name in (*over, *older[: max(len(older) - (keep - 1), 0)]):
+                _remove_ours(host, name, state_after(chain))
+            _clear(host)
         except OSError as error:
             raise storage_error(error, path, "write") from error
     target = os.path.join(path, chain[-1].folder)
@@ -136,36 +164,6 @@ def _locked(path: str) -> Iterator[Directory]:
             yield host
         finally:
             os.close(fd)
-
-
-def _brought_to(source: Storage, chain: Sequence[Publish], host: Directory) -> int:
-    """Let `latest` be the last publish of a chain. Returns the bytes that were read from the
-    root."""
-    publish = chain[-1]
-    served = _is_served(host, publish.folder)
-    _clear(host)
-    nbytes = 0
-    if served and _record_of(host, publish.folder).identity == publish.identity:
-        return nbytes
-    if served:
-        raise UsageError(
-            f"the served directory is not publish {publish.number} of this root",
-            remedy="give each root a directory of its own",
-            path=os.path.join(host.path, publish.folder),
-        )
-    if not _is_whole(host, chain):
-        nbytes = _made(source, chain, host)
-    _point(host, publish.folder)
-    return nbytes
-
-
-def _is_served(host: Directory, folder: str) -> bool:
-    there = host.status(folder)
-    try:
-        served = os.stat(LATEST, dir_fd=host.fd)
-    except OSError:  # there is none, or it leads nowhere
-        return False
-    return there is not None and os.path.samestat(there, served)
 
 
 def _clear(host: Directory) -> None:
@@ -270,22 +268,19 @@ def _made(source: Storage, chain: Sequence[Publish], host: Directory) -> int:
             nbytes += work.made_from(None, 0)
         _put_record(making, _Record(chain[-1].identity, tuple(state)))
         _remove_ours(host, chain[-1].folder, state)
-        _rename_whole(host, begun, chain[-1].folder)
+        served = chain[-1].folder
+        try:
+            host.rename(begun, served)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                raise
+            raise UsageError(
+                "files are there that no publish brought",
+                remedy="move them elsewhere; smckpt removes only what it has written",
+                path=os.path.join(host.path, served),
+            ) from error
         host.sync()
     return nbytes
-
-
-def _rename_whole(host: Directory, begun: str, folder: str) -> None:
-    try:
-        host.rename(begun, folder)
-    except OSError as error:
-        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
-            raise
-        raise UsageError(
-            "files are there that no publish brought",
-            remedy="move them elsewhere; smckpt removes only what it has written",
-            path=os.path.join(host.path, folder),
-        ) from error
 
 
 @dataclass(frozen=True)
@@ -308,7 +303,10 @@ class _NewFile:
         path = os.path.join(self.making.path, self.name)
         writers = [(p, p.files[self.name]) for p in self.chain[done:] if self.name in p.files]
         if not writers and base is not None:
-            _linked(base, self.making, self.name)
+            os.link(
+                self.name, self.name, src_dir_fd=base.fd, dst_dir_fd=self.making.fd,
+                follow_symlinks=False,
+            )  # fmt: skip
             with _opened(self.making, self.name) as there:
                 _check(there.fileno(), self.file, path)
             return 0
@@ -327,10 +325,6 @@ class _NewFile:
             _check(out.fileno(), self.file, path)
             os.fsync(out.fileno())
         return nbytes
-
-
-def _linked(base: Directory, making: Directory, name: str) -> None:
-    os.link(name, name, src_dir_fd=base.fd, dst_dir_fd=making.fd, follow_symlinks=False)
 
 
 def _copy_whole(source: Storage, publish: Publish, name: str, size: int, fd: int) -> int:
@@ -365,7 +359,8 @@ def _patch(
     name, size = publish.delta
     nbytes = 0
     with closing(source.join(publish.folder)) as storage:
-        slots = _delta_slots(storage, name, size)
+        path = file_url(storage.url, name)
+        slots = read_header(lambda low, high: storage.read(name, low, high - low), size, path).slots
         for key, tensor in tensors.items():
             at = slots[key].offset if key in slots else size
             for number, low, length in spans(tensor.begin, tensor.end):
@@ -381,11 +376,6 @@ def _patch(
                 _write(fd, memoryview(data), low)
                 at, nbytes = at + length, nbytes + length
     return nbytes
-
-
-def _delta_slots(storage: Storage, name: str, size: int) -> Mapping[str, StoredSlot]:
-    path = file_url(storage.url, name)
-    return read_header(lambda low, high: storage.read(name, low, high - low), size, path).slots
 
 
 def _write(fd: int, data: memoryview, offset: int) -> None:
@@ -407,28 +397,6 @@ def _check(fd: int, file: PublishedFile, path: str) -> None:
             remedy="publish in full, with delta=None",
             path=path,
         )
-
-
-def _point(host: Directory, folder: str) -> None:
-    """Let `latest` name another directory, at once."""
-    if host.link_at(LATEST) == folder:
-        return
-    host.remove(_NEW_LINK)
-    host.link_to(folder, _NEW_LINK)
-    host.rename(_NEW_LINK, LATEST)
-    host.sync()
-
-
-def _forget_old(host: Directory, chain: Sequence[Publish], keep: int) -> None:
-    """Remove all but the newest directories of publishes; never the one that is served. What has no
-    record of ours is somebody else's."""
-    records = {name: _record_of(host, name) for name in host.names() if is_folder(name)}
-    applied = [name for name, record in records.items() if record != _Record()]
-    over = [name for name in applied if records[name].identity is None]  # of a killed removal
-    older = sorted((n for n in applied if n != chain[-1].folder and n not in over), key=int)
-    for name in (*over, *older[: max(len(older) - (keep - 1), 0)]):
-        _remove_ours(host, name, state_after(chain))
-    _clear(host)
 
 
 def _remove_ours(host: Directory, folder: str, otherwise: Collection[str]) -> None:

@@ -9,8 +9,8 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -126,7 +126,10 @@ def publish(
         cleanup.callback(model.close)
         cleanup.callback(root.close)
         scanned = _scanned(model)
-        chain = [] if delta is None else _chain(root)
+        chain: list[Publish] = []
+        if delta is not None:
+            with suppress(CheckpointNotFoundError):
+                chain = chain_to(root)
         number = _next_number(root, chain)
         full = delta is None or not chain or len(chain) >= full_every
         old = {} if full else state_after(chain)
@@ -146,13 +149,6 @@ def publish(
         if full:
             _delete_old(root, number)
         return work.report(made, full, work.nbytes, began)
-
-
-def _chain(root: Storage) -> list[Publish]:
-    try:
-        return chain_to(root)
-    except CheckpointNotFoundError:
-        return []
 
 
 def _next_number(root: Storage, chain: Sequence[Publish]) -> int:
@@ -197,29 +193,21 @@ def _scanned(model: Storage) -> dict[str, PublishedFile]:
             path=model.url,
         )
     if SINGLE not in infos:  # it is loaded before an index
-        _refuse_half(model, infos)
+        if INDEX not in infos:
+            missing = [INDEX] if any(map(_SHARD.fullmatch, infos)) else []
+        else:
+            try:
+                found = strict_json(model.read(INDEX, most=_MAX_INDEX).decode())["weight_map"]
+                missing = sorted({*found.values()} - {*infos})
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+                missing = ["a weight_map in its index"]
+        if missing:
+            raise UsageError(
+                f"this is not the directory of one whole model: it lacks {', '.join(missing[:8])}",
+                remedy="wait for the export that writes it, or export it again",
+                path=model.url,
+            )
     return {name: _scan(model, name, size) for name, size in infos.items()}
-
-
-def _refuse_half(model: Storage, names: Collection[str]) -> None:
-    """
-    Raises:
-        UsageError: the weights are in several files, and one of them, or the index, is missing.
-    """
-    if INDEX not in names:
-        missing = [INDEX] if any(map(_SHARD.fullmatch, names)) else []
-    else:
-        try:
-            found = strict_json(model.read(INDEX, most=_MAX_INDEX).decode())["weight_map"]
-            missing = sorted({*found.values()} - {*names})
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            missing = ["a weight_map in its index"]
-    if missing:
-        raise UsageError(
-            f"this is not the directory of one whole model: it lacks {', '.join(missing[:8])}",
-            remedy="wait for the export that writes it, or export it again",
-            path=model.url,
-        )
 
 
 def _scan(model: Storage, name: str, size: int) -> PublishedFile:
@@ -272,26 +260,22 @@ class _Publishing:
             if name not in old:
                 self.files[name] = file
             elif (was := old[name]).crc64 != file.crc64 or was.size != file.size:
-                found = self._changes(was, file)
+                found = file
+                if "" not in file.tensors and (file.size, file.header) == (was.size, was.header):
+                    changed = {}
+                    for key, tensor in file.tensors.items():
+                        before = was.tensors[key].blocks
+                        blocks = {n: crc for n, crc in tensor.blocks.items() if crc != before[n]}
+                        if blocks:
+                            kept = tensor.blocks if self.unit == "tensor" else blocks
+                            changed[key] = replace(tensor, blocks=kept)
+                    found = replace(file, whole=False, tensors=changed)
                 # a delta has one tensor of a name: of two files with it, the second goes whole
                 self.files[name] = file if self.changed.keys() & found.tensors.keys() else found
         self.removed = tuple(sorted(old.keys() - scanned.keys()))
         self.nbytes = 0
         self._made: list[str] = []
         self._written: tuple[str, int] | None = None  # the delta
-
-    def _changes(self, was: PublishedFile, file: PublishedFile) -> PublishedFile:
-        """The changed tensors of a file whose header is the old one; otherwise the whole file."""
-        if "" in file.tensors or (file.size, file.header) != (was.size, was.header):
-            return file
-        changed = {}
-        for key, tensor in file.tensors.items():
-            before = was.tensors[key].blocks
-            blocks = {n: crc for n, crc in tensor.blocks.items() if crc != before[n]}
-            if blocks:
-                kept = tensor.blocks if self.unit == "tensor" else blocks
-                changed[key] = replace(tensor, blocks=kept)
-        return replace(file, whole=False, tensors=changed)
 
     @property
     def changed(self) -> dict[str, tuple[str, PublishedTensor]]:
@@ -310,7 +294,26 @@ class _Publishing:
         self._made.append(FILES)
         for name, file in whole.items():
             self._write(name, file.size, self._copied(name, file))
-        self._written = self._delta(delta_name)
+        if changed := self.changed:  # the tensors, or their blocks, as one safetensors file
+            table: dict[str, Any] = {"__metadata__": {"format": "pt", "smckpt.unit": self.unit}}
+            sizes = {name: self.scanned[name].size for name, _ in changed.values()}
+            headers = {name: _header(self.model, name, size).slots for name, size in sizes.items()}
+            at = 0
+            for key, (name, tensor) in changed.items():
+                nbytes = _nbytes(tensor)
+                slot = headers[name][key]
+                table[key] = {
+                    "dtype": slot.code if self.unit == "tensor" else "U8",
+                    "shape": list(slot.shape) if self.unit == "tensor" else [nbytes],
+                    "data_offsets": [at, at + nbytes],
+                }
+                at += nbytes
+            text = json.dumps(table, separators=(",", ":")).encode()
+            text = text.ljust(-(-len(text) // 8) * 8)
+            head = len(text).to_bytes(8, "little") + text
+            size = len(head) + at
+            self._write(delta_name, size, self._patches(head, changed))
+            self._written = delta_name, size
 
     def write_manifest(self, number: int, base: str | None) -> Publish:
         """Let the publish count."""
@@ -347,32 +350,6 @@ class _Publishing:
             whole + sum(_nbytes(tensor) for _, tensor in self.changed.values()),
             time.monotonic() - began,
         )  # fmt: skip
-
-    def _delta(self, name: str) -> tuple[str, int] | None:
-        """Write the changed tensors, or their blocks, as one safetensors file."""
-        changed = self.changed
-        if not changed:
-            return None
-        table: dict[str, Any] = {"__metadata__": {"format": "pt", "smckpt.unit": self.unit}}
-        at, headers = 0, {file: self._slots(file) for file, _ in changed.values()}
-        for key, (file, tensor) in changed.items():
-            nbytes = _nbytes(tensor)
-            slot = headers[file][key]
-            table[key] = {
-                "dtype": slot.code if self.unit == "tensor" else "U8",
-                "shape": list(slot.shape) if self.unit == "tensor" else [nbytes],
-                "data_offsets": [at, at + nbytes],
-            }
-            at += nbytes
-        text = json.dumps(table, separators=(",", ":")).encode()
-        text = text.ljust(-(-len(text) // 8) * 8)
-        head = len(text).to_bytes(8, "little") + text
-        size = len(head) + at
-        self._write(name, size, self._patches(head, changed))
-        return name, size
-
-    def _slots(self, name: str) -> Mapping[str, Any]:
-        return _header(self.model, name, self.scanned[name].size).slots
 
     def _patches(
         self, head: bytes, changed: Mapping[str, tuple[str, PublishedTensor]]

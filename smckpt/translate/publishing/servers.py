@@ -68,30 +68,6 @@ def reload_weights(
             its answer. It may then serve neither model: load a whole one, or start it again.
     """
     began = time.perf_counter()
-    model_path = _checked(directory)
-    if hasattr(server, "collective_rpc"):
-        server.collective_rpc(
-            "reload_weights", kwargs={"weights_path": model_path}, timeout=timeout
-        )
-        _refuse_cached(bool(server.reset_prefix_cache()), "the engine in this process")
-        return ReloadReport("this process", VLLM, model_path, time.perf_counter() - began)
-    if not isinstance(server, str) or urllib.parse.urlsplit(server).scheme not in ("http", "https"):
-        raise UsageError(
-            f"server={server!r}", remedy='pass a URL ("http://host:8000"), or a vllm.LLM'
-        )
-    client = _Client(server.rstrip("/"), timeout)
-    kind = client.kind()
-    (client.vllm if kind == VLLM else client.sglang)(model_path)
-    return ReloadReport(client.url, kind, model_path, time.perf_counter() - began)
-
-
-def _checked(directory: str | os.PathLike[str]) -> str:
-    """The directory without links, with all of its weights.
-
-    Raises:
-        UsageError: there are none; or the server would load others. It does not ask the config, and
-            takes the files of the index, or else all safetensors.
-    """
     if not is_local(os.fspath(directory)):
         raise UsageError(
             "a server reads the weights of a disk here", path=os.fspath(directory),
@@ -113,7 +89,20 @@ def _checked(directory: str | os.PathLike[str]) -> str:
             f"the model is in {sorted(chosen)[:3]}, but a server would load {sorted(loaded)[:3]}",
             remedy="pass an export of the directory (smckpt export)", path=model_path,
         )  # fmt: skip
-    return model_path
+    if hasattr(server, "collective_rpc"):
+        server.collective_rpc(
+            "reload_weights", kwargs={"weights_path": model_path}, timeout=timeout
+        )
+        _refuse_cached(bool(server.reset_prefix_cache()), "the engine in this process")
+        return ReloadReport("this process", VLLM, model_path, time.perf_counter() - began)
+    if not isinstance(server, str) or urllib.parse.urlsplit(server).scheme not in ("http", "https"):
+        raise UsageError(
+            f"server={server!r}", remedy='pass a URL ("http://host:8000"), or a vllm.LLM'
+        )
+    client = _Client(server.rstrip("/"), timeout)
+    kind = client.kind()
+    (client.vllm if kind == VLLM else client.sglang)(model_path)
+    return ReloadReport(client.url, kind, model_path, time.perf_counter() - began)
 
 
 @dataclass(frozen=True)

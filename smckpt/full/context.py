@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -95,36 +95,29 @@ def sm_state_dict_type(
             wishes = [wishes_of(config, translation) for config in configs]
             taker: Taker = (StockFullTaker if stock else FullTaker)(view, only, *wishes)
         else:
-            _refuse_translation(translation)
+            named = [f"{name}=" for name, value in translation.items() if value is not None]
+            if named:
+                raise UsageError(
+                    f"{', '.join(named)} is honoured with FULL only",
+                    remedy="save with SaveOptions(parallel_state=), and pass the others to "
+                    "export_hf",
+                )
             if stock and chosen is SHARDED:
                 taker = StockShardedTaker(view, chosen, only)
             else:
-                _refuse_configs(state_dict_config, optim_state_dict_config)
+                for one in (state_dict_config, optim_state_dict_config):
+                    if one is not None and not type(one).__name__.startswith(("Sharded", "Local")):
+                        raise UsageError(
+                            f"{type(one).__name__} is not a config of this kind of state",
+                            remedy="pass it with FULL, or leave it out",
+                        )
+                if getattr(optim_state_dict_config, "offload_to_cpu", False):
+                    raise UsageError(
+                        "offload_to_cpu of an optimizer's config is not honoured: the optimizer's "
+                        "state is the live one",
+                        remedy="pass offload_to_cpu=False, or leave the config out",
+                    )
                 offload = getattr(state_dict_config, "offload_to_cpu", False)
                 taker = Taker(view, chosen, only, offload_to_cpu=offload)
         stack.enter_context(taking(model, taker))
         yield
-
-
-def _refuse_configs(of_model: Any, of_optimizer: Any) -> None:
-    for config in (of_model, of_optimizer):
-        if config is not None and not type(config).__name__.startswith(("Sharded", "Local")):
-            raise UsageError(
-                f"{type(config).__name__} is not a config of this kind of state",
-                remedy="pass it with FULL, or leave it out",
-            )
-    if getattr(of_optimizer, "offload_to_cpu", False):
-        raise UsageError(
-            "offload_to_cpu of an optimizer's config is not honoured: the optimizer's state is "
-            "the live one",
-            remedy="pass offload_to_cpu=False, or leave the config out",
-        )
-
-
-def _refuse_translation(given: Mapping[str, Any]) -> None:
-    named = [f"{name}=" for name, value in given.items() if value is not None]
-    if named:
-        raise UsageError(
-            f"{', '.join(named)} is honoured with FULL only",
-            remedy="save with SaveOptions(parallel_state=), and pass the others to export_hf",
-        )

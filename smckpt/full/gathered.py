@@ -21,7 +21,7 @@ from smckpt.full.live import (
     full_state,
     is_transformed,
 )
-from smckpt.full.wire import Attempt, anywhere
+from smckpt.full.wire import Attempt, anywhere, gathers, own_rank
 from smckpt.layout.containers import items_of
 from smckpt.layout.entries import Path
 from smckpt.layout.strided import Box
@@ -50,9 +50,7 @@ __all__ = [
     "check_optimizer",
     "full_model",
     "full_optimizer",
-    "gathers",
     "load_full_model",
-    "rank_of_job",
     "stock_optimizer_state",
     "translated_or_none",
     "wishes_of",
@@ -100,12 +98,6 @@ def wishes_of(config: Any, translation: Mapping[str, Any]) -> FullWishes:
     )
 
 
-def rank_of_job() -> int:
-    import torch.distributed as dist
-
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-
-
 def translated_or_none(
     view: ModelView, wishes: FullWishes, *, gathers: bool = True
 ) -> dict[str, Any] | None:
@@ -139,7 +131,19 @@ def full_model(view: ModelView, wishes: FullWishes) -> dict[str, Any]:
     out: dict[str, Any] = FullStateDict()
     attempt, groups = Attempt(out), view.groups()
     if isinstance(view, Fsdp1View):
-        raw = _fsdp1_full(view.model, wishes)
+        from torch.distributed.fsdp import (
+            FullStateDictConfig,
+            FullyShardedDataParallel,
+            StateDictType,
+        )
+
+        # With shards already on the CPU, torch's offloading reads memory that it has freed.
+        unit: Any = next(m for m in view.model.modules() if isinstance(m, FullyShardedDataParallel))
+        to_cpu = wishes.offload_to_cpu and unit.compute_device.type != "cpu"
+        config = FullStateDictConfig(rank0_only=wishes.rank0_only, offload_to_cpu=to_cpu)
+        full = StateDictType.FULL_STATE_DICT
+        with FullyShardedDataParallel.state_dict_type(view.model, full, config):
+            raw: dict[str, Any] = type(view.model).state_dict(view.model)
     else:
         raw = attempt(lambda: view.tensors("SHARDED")) or {}
         attempt.settle(groups)
@@ -174,7 +178,7 @@ def _gathered(value: Any, wishes: FullWishes, attempt: Attempt) -> Any:
 
 def _holds(wishes: FullWishes) -> bool:
     """Whether this rank gets the whole state."""
-    return not wishes.rank0_only or rank_of_job() == 0
+    return not wishes.rank0_only or own_rank() == 0
 
 
 def _check_whole(value: torch.Tensor) -> None:
@@ -182,7 +186,7 @@ def _check_whole(value: torch.Tensor) -> None:
     tag = tag_of(value)
     if tag is None or tag.geometry is None:
         return
-    pieces = tag.geometry.pieces(rank_of_job())
+    pieces = tag.geometry.pieces(own_rank())
     if pieces and pieces[0].box != Box.whole(pieces[0].shape):
         raise UsageError(
             f"{pieces[0].name} is cut by a wrapper whose parts FULL does not gather",
@@ -195,22 +199,6 @@ def _check_room(value: torch.Tensor) -> None:
     waiting."""
     local, _, _, shape = dtensor_parts(value)
     torch.empty((2, *shape), dtype=local.dtype, device=local.device)
-
-
-def _fsdp1_full(model: Any, wishes: FullWishes) -> dict[str, Any]:
-    from torch.distributed.fsdp import (
-        FullStateDictConfig,
-        FullyShardedDataParallel,
-        StateDictType,
-    )
-
-    # With shards already on the CPU, torch's offloading reads memory that it has freed.
-    unit: Any = next(m for m in model.modules() if isinstance(m, FullyShardedDataParallel))
-    to_cpu = wishes.offload_to_cpu and unit.compute_device.type != "cpu"
-    config = FullStateDictConfig(rank0_only=wishes.rank0_only, offload_to_cpu=to_cpu)
-    with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT, config):
-        raw: dict[str, Any] = type(model).state_dict(model)
-    return raw
 
 
 def full_optimizer(
@@ -399,7 +387,7 @@ def load_full_model(view: ModelView, state_dict: Mapping[str, Any], strict: bool
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
     attempt = Attempt()
-    if strict and rank_of_job() == 0:
+    if strict and own_rank() == 0:
         attempt(lambda: _refuse_missing(view, state_dict))
     attempt.settle()  # torch would raise on rank 0 alone, and the others wait for its broadcast
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=gathers(), strict=strict)
@@ -432,10 +420,3 @@ class _own_methods:
 
     def __exit__(self, *_: object) -> None:
         self._model.__dict__.update(self._kept)
-
-
-def gathers() -> bool:
-    """Whether FULL state is gathered; without a process group its tensors are the live ones."""
-    import torch.distributed as dist
-
-    return dist.is_available() and dist.is_initialized()

@@ -25,7 +25,6 @@ from smckpt.full.wire import (
     Wire,
     arrays_of,
 )
-from smckpt.layout.mesh import Shape
 from smckpt.layout.strided import Box, Copy, Piece, Strided
 from smckpt.meeting.round import over_group
 from smckpt.state_dict.views import ModelView
@@ -225,15 +224,10 @@ def job_of(
             blocks.setdefault(block.source, []).append((target.name, block))
     targets = {target.name: (target.dtype, target.shape) for target in made}
     computed = {target.name: target for target in made if target.computed}
-    return MoveJob(tuple(_tasks(places, side, blocks)), targets, _tied(side), computed)
-
-
-def _tied(side: Side) -> tuple[tuple[str, str], ...]:
-    if not side.dims.tied:
-        return ()
     rows = side.dims.family.rows
     names = {row.roles[0]: row.name for row in rows if row.roles[0] in ("embed", "head")}
-    return ((names["head"], names["embed"]),)
+    tied = ((names["head"], names["embed"]),) if side.dims.tied else ()
+    return MoveJob(tuple(_tasks(places, side, blocks)), targets, tied, computed)
 
 
 def _tasks(
@@ -267,36 +261,29 @@ def _untranslated(places: LiveTensors, side: Side) -> MoveJob:
         )
     copies = {copy for _, copy in side.copies}
     ends: dict[str, list[int]] = {}
-    boxes = {
-        key: _joined(key, shape, side, ends)
-        for key, shape in side.shapes.items()
-        if key not in copies
-    }
+    boxes: dict[TensorKey, Box] = {}  # of each rank's array in the whole
+    for key, shape in side.shapes.items():
+        if key in copies:
+            continue
+        at, along = [0] * len(shape), side.along(key)
+        if key.name not in ends:
+            ends[key.name] = list(shape)
+        elif key.ep > 0 or along is None:
+            raise UsageError(
+                f"{key.name} is a different tensor on each parallel rank, not a part of one: there "
+                "is no full state in the model's own names",
+                remedy="pass translate_on_save=True, or save LOCAL and translate with export_hf",
+            )
+        else:
+            at[along] = ends[key.name][along]
+            ends[key.name][along] += shape[along]
+        boxes[key] = Box(tuple(at), tuple(shape))
     blocks = {}
     for key, box in boxes.items():
         to = Piece.whole(key.name, ends[key.name]).part(box)
         blocks[key] = [(key.name, Block(key, Copy(Strided.whole(box.sizes), to)))]
     targets = {name: (places.held[name].dtype, tuple(end)) for name, end in ends.items()}
     return MoveJob(tuple(_tasks(places, side, blocks)), targets, ())
-
-
-def _joined(key: TensorKey, shape: Shape, side: Side, ends: dict[str, list[int]]) -> Box:
-    """The box of one rank's array in the whole; extends `ends` by it."""
-    at = [0] * len(shape)
-    if key.name not in ends:
-        ends[key.name] = list(shape)
-    elif key.ep > 0 or side.along(key) is None:
-        raise UsageError(
-            f"{key.name} is a different tensor on each parallel rank, not a part of one: there is "
-            "no full state in the model's own names",
-            remedy="pass translate_on_save=True, or save LOCAL and translate with export_hf",
-        )
-    else:
-        along = side.along(key)
-        assert along is not None
-        at[along] = ends[key.name][along]
-        ends[key.name][along] += shape[along]
-    return Box(tuple(at), tuple(shape))
 
 
 def _config(model: nn.Module, wishes: FullWishes) -> ModelConfig | None:

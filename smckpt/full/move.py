@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -139,8 +139,7 @@ def lead(
         if step.settles:
             attempt.settle()
     attempt.step += 1
-    attempt(lambda: _refuse(check.differ, [pair for pair in job.tied if _tie_differs(out, *pair)]))
-    attempt(lambda: _refuse_alike(check.alike))
+    attempt(lambda: _refuse(check, job.tied, out))
     attempt.settle()
     return _in_order(out, plan.order, plan.tied)
 
@@ -171,16 +170,6 @@ class _Check:
         self._of_name: dict[tuple[int, int], torch.Tensor] = {}
         self._name = ""
 
-    def _part(self, key: TensorKey, whole: torch.Tensor) -> None:
-        """Compare a rank's tensor with those of that name whose ranks have been alike so far."""
-        here = key[1:]
-        for pair in [pair for pair in self.alike if here in pair]:
-            other = self._of_name.get(pair[0] if pair[1] == here else pair[1])
-            if other is not None and not _equal(other, whole):
-                self.alike.discard(pair)
-        if any(here in pair for pair in self.alike):
-            self._of_name[here] = whole
-
     def look(self, task: MoveTask, whole: torch.Tensor) -> None:
         key, other = task.key, task.copy_of
         if any(known.name != key.name for known in self.first):
@@ -189,7 +178,14 @@ class _Check:
             self._name = key.name
             self._of_name.clear()
         if key in self._cut and not task.replica and self.alike:
-            self._part(key, whole)
+            # compare it with those of that name whose ranks have been alike so far
+            here = key[1:]
+            for pair in [pair for pair in self.alike if here in pair]:
+                known = self._of_name.get(pair[0] if pair[1] == here else pair[1])
+                if known is not None and not _equal(known, whole):
+                    self.alike.discard(pair)
+            if any(here in pair for pair in self.alike):
+                self._of_name[here] = whole
         if task.replica:
             if not _equal(self.first[key], whole):
                 self.differ.append(f"{key.name} on ranks that are (tp, ep) {key[1:]}")
@@ -270,14 +266,23 @@ def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(one, two.to(one.device))
 
 
-def _tie_differs(out: Mapping[str, Any], head: str, embedding: str) -> bool:
-    return head in out and not _equal(out[head], out[embedding])
-
-
-def _refuse_alike(pairs: set[tuple[tuple[int, int], tuple[int, int]]]) -> None:
-    """Two tensor-parallel ranks with the same parts have loaded one shard. Expert-parallel ranks
-    may have experts that were all made from one."""
-    for one, two in sorted(pairs):
+def _refuse(check: _Check, tied: Iterable[tuple[str, str]], out: Mapping[str, Any]) -> None:
+    """Refuse copies and tied tensors that differ, and ranks that hold the same."""
+    if differ := check.differ:
+        raise TensorMismatchError(
+            f"{len(differ)} tensors of which ranks hold copies differ: {'; '.join(differ[:8])}",
+            remedy="check layout= and parallel_state=; if they are right, the ranks have diverged",
+        )
+    for head, embedding in tied:
+        if head in out and not _equal(out[head], out[embedding]):
+            raise TensorMismatchError(
+                f"tie_word_embeddings is true, but {head} and {embedding} differ",
+                remedy="set tie_word_embeddings to false in the config if the model was trained "
+                "with both",
+            )
+    # Two tensor-parallel ranks with the same parts have loaded one shard. Expert-parallel ranks may
+    # have experts that were all made from one.
+    for one, two in sorted(check.alike):
         if one[0] != two[0]:
             raise TensorMismatchError(
                 f"the ranks that are (tp, ep) {one} and {two} hold the same in all tensors that "
@@ -288,20 +293,6 @@ def _refuse_alike(pairs: set[tuple[tuple[int, int], tuple[int, int]]]) -> None:
             "the ranks that are (tp, ep) %s and %s hold equal experts: unless all were made from "
             "one, both have loaded one rank's part", one, two,
         )  # fmt: skip
-
-
-def _refuse(differ: list[str], tied: list[tuple[str, str]]) -> None:
-    if differ:
-        raise TensorMismatchError(
-            f"{len(differ)} tensors of which ranks hold copies differ: {'; '.join(differ[:8])}",
-            remedy="check layout= and parallel_state=; if they are right, the ranks have diverged",
-        )
-    if tied:
-        raise TensorMismatchError(
-            f"tie_word_embeddings is true, but {tied[0][0]} and {tied[0][1]} differ",
-            remedy="set tie_word_embeddings to false in the config if the model was trained with "
-            "both",
-        )
 
 
 def _in_order(

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 from smckpt.errors import KeysMismatchError
-from smckpt.full.gathered import gathers, rank_of_job
-from smckpt.full.wire import Attempt, Wire
+from smckpt.full.wire import Attempt, Wire, gathers, own_rank
 from smckpt.layout.containers import items_of, like
 from smckpt.layout.entries import Path
 from smckpt.layout.strided import Piece, execute, meet
@@ -63,9 +62,24 @@ def load_full_optimizer(
             target = _leaf(live.get(fqn), at)
             if not gathers() and target is _leaf(whole["state"][fqn], at):
                 continue  # it is the live one
-            value = _from_rank0(whole, fqn, at, coming, wire)
+            if own_rank() == 0:
+                value = wire.placed(_leaf(whole["state"][fqn], at).contiguous(), coming.device)
+            else:
+                value = wire.room(coming.dtype, coming.shape, coming.device)
+            wire.share(value, coming.dtype, coming.shape, coming.device)
             if target is not None:  # otherwise this rank holds nothing of it
-                _fill(target, value, fqn)
+                local, geometry = geometry_of(target, str(fqn), own_rank())
+                memory = (
+                    local
+                    if local.is_contiguous()
+                    else torch.empty_like(local, memory_format=torch.contiguous_format)
+                )
+                for piece in geometry.pieces(own_rank()):
+                    copy = meet(Piece.whole(piece.name, piece.shape), piece)
+                    if copy is not None:
+                        execute(copy, value, memory)
+                if memory is not local:
+                    local.copy_(memory)
     fill_groups(binding, outline["param_groups"])
 
 
@@ -144,22 +158,6 @@ def _leaf(value: Any, at: Path) -> Any:
     return value
 
 
-def _fill(target: torch.Tensor, value: torch.Tensor, fqn: str) -> None:
-    """Copy this rank's part of a whole tensor into the live one."""
-    local, geometry = geometry_of(target, str(fqn), rank_of_job())
-    room = (
-        local
-        if local.is_contiguous()
-        else torch.empty_like(local, memory_format=torch.contiguous_format)
-    )
-    for piece in geometry.pieces(rank_of_job()):
-        copy = meet(Piece.whole(piece.name, piece.shape), piece)
-        if copy is not None:
-            execute(copy, value, room)
-    if room is not local:
-        local.copy_(room)
-
-
 def _outline(given: Mapping[str, Any]) -> dict[str, Any]:
     """The facts that all ranks need before rank 0 sends the tensors."""
     known: frozenset[Path] = getattr(_binding_of(given), "whole", frozenset())
@@ -183,12 +181,3 @@ class _Coming:
     device: str
     order: tuple[int, ...] | None
     flags: str
-
-
-def _from_rank0(whole: Mapping[str, Any], fqn: str, at: Path, coming: _Coming, wire: Wire) -> Any:
-    if rank_of_job() == 0:
-        tensor = wire.placed(_leaf(whole["state"][fqn], at).contiguous(), coming.device)
-    else:
-        tensor = wire.room(coming.dtype, coming.shape, coming.device)
-    wire.share(tensor, coming.dtype, coming.shape, coming.device)
-    return tensor

@@ -30,9 +30,28 @@ def live_tensors(
     """
     meshes = [_from_meshes(rows, known=state is None) for rows in metadata]
     if state is not None:
-        at = _from_state(state, len(metadata))
+        ranks = len(metadata)
+        if state.world_size != ranks:
+            raise TopologyError(
+                f"parallel_state has {state.world_size} ranks, the job has {ranks}",
+                remedy="pass the ParallelState of this job",
+            )
+        if state.pp_size > 1:
+            raise TopologyError(
+                f"parallel_state has {state.pp_size} pipeline stages, and each numbers its "
+                "layers from 0",
+                remedy="take the full state of a model without pipeline parallelism",
+            )
+        at = [(state.ranker.get_tp_rank(r), state.ranker.get_ep_rank(r)) for r in range(ranks)]
         for rank, (mesh, here) in enumerate(zip(meshes, at, strict=True)):
-            _refuse_other(rank, mesh, here, state)
+            ours = (("tp", here[0], state.tp_size), ("ep", here[1], state.ep_size))
+            for role, index, size in ours:
+                if mesh[role] not in ((1, 0), (size, index)):
+                    raise TopologyError(
+                        f"rank {rank} is {role} rank {index} of {size} by parallel_state, and "
+                        f"{mesh[role][1]} of {mesh[role][0]} by its device mesh",
+                        remedy="pass the parallel_state that the mesh was made from",
+                    )
         return LiveTensors(metadata, at, state.tp_size, state.ep_size)
     sizes = {(m["tp"][0], m["ep"][0]) for m in meshes}
     everywhere = len(metadata) == 1 or any(
@@ -46,21 +65,6 @@ def live_tensors(
         )
     ((tp, ep),) = sizes
     return LiveTensors(metadata, [(m["tp"][1], m["ep"][1]) for m in meshes], tp, ep)
-
-
-def _from_state(state: ParallelState, ranks: int) -> list[Coordinate]:
-    if state.world_size != ranks:
-        raise TopologyError(
-            f"parallel_state has {state.world_size} ranks, the job has {ranks}",
-            remedy="pass the ParallelState of this job",
-        )
-    if state.pp_size > 1:
-        raise TopologyError(
-            f"parallel_state has {state.pp_size} pipeline stages, and each numbers its "
-            "layers from 0",
-            remedy="take the full state of a model without pipeline parallelism",
-        )
-    return [(state.ranker.get_tp_rank(r), state.ranker.get_ep_rank(r)) for r in range(ranks)]
 
 
 def _from_meshes(rows: Mapping[str, ArrayMetadata], *, known: bool) -> dict[str, tuple[int, int]]:
@@ -90,18 +94,6 @@ def _from_meshes(rows: Mapping[str, ArrayMetadata], *, known: bool) -> dict[str,
                     "ep, dp_shard, dp_replicate",
                 )
     return found
-
-
-def _refuse_other(
-    rank: int, mesh: Mapping[str, tuple[int, int]], here: Coordinate, state: ParallelState
-) -> None:
-    for role, index, size in (("tp", here[0], state.tp_size), ("ep", here[1], state.ep_size)):
-        if mesh[role] not in ((1, 0), (size, index)):
-            raise TopologyError(
-                f"rank {rank} is {role} rank {index} of {size} by parallel_state, and "
-                f"{mesh[role][1]} of {mesh[role][0]} by its device mesh",
-                remedy="pass the parallel_state that the mesh was made from",
-            )
 
 
 @dataclass

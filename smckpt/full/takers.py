@@ -23,13 +23,13 @@ from smckpt.full.gathered import (
     check_optimizer,
     full_model,
     full_optimizer,
-    gathers,
     load_full_model,
     stock_optimizer_state,
     translated_or_none,
 )
 from smckpt.full.live import FullWishes
 from smckpt.full.optimizer_load import load_full_optimizer, put_full_optimizer
+from smckpt.full.wire import gathers
 from smckpt.state_dict.context import FULL, Taker
 from smckpt.state_dict.parts import refuse_gathered
 from smckpt.state_dict.tags import FullStateDict, ModelStateDict, Tag, plain_tag, set_tag
@@ -53,7 +53,14 @@ class FullTaker(Taker):
         self._of_optimizers = of_optimizers
 
     def state_of_model(self) -> dict[str, Any]:
-        _refuse_meta(self.view.model)
+        tensors = (*self.view.model.named_parameters(), *self.view.model.named_buffers())
+        if empty := sorted(name for name, tensor in tensors if tensor.is_meta):
+            raise StateError(
+                f"{empty[0]} and {len(empty) - 1} other tensors of the model are on the meta "
+                "device, so there is nothing to gather or to fill",
+                remedy="load through SHARDED or LOCAL state, or with the model itself in the "
+                "state: they give it memory; or call to_empty(device=) first",
+            )
         refuse_gathered(self.view.model.named_parameters())
         found = translated_or_none(self.view, self._wishes)
         if found is None:
@@ -89,17 +96,6 @@ class FullTaker(Taker):
         self, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]
     ) -> None:
         load_full_optimizer(self.view, optimizer, state_dict)
-
-
-def _refuse_meta(model: Any) -> None:
-    tensors = (*model.named_parameters(), *model.named_buffers())
-    if empty := sorted(name for name, tensor in tensors if tensor.is_meta):
-        raise StateError(
-            f"{empty[0]} and {len(empty) - 1} other tensors of the model are on the meta device, "
-            "so there is nothing to gather or to fill",
-            remedy="load through SHARDED or LOCAL state, or with the model itself in the state: "
-            "they give it memory; or call to_empty(device=) first",
-        )
 
 
 class StockFullTaker(FullTaker):

@@ -17,7 +17,6 @@ import torch
 
 from smckpt.errors import CheckpointError, as_checkpoint_error
 from smckpt.layout.entries import DTYPES
-from smckpt.layout.geometry import Geometry
 from smckpt.layout.mesh import Shape
 from smckpt.layout.strided import Piece, execute, meet
 from smckpt.state_dict.select import Selector
@@ -31,6 +30,7 @@ __all__ = [
     "anywhere",
     "arrays_of",
     "assembled",
+    "gathers",
     "own_rank",
 ]
 
@@ -69,10 +69,11 @@ class Array:
 def own_rank() -> int:
     import torch.distributed as dist
 
-    return dist.get_rank() if _many() else 0
+    return dist.get_rank() if gathers() else 0
 
 
-def _many() -> bool:
+def gathers() -> bool:
+    """Whether FULL state is gathered; without a process group its tensors are the live ones."""
     import torch.distributed as dist
 
     return dist.is_available() and dist.is_initialized()
@@ -86,25 +87,23 @@ def arrays_of(view: ModelView) -> dict[str, Array]:
     if not chosen:
         return {}
     selection = Selector(rank).select(chosen)
-    return {
-        str(entry.path[0]): Array(tensor, _metadata_of(entry.dtype, tensor, entry.geometry, rank))
-        for entry, tensor in zip(selection.entries, selection.tensors, strict=True)
-    }
-
-
-def _metadata_of(dtype: str, tensor: torch.Tensor, geometry: Geometry, rank: int) -> ArrayMetadata:
-    (fqn,) = geometry.fqns  # SHARDED state has one parameter per entry
-    return ArrayMetadata(
-        dtype, geometry.shape_of(fqn), tensor.numel(), tuple(geometry.pieces(rank)),
-        tuple(geometry.ranks), geometry.named_coordinate(rank), tensor.device.type,
-    )  # fmt: skip
+    arrays = {}
+    for entry, tensor in zip(selection.entries, selection.tensors, strict=True):
+        geometry = entry.geometry
+        (fqn,) = geometry.fqns  # SHARDED state has one parameter per entry
+        metadata = ArrayMetadata(
+            entry.dtype, geometry.shape_of(fqn), tensor.numel(), tuple(geometry.pieces(rank)),
+            tuple(geometry.ranks), geometry.named_coordinate(rank), tensor.device.type,
+        )  # fmt: skip
+        arrays[str(entry.path[0])] = Array(tensor, metadata)
+    return arrays
 
 
 def anywhere(mine: bool, groups: Iterable[Any]) -> bool:
     """Whether `mine` is true on any of the ranks that meet; `groups` as in `Attempt.settle`."""
     import torch.distributed as dist
 
-    for group in groups if _many() else ():
+    for group in groups if gathers() else ():
         answers: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(answers, mine, group)
         mine = any(answers)
@@ -152,7 +151,7 @@ class Attempt:
             rank = own_rank()
             own = (self._failed_at, rank == 0, rank), as_checkpoint_error(self.failure, rank)
         first = own
-        for group in groups if _many() else ():
+        for group in groups if gathers() else ():
             failures: list[Any] = [None] * dist.get_world_size(group)
             dist.all_gather_object(failures, first, group)
             first = min(filter(None, failures), key=lambda metadata: metadata[0], default=None)
@@ -173,9 +172,9 @@ class Wire:
     """
 
     def __init__(self) -> None:
-        self._only = _device_of_backend() if _many() else None
+        self._only = _device_of_backend() if gathers() else None
         accelerator = torch.accelerator.current_accelerator(check_available=True)
-        kinds = ["cpu", *([accelerator.type] if accelerator else [])] if _many() else []
+        kinds = ["cpu", *([accelerator.type] if accelerator else [])] if gathers() else []
         self._spare = {
             device.type: torch.empty(_PIECE, dtype=torch.uint8, device=device)
             for device in {self._device(kind) for kind in kinds}
@@ -212,7 +211,7 @@ class Wire:
         """Broadcast rank 0's tensor to all ranks."""
         import torch.distributed as dist
 
-        if _many():
+        if gathers():
             nbytes = math.prod(shape) * DTYPES[dtype].itemsize
             for piece in self._pieces(tensor, nbytes, device):
                 dist.broadcast(piece, src=0)

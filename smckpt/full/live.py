@@ -31,10 +31,9 @@ from smckpt.state_dict.views import ModelView
 from smckpt.topology import ParallelState
 from smckpt.translate.configs.config import ModelConfig, read_config
 from smckpt.translate.models.model import prove, target_of
-from smckpt.translate.tables.compile import Block
 from smckpt.translate.tables.degrees import Degrees
 from smckpt.translate.tables.detect import looks_transformed
-from smckpt.translate.tables.pieces import Side, TensorKey
+from smckpt.translate.tables.pieces import Block, Side, TensorKey
 from smckpt.translate.tables.table import TensorLayout
 
 __all__ = [

@@ -19,8 +19,7 @@ from smckpt.full.wire import Array, ArrayMetadata, Attempt, Wire, assembled, own
 from smckpt.layout.mesh import Shape
 from smckpt.layout.strided import Piece, execute
 from smckpt.translate.ranks.translated import Translated
-from smckpt.translate.tables.compile import Block
-from smckpt.translate.tables.pieces import TensorKey
+from smckpt.translate.tables.pieces import Block, TensorKey
 from smckpt.translate.writing.cast import cast
 
 __all__ = ["MoveJob", "MovePlan", "MoveStep", "MoveTask", "follow", "lead"]

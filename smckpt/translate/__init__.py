@@ -21,9 +21,8 @@ if TYPE_CHECKING:
     from smckpt.translate.publishing.publish import PublishReport, publish
     from smckpt.translate.publishing.servers import ReloadReport, reload_weights
     from smckpt.translate.tables.families import register_family
-    from smckpt.translate.tables.family import Family
     from smckpt.translate.tables.layouts import get_layout, register_layout
-    from smckpt.translate.tables.table import LayoutRow, TensorLayout
+    from smckpt.translate.tables.table import Family, LayoutRow, TensorLayout
 
 __all__ = [
     "Adapter",
@@ -85,12 +84,12 @@ _HOMES = {
         "reload_weights",
     ),
     "tables.families": ("register_family",),
-    "tables.family": ("Family",),
     "tables.layouts": (
         "get_layout",
         "register_layout",
     ),
     "tables.table": (
+        "Family",
         "LayoutRow",
         "TensorLayout",
     ),

@@ -22,7 +22,7 @@ from smckpt.layout.flat_geometry import FlatGeometry, FlatUnit, Segment
 from smckpt.layout.mesh import Mesh
 from smckpt.layout.strided import Box
 from smckpt.translate.archives.pickled import read_pickle
-from smckpt.translate.archives.torch_values import plain_load
+from smckpt.translate.archives.torch_archive import (plain_load)
 from smckpt.translate.configs.config import code_files
 from smckpt.translate.exports.sidecars import tokenizer_of, write_sidecars
 from smckpt.translate.sources.torch_files import load_inert

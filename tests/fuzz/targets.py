@@ -46,10 +46,10 @@ from smckpt.translate.archives.source_files import SourceFiles
 from smckpt.translate.archives.torch_archive import open_archive
 from smckpt.translate.configs.config import read_config
 from smckpt.translate.models.lora import read_lora_config
-from smckpt.translate.sources.dcp.metadata import read_metadata
+from smckpt.translate.sources.dcp import (read_metadata)
 from smckpt.translate.sources.rank_files import open_directory
 from smckpt.translate.sources.torch_files import stored_state
-from smckpt.translate.writing.targets import INDEX
+from smckpt.translate.writing.files import (INDEX)
 from tests.fuzz.memory import Memory, Tree
 
 __all__ = ["MARK", "TARGETS", "finish", "mark_of", "read_everything", "sealed"]

@@ -279,8 +279,8 @@ def test_the_child_that_compares_imports_what_it_needs_and_answers_as_this_proce
 BEGINS = """
 import json, sys
 from smckpt import ExportOptions, errors, export_hf
-from smckpt.translate.exports.export_group import export_group_of_environment
-from smckpt.translate.exports.stages import Stages
+from smckpt.translate.exports.options import export_group_of_environment
+from smckpt.translate.exports.export import Stages
 begun, write = [], Stages.write
 def counted(stages):
     begun.append(sorted(t.name for t in stages.made.found.targets))

@@ -141,7 +141,7 @@ def test_ranges_of_a_store_stay_small(tmp_path, s3_root, monkeypatch):
     from smckpt.translate.ranks.translated import whole as whole_target
     from smckpt.translate.sources.boxes import BoxTensors, whole_tensor
     from smckpt.translate.tables.pieces import TensorKey
-    from smckpt.translate.writing.targets import arrange
+    from smckpt.translate.writing.files import (arrange)
 
     tensors = {TensorKey(n): whole_tensor((n,), s) for n, s in stored.items()}
     reader = TranslatedSource(BoxTensors(url, tensors, source))

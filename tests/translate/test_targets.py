@@ -21,7 +21,7 @@ from smckpt.translate.ranks.translated import Translated, TranslatedSource, whol
 from smckpt.translate.sources.boxes import BoxTensors, whole_tensor
 from smckpt.translate.sources.rank_files import bits
 from smckpt.translate.tables.pieces import TensorKey
-from smckpt.translate.writing.targets import ALIGNMENT, Chunk, OutputFile, Range, arrange
+from smckpt.translate.writing.files import (ALIGNMENT, Chunk, OutputFile, Range, arrange)
 
 
 def target(name: str, dtype: str, shape: tuple[int, ...]) -> Translated:

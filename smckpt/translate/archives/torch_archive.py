@@ -1,11 +1,14 @@
 """An archive of `torch.save`, read without torch: what it describes, and where its tensors lie.
 
 The archive is a zip file of uncompressed records: `data.pkl`, and the bytes of each storage. It may
-be a part of a larger file.
+be a part of a larger file. torch itself reads values that are not tensors, and runs no code that
+they name.
 """
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import io
 import struct
 import zlib
@@ -14,13 +17,23 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
-from smckpt.errors import CorruptCheckpointError
+from smckpt.checkpoint.records.objects import refuse_inflating
+from smckpt.errors import CorruptCheckpointError, StateError
 from smckpt.layout.entries import DTYPES
 from smckpt.layout.mesh import MOST_DIMS, Shape
 from smckpt.translate.archives.pickled import Global, Inert, read_pickle
 from smckpt.translate.archives.source_files import ArchiveRecord, SourceFiles
 
-__all__ = ["Archive", "StoredTensor", "is_archive", "open_archive", "open_legacy"]
+__all__ = [
+    "Archive",
+    "StoredTensor",
+    "is_archive",
+    "open_archive",
+    "open_legacy",
+    "plain_load",
+    "read_value",
+]
+
 
 _PICKLE_LIMIT = 256 << 20  # bytes of an archive's pickle
 _RECORDS = 1 << 21  # of an archive; their memory is below a gigabyte
@@ -339,3 +352,43 @@ def _wide(extra: bytes, numbers: list[int]) -> list[int] | None:
                 return None
             return [wide.pop(0) if n == _MAX32 else n for n in numbers]
     return None
+
+
+def read_value(source: SourceFiles, record: ArchiveRecord, name: str) -> Any:
+    """The value that `torch.save` wrote there.
+
+    Raises:
+        StateError: it has objects of classes that are not plain data.
+    """
+    data = source.read(record)
+    try:
+        return plain_load(io.BytesIO(data))
+    except Exception as error:  # torch, zip and pickle raise many kinds
+        raise StateError(
+            f"the value {name} is not plain data: {str(error).splitlines()[0]}",
+            remedy="leave it out by name (ignore=), or save plain data: numbers, texts, arrays",
+            path=record.path,
+        ) from error
+
+
+def plain_load(source: Any, **options: Any) -> Any:
+    """`torch.load` of plain data and of NumPy's arrays. Anything else raises."""
+    import torch
+
+    with contextlib.ExitStack() as stack:
+        file = source if isinstance(source, io.BytesIO) else stack.enter_context(open(source, "rb"))
+        if is_archive(file.read(4)):
+            refuse_inflating(file, file.seek(0, io.SEEK_END))
+        file.seek(0)
+    # what NumPy's arrays and scalars are made with, under the names of NumPy 1 and 2
+    import numpy as np
+
+    core = "_core" if hasattr(np, "_core") else "core"
+    multiarray = importlib.import_module(f"numpy.{core}.multiarray")
+    kinds = {type(np.dtype(code)) for code in np.typecodes["All"] if code not in "OV"}
+    made: list[Any] = [np.ndarray, np.dtype, *kinds]
+    for name in ("_reconstruct", "scalar"):
+        function = getattr(multiarray, name)
+        made += [(function, f"numpy.{module}.multiarray.{name}") for module in ("core", "_core")]
+    with torch.serialization.safe_globals(made):
+        return torch.load(source, map_location="cpu", weights_only=True, **options)

@@ -14,7 +14,7 @@ from typing import Any
 
 from smckpt.errors import KeysMismatchError, UsageError
 from smckpt.translate.configs.config import ModelConfig
-from smckpt.translate.tables.family import Family
+from smckpt.translate.tables.table import Family
 
 __all__ = [
     "DROP",

@@ -23,7 +23,7 @@ from smckpt.errors import StateError, UsageError
 from smckpt.layout.entries import dotted
 from smckpt.storage import Access, StoreOptions, access_to
 from smckpt.storage.urls import is_local, local_path
-from smckpt.translate.archives.new_target import NewTarget
+from smckpt.translate.conversion.new_target import NewTarget
 from smckpt.translate.conversion.stock import STOCK, refuse_without
 from smckpt.translate.conversion.whole_state import WholeState
 from smckpt.translate.ranks.foreign_catalogue import ForeignCatalogue
@@ -263,7 +263,7 @@ def _is_safe(value: Any) -> bool:
     """Whether `torch.load(weights_only=True)` reads it."""
     import torch
 
-    from smckpt.translate.archives.torch_write import Placeholder
+    from smckpt.translate.conversion.whole_state import Placeholder
 
     if isinstance(value, Placeholder):
         return True

@@ -1,16 +1,18 @@
 """Export a checkpoint as a Hugging Face directory: `export_hf`.
 
 Catalogue → the model's tensors, by the names of released models (`contents`) → targets in files
-(`targets`) → chunks, read, cast and written (`stream`) → config and tokenizer (`config`) → the
-index or file name that makes it loadable (`files`).
+→ chunks, read, cast and written (`stream`) → config and tokenizer (`sidecars`) → the index or file
+name that makes it loadable (`files`). Several processes go through the same stages, and the first
+of them decides after each.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from tempfile import TemporaryDirectory
@@ -22,16 +24,16 @@ from smckpt.storage import Storage, StoreOptions, access_to
 from smckpt.storage.urls import is_local
 from smckpt.translate.configs.config import ModelConfig, read_generation
 from smckpt.translate.configs.prediction import with_prediction_layers
-from smckpt.translate.exports.export_group import export_group_of
-from smckpt.translate.exports.gguf import GgufConverter
-from smckpt.translate.exports.options import ExportOptions
+from smckpt.translate.exports.options import ExportGroup, ExportOptions, export_group_of, shares
 from smckpt.translate.exports.sidecars import (
+    GgufConverter,
+    index_of,
     notes_on_absent,
     read_settings,
     tokenizer_of,
+    write_card,
     write_sidecars,
 )
-from smckpt.translate.exports.stages import Planned, Stages
 from smckpt.translate.models.adapter import Adapter, find_peft_contents
 from smckpt.translate.models.comparison import Comparison, OtherNamesError
 from smckpt.translate.models.contents import HUB, ExportContents, find_contents
@@ -42,11 +44,140 @@ from smckpt.translate.tables.degrees import (
     refuse_store,
 )
 from smckpt.translate.tables.vocabulary import check_tokenizer, note_on_ids
-from smckpt.translate.writing.cast import CASTABLE
-from smckpt.translate.writing.files import Output, refuse_into_source
-from smckpt.translate.writing.targets import ADAPTER_WEIGHTS, OutputFile, arrange
+from smckpt.translate.writing.cast import CASTABLE, NonFinite, refuse_nonfinite
+from smckpt.translate.writing.files import (
+    ADAPTER_WEIGHTS,
+    Output,
+    OutputFile,
+    arrange,
+    refuse_into_source,
+)
+from smckpt.translate.writing.stream import write_chunks
 
 __all__ = ["ExportReport", "export_hf"]
+
+
+Body = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Planned:
+    """The files to write and their directory. sidecars: writes the files beside the weights, given
+    the model's class where the config names none and it is known. settings: the model's config."""
+
+    found: ExportContents
+    files: Sequence[OutputFile]
+    output: Output
+    sidecars: Callable[[str | None], None]
+    settings: ModelConfig | None = None
+
+
+@dataclass
+class Stages:
+    """One process's part in an export: `plan`, then `write`. After each, the first process
+    decides."""
+
+    group: ExportGroup
+    comparison: Comparison
+    options: ExportOptions
+    nonfinite: NonFinite = field(default_factory=NonFinite)
+    planned: Planned | None = None
+    notes: list[str] = field(default_factory=list)
+
+    def plan(self, make: Callable[[], Planned]) -> Body:
+        planned = self.planned = make()
+        text = hashlib.sha256(planned.found.identity.encode())
+        if self.group.count > 1:
+            for file in planned.files:
+                text.update(file.name.encode() + file.header)
+        return {"plan": text.hexdigest()}
+
+    def prepare(self, bodies: dict[int, Body]) -> Body:
+        """On the first process: check that all have the same plan and that it fits the model; then
+        prepare the directory."""
+        planned = self.made
+        if len({body["plan"] for body in bodies.values()}) > 1:
+            raise UsageError(
+                "the processes have different plans",
+                remedy="pass the same arguments on all processes, and a checkpoint that no run "
+                "replaces "
+                "meanwhile",
+                path=planned.output.url,
+            )
+        own = [t for t in planned.found.targets if t.name not in planned.found.further]
+        self.comparison.tell(own, planned.found.source.url)
+        self.comparison.check()
+        if self.options.overwrite:  # only when the new files are known to be a model
+            self.notes += self._compared()
+        kind, note = self.comparison.unnamed_class(own, planned.found.source.url)
+        self.notes += [note] if note else []
+        planned.output.prepare(overwrite=self.options.overwrite)
+        # First, because a single file of weights can be loaded as soon as the object appears.
+        planned.sidecars(kind)
+        return {}
+
+    def write(self) -> Body:
+        """Write this process's share of the files."""
+        planned, group = self.made, self.group
+        total = sum(file.data_bytes for file in planned.files)
+        tell = self.options.progress
+        if tell is not None and group.leads:
+            group.tell = lambda done: tell(done, total)
+        numbers = shares([file.size for file in planned.files], group.count)[group.member]
+        mine = [planned.files[number] for number in numbers]
+        write_chunks(
+            planned.found.source,
+            planned.output,
+            mine,
+            self.options.workers,
+            self._meanwhile,
+            self.nonfinite.look,
+        )
+        checksums = {file.name: planned.output.checksum_of(file) for file in mine}
+        return {"nonfinite": self.nonfinite.counts, "checksums": checksums}
+
+    def publish(self, bodies: dict[int, Body]) -> Body:
+        """On the first process: check that everything is there, and make it loadable."""
+        output, files = self.made.output, self.made.files
+        if self.group.count > 1:
+            output.refuse_absent()
+            total = sum(file.data_bytes for file in files)
+            if self.options.progress is not None:
+                self.options.progress(total, total)
+        if not self.options.overwrite:
+            self.notes += self._compared()
+        counts = {n: c for body in bodies.values() for n, c in body["nonfinite"].items()}
+        self.notes += refuse_nonfinite(
+            counts, self.options.allow_nonfinite, output.url, "use an earlier checkpoint"
+        )
+        if self.options.card:
+            sums = {n: c for body in bodies.values() for n, c in body["checksums"].items()}
+            self.notes += write_card(output, self.made.found, self.made.settings, files, sums)
+        output.publish(index_of(files) if len(files) > 1 else None)
+        return {"nonfinite": counts, "notes": self.notes}
+
+    def abandon(self) -> None:
+        if self.planned is not None:
+            self.planned.output.abandon()
+
+    def close(self) -> None:
+        if self.planned is not None:
+            self.planned.output.close()
+            self.planned.found.source.close()
+
+    @property
+    def made(self) -> Planned:
+        assert self.planned is not None
+        return self.planned
+
+    def _compared(self) -> list[str]:
+        note = self.comparison.finish()
+        return [note] if note else []
+
+    def _meanwhile(self, done: int, _: int) -> None:
+        self.comparison.check()
+        self.group.beat(done)
+
 
 log = logging.getLogger("smckpt")
 

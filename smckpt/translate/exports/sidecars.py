@@ -1,18 +1,32 @@
-"""The files beside an export's weights: config, generation config, tokenizer, index."""
+"""The files beside an export's weights: config, generation config, tokenizer, index, model card
+(README.md), GGUF file.
+
+llama.cpp's own converter, `convert_hf_to_gguf.py`, makes the GGUF file in a process of its own.
+Nothing of it is imported or rewritten here, so a family and a type are known where it knows them.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import os
+import re
+import shlex
+import shutil
 import stat
+import subprocess
+import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from smckpt._version import __version__
 from smckpt.checkpoint.records.strict_json import at_once
-from smckpt.errors import UsageError
+from smckpt.errors import CorruptCheckpointError, StorageError, UsageError
 from smckpt.storage import Access, Storage
+from smckpt.storage.disk.directory import Directory
 from smckpt.storage.urls import is_local, is_plain_name, local_path
 from smckpt.translate.configs.config import (
     CONFIG,
@@ -26,12 +40,22 @@ from smckpt.translate.configs.config import (
     read_config,
     tokenizer_files,
 )
+from smckpt.translate.models.contents import ExportContents
 from smckpt.translate.models.lora import ADAPTER_CONFIG, LoraConfig
 from smckpt.translate.writing.cast import CASTABLE
-from smckpt.translate.writing.files import Output
-from smckpt.translate.writing.targets import OutputFile, Target, is_quantized, nbytes_of
+from smckpt.translate.writing.files import Output, OutputFile, Target, is_quantized, nbytes_of
 
-__all__ = ["index_of", "notes_on_absent", "read_settings", "tokenizer_of", "write_sidecars"]
+__all__ = [
+    "CONVERTER",
+    "GgufConverter",
+    "index_of",
+    "notes_on_absent",
+    "read_settings",
+    "tokenizer_of",
+    "write_card",
+    "write_sidecars",
+]
+
 
 _GENERATE = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")  # models that generate
 # Bytes of a file beside a checkpoint or a config; a large tokenizer has some tens of MB.
@@ -240,3 +264,185 @@ def tokenizer_of(tokenizer: Any, settings: ModelConfig | None) -> Path | Any | N
         f"tokenizer= is a {type(tokenizer).__name__}, which cannot be saved",
         remedy="pass a directory, or a tokenizer that has save_pretrained",
     )
+
+
+CONVERTER = "SMCKPT_GGUF_CONVERTER"  # the variable
+_SCRIPT = "convert_hf_to_gguf.py"
+_TYPES = ("auto", "f32", "f16", "bf16", "q8_0", "tq1_0", "tq2_0")  # that it writes
+_LINES = 12  # of the last that it prints
+_UNFINISHED = ".unfinished"
+
+
+@dataclass(frozen=True)
+class GgufConverter:
+    """The command of the converter, and the type of file that it is to write."""
+
+    command: tuple[str, ...]
+    kind: str
+
+    @staticmethod
+    def find(kind: str, command: str | os.PathLike[str] | None, out_dir: str) -> GgufConverter:
+        """
+        Args:
+            command: the script, or a command line that runs it; None: the variable
+                SMCKPT_GGUF_CONVERTER, or else the script on PATH.
+
+        Raises:
+            UsageError: the type is unknown, there is no converter, or `out_dir` is in a store.
+        """
+        if kind not in _TYPES:
+            raise UsageError(f"gguf={kind!r}", remedy=f"pass one of {', '.join(_TYPES)}")
+        if not is_local(out_dir):
+            raise UsageError(
+                "llama.cpp's converter reads and writes disks only",
+                remedy="export to a disk, and copy the GGUF file from there", path=out_dir,
+            )  # fmt: skip
+        given = command or os.environ.get(CONVERTER) or shutil.which(_SCRIPT)
+        text = os.fspath(given or "")
+        words = (text,) if os.path.isfile(text) else tuple(shlex.split(text))
+        if len(words) == 1 and os.path.isfile(words[0]) and not os.access(words[0], os.X_OK):
+            words = (sys.executable, *words)
+        if not words or shutil.which(words[0]) is None:
+            what = f"{text!r} cannot be run" if given else f"{_SCRIPT} is not here"
+            raise UsageError(
+                f"{what}, which makes GGUF files of a Hugging Face directory",
+                remedy=f"get llama.cpp's source, install its requirements, and put {_SCRIPT} on "
+                f"PATH, or into the variable {CONVERTER} (a path, or a command line)",
+            )
+        return GgufConverter(words, kind)
+
+    def convert(self, directory: str) -> str:
+        """Make the file of an export, which appears whole. Returns the path.
+
+        Raises:
+            UsageError: the converter failed; the message has the last lines that it wrote.
+        """
+        at = os.path.abspath(local_path(directory))
+        name = f"model-{self.kind}.gguf"
+        begun = os.path.join(at, f"{name}{_UNFINISHED}")
+        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+        with tempfile.TemporaryFile() as output, Directory.open(at) as above:
+            try:
+                done = subprocess.run(
+                    [*self.command, at, "--outfile", begun, "--outtype", self.kind],
+                    stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+                    env=environment, check=False,
+                )  # fmt: skip
+                if done.returncode or above.status(os.path.basename(begun)) is None:
+                    size = output.seek(0, os.SEEK_END)
+                    output.seek(max(0, size - (64 << 10)))
+                    lines = output.read().decode(errors="replace").splitlines()
+                    lines = [line for line in lines if line.strip()][-_LINES:]
+                    text = "; ".join(lines) or "it wrote nothing"
+                    raise UsageError(
+                        f"llama.cpp's converter ended with {done.returncode}: {text}",
+                        remedy="the Hugging Face directory is whole: look at these lines, and run "
+                        f"the converter on it again ({shlex.join(self.command)})",
+                        path=at,
+                    )
+                above.rename(os.path.basename(begun), name)
+                above.sync()
+            finally:
+                above.remove_all(os.path.basename(begun))
+        return os.path.join(at, name)
+
+
+CARD = "README.md"
+_OURS = "<!-- smckpt export writes this file anew: remove this line to keep yours -->"
+_MOST_OF_CARD = 1 << 20  # bytes of an older card
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")  # of a model, and not a path
+_TASKS = {"ForCausalLM": "text-generation", "LMHeadModel": "text-generation"}
+
+
+def write_card(
+    output: Output, found: ExportContents, settings: ModelConfig | None,
+    files: Sequence[OutputFile], checksums: Mapping[str, str],
+) -> tuple[str, ...]:  # fmt: skip
+    """Write the card, unless one of the user's own is there.
+
+    Args:
+        checksums: file → CRC-64/NVME, in hexadecimal.
+
+    Returns:
+        a note if it is not written.
+    """
+    if CARD in output.storage.names():
+        try:
+            old = output.storage.read(CARD, most=_MOST_OF_CARD).decode(errors="replace")
+        except (CorruptCheckpointError, StorageError):  # a link, or too large
+            old = ""
+        if _OURS not in old:
+            return (f"{CARD} was left as it is: smckpt did not write it",)
+    text = "\n".join([*_head(found, settings), *_facts(found, settings, files),
+                      *_files(files, checksums), "", _OURS, ""])  # fmt: skip
+    output.put(CARD, text.encode())
+    return ()
+
+
+def _head(found: ExportContents, settings: ModelConfig | None) -> Iterator[str]:
+    """What the Hub reads."""
+    names = [] if settings is None else settings.values.get("architectures") or []
+    base = "" if found.adapter is None else str(found.adapter.values.get("base_model_name_or_path"))
+    yield "---"
+    yield f"library_name: {'transformers' if found.adapter is None else 'peft'}"
+    for ending, task in _TASKS.items():
+        if names and names[0].endswith(ending):
+            yield f"pipeline_tag: {task}"
+    if _HUB_NAME.fullmatch(base):
+        yield f"base_model: {base}"
+    yield "tags:"
+    yield "- smckpt"
+    yield "---"
+    yield ""
+
+
+def _facts(
+    found: ExportContents, settings: ModelConfig | None, files: Sequence[OutputFile]
+) -> Iterator[str]:
+    targets = [target for file in files for target in file.targets]
+    numbers = sum(math.prod(target.shape) for target in targets)
+    kind = "" if settings is None else str(settings.values["model_type"])
+    names = [] if settings is None else settings.values.get("architectures") or []
+    made_from = found.source_format + (f", layout {found.layout}" if found.layout else "")
+    adapter = found.adapter
+    sizes: dict[str, int] = {}
+    for target in targets:
+        sizes[target.dtype] = sizes.get(target.dtype, 0) + nbytes_of(target)
+    facts = {
+        "model": ", ".join([*names[:1], *filter(None, [kind])]),
+        "adapter": "" if adapter is None else str(adapter.values.get("peft_type") or "LORA"),
+        "base": "" if adapter is None else adapter.values.get("base_model_name_or_path"),
+        "parameters": f"{numbers:,}",
+        "dtype": ", ".join(
+            sorted(sizes, key=lambda dtype: -sizes[dtype])
+        ),  # that of most bytes first
+        "step": "" if found.step is None else str(found.step),
+        "checkpoint": found.source.url,
+        "commit": found.identity,
+        "made from": made_from,
+        "left out": ", ".join(found.left_out[:8]) + (" and more" if found.left_out[8:] else ""),
+        "written by": f"smckpt {__version__}",
+    }
+    yield f"# {_plain(names[0] if names else kind or 'A model')}"
+    yield ""
+    yield "| | |"
+    yield "|---|---|"
+    for name, value in facts.items():
+        if value:
+            yield f"| {name} | {_plain(value)} |"
+    yield ""
+
+
+def _files(files: Sequence[OutputFile], checksums: Mapping[str, str]) -> Iterator[str]:
+    yield "## Files"
+    yield ""
+    yield "| file | bytes | CRC-64/NVME |"
+    yield "|---|---|---|"
+    for file in files:
+        yield f"| {file.name} | {file.size} | {checksums.get(file.name, '')} |"
+
+
+def _plain(text: object) -> str:
+    """Text of a file as text of a table: nothing in it is markup."""
+    shown = "".join(c if c.isprintable() else " " for c in str(text))
+    return re.sub(r"([\\`*<>|\[\]&])", r"\\\1", shown)

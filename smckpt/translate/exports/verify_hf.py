@@ -27,17 +27,16 @@ from smckpt.translate.models.comparison import Comparison
 from smckpt.translate.models.contents import HUB, ExportContents, find_contents, whole_tensors
 from smckpt.translate.models.meta_model import compare
 from smckpt.translate.models.model_source import Parallel
-from smckpt.translate.models.release import weights_of
+from smckpt.translate.models.quantized import weights_of
 from smckpt.translate.ranks.translated import Translated, TranslatedSource
 from smckpt.translate.sources.rank_files import TensorReader, open_directory
 from smckpt.translate.tables.degrees import check_paths, refuse_given, refuse_store
 from smckpt.translate.tables.families import find_family
-from smckpt.translate.tables.family import Family
 from smckpt.translate.tables.names import find_ties
+from smckpt.translate.tables.table import Family
 from smckpt.translate.writing.cast import CASTABLE, cast, stored_type
-from smckpt.translate.writing.files import aligned
+from smckpt.translate.writing.files import Chunk, Range, Target, aligned, is_quantized, nbytes_of
 from smckpt.translate.writing.stream import CHUNK, ChunkSource, tied_names
-from smckpt.translate.writing.targets import Chunk, Range, Target, is_quantized, nbytes_of
 
 __all__ = ["HFReport", "verify_hf"]
 

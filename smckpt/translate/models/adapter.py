@@ -17,12 +17,6 @@ from smckpt.layout.strided import Copy
 from smckpt.storage import Access
 from smckpt.storage.urls import is_local, local_path
 from smckpt.translate.configs.config import ModelConfig
-from smckpt.translate.models.adapter_changes import (
-    Adapters,
-    change_of_pair,
-    changed_tensor,
-    changes_of,
-)
 from smckpt.translate.models.comparison import Comparison
 from smckpt.translate.models.contents import (
     HUB,
@@ -38,7 +32,15 @@ from smckpt.translate.models.lora import (
     read_lora_configs,
     sort,
 )
-from smckpt.translate.models.merged import Change, Merged, MergedSource
+from smckpt.translate.models.merged import (
+    Adapters,
+    Change,
+    Merged,
+    MergedSource,
+    change_of_pair,
+    changed_tensor,
+    changes_of,
+)
 from smckpt.translate.models.model_source import Parallel, open_model
 from smckpt.translate.models.quantized import dequantized
 from smckpt.translate.ranks.pipeline import JoinedTensors
@@ -48,12 +50,8 @@ from smckpt.translate.tables.degrees import refuse_given, refuse_store
 from smckpt.translate.tables.detect import looks_transformed
 from smckpt.translate.tables.names import HubTensor, find_ties
 from smckpt.translate.writing.cast import CASTABLE, cast, stored_type
+from smckpt.translate.writing.files import ADAPTER_WEIGHTS, ADAPTER_WEIGHTS_BIN, Target
 from smckpt.translate.writing.stream import read_elements, tied_names
-from smckpt.translate.writing.targets import (
-    ADAPTER_WEIGHTS,
-    ADAPTER_WEIGHTS_BIN,
-    Target,
-)
 
 __all__ = ["Adapter", "find_peft_contents"]
 

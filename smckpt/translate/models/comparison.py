@@ -30,7 +30,7 @@ from smckpt.translate.tables.dims import read_dims
 from smckpt.translate.tables.families import is_built_in
 from smckpt.translate.tables.names import find_ties, places_of_models, prefix_remedy
 from smckpt.translate.tables.pieces import TensorKey, tensors_of
-from smckpt.translate.writing.targets import Target, is_quantized
+from smckpt.translate.writing.files import Target, is_quantized
 
 __all__ = ["Comparison", "OtherNamesError"]
 

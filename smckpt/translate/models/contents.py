@@ -19,12 +19,12 @@ from smckpt.translate.models.model import to_hub
 from smckpt.translate.models.model_source import ModelSource, Parallel, open_model
 from smckpt.translate.ranks.translated import Translated, TranslatedSource, whole_tensors
 from smckpt.translate.sources.rank_files import TensorReader
-from smckpt.translate.tables.compile import Block, prove_copies
 from smckpt.translate.tables.families import find_family
-from smckpt.translate.tables.family import Family
 from smckpt.translate.tables.names import HubTensor
+from smckpt.translate.tables.pieces import Block, prove_copies
+from smckpt.translate.tables.table import Family
+from smckpt.translate.writing.files import Target
 from smckpt.translate.writing.stream import ChunkSource, tied_names
-from smckpt.translate.writing.targets import Target
 
 __all__ = [
     "HUB",

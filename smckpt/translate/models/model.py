@@ -18,11 +18,18 @@ from smckpt.translate.ranks.pipeline import some
 from smckpt.translate.ranks.translated import Translated, TranslatedSource, whole, whole_tensors
 from smckpt.translate.sources.rank_files import Holder, TensorReader
 from smckpt.translate.sources.source_facts import SourceFacts
-from smckpt.translate.tables.compile import Block, compile_blocks
 from smckpt.translate.tables.degrees import Degrees
 from smckpt.translate.tables.detect import choose_layout, dropped_names, unmatched
 from smckpt.translate.tables.dims import Dims, read_dims
-from smckpt.translate.tables.pieces import RankTensors, Side, TensorKey, folded, tensors_of
+from smckpt.translate.tables.pieces import (
+    Block,
+    RankTensors,
+    Side,
+    TensorKey,
+    compile_blocks,
+    folded,
+    tensors_of,
+)
 from smckpt.translate.tables.table import TensorLayout
 from smckpt.translate.tables.vocabulary import check_rows, padded_rows
 from smckpt.translate.writing.cast import CASTABLE

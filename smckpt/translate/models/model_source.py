@@ -18,22 +18,21 @@ from smckpt.storage import Access
 from smckpt.translate.configs.config import ModelConfig
 from smckpt.translate.models.model import model_dims
 from smckpt.translate.models.quantized import dequantized
-from smckpt.translate.ranks.pipeline import merged, some
-from smckpt.translate.ranks.rank_copies import refuse_equal_ranks
+from smckpt.translate.ranks.pipeline import merged, refuse_equal_ranks, some
 from smckpt.translate.ranks.rank_sources import (
     HUB_DIRECTORY,
     RankFilesFound,
     open_ranks,
     open_source,
 )
+from smckpt.translate.sources.boxes import ForeignCheckpoint
 from smckpt.translate.sources.checkpoint_tensors import (
     CheckpointTensors,
+    LogicalTensors,
     degrees_of,
     has_parts_of_ranks,
     stages_of,
 )
-from smckpt.translate.sources.foreign import ForeignCheckpoint
-from smckpt.translate.sources.logical_tensors import LogicalTensors
 from smckpt.translate.sources.rank_files import TensorReader
 from smckpt.translate.sources.source_facts import EP, PP, TP, SourceFacts
 from smckpt.translate.tables.degrees import Degrees, check_counts, check_flags

@@ -3,6 +3,8 @@
 DeepSeek's float8 has a factor for each block of a weight, in `<weight>_scale_inv`. GPT-OSS's mxfp4
 has two numbers in a byte and a power of two for each 32 of them, in `<weight>_blocks` and
 `<weight>_scales`. Both are multiplied in float32 and rounded once, as transformers does.
+
+A release is opened by the names of the family's table, without the layers that are left out.
 """
 
 from __future__ import annotations
@@ -19,12 +21,21 @@ from smckpt.layout.entries import DTYPES
 from smckpt.layout.mesh import Shape
 from smckpt.layout.strided import Box, Copy, Strided, elements, execute
 from smckpt.translate.configs.config import ModelConfig
+from smckpt.translate.configs.prediction import (
+    DROP,
+    PREDICTION_LAYERS,
+    further_layers,
+    kept_layers,
+    left_out_note,
+)
+from smckpt.translate.ranks.pipeline import JoinedTensors, some
 from smckpt.translate.sources.rank_files import TensorReader
-from smckpt.translate.tables.compile import Block
-from smckpt.translate.tables.pieces import RankTensors, TensorKey
+from smckpt.translate.tables.pieces import Block, RankTensors, TensorKey
+from smckpt.translate.tables.table import Family
 from smckpt.translate.writing.cast import CASTABLE, cast, stored_type
 
-__all__ = ["Dequantized", "dequantized", "names_quantization"]
+__all__ = ["Dequantized", "dequantized", "names_quantization", "open_release", "weights_of"]
+
 
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 _AT_ONCE = 1 << 18  # elements computed at once, so that their arrays stay in the processor's cache
@@ -324,3 +335,36 @@ def _pieces(copy: Copy) -> Iterator[Copy]:
         offsets, sizes = [0] * len(copy.sizes), list(copy.sizes)
         offsets[dim], sizes[dim] = at, min(step, copy.sizes[dim] - at)
         yield from _pieces(copy.part(Box(tuple(offsets), tuple(sizes))))
+
+
+def open_release(
+    reader: TensorReader, settings: ModelConfig, family: Family, mtp: str = DROP
+) -> tuple[TensorReader, int, tuple[str, ...]]:
+    """A reader of the model's tensors by the names of the family's table, how many layers that
+    predict further tokens it has, and notes for the user.
+
+    Quantized weights are read in the config's dtype. With DROP, layers that predict further tokens
+    are left out.
+
+    Raises:
+        as `dequantized` and `kept_layers`.
+    """
+    outer = next(row.name for row in family.hub.rows if "{i}" in row.name).split(".")[0]
+    heads = {row.name for row in family.hub.rows if row.roles == ("head",)}
+    if not any(name.startswith(f"{outer}.") for name in reader.held):  # a bare model, as of GPT-2's
+        held = {n if n in heads else f"{outer}.{n}": (0, n) for n in reader.held}
+        reader = JoinedTensors((reader,), held)
+    return weights_of(reader, settings, family, mtp)
+
+
+def weights_of(
+    reader: TensorReader, settings: ModelConfig, family: Family | None, mtp: str | None = DROP
+) -> tuple[TensorReader, int, tuple[str, ...]]:
+    """As `open_release`. Without a family, no layer is left out."""
+    found = further_layers(reader.held, family, settings)
+    if isinstance(configured := settings.values.get(PREDICTION_LAYERS), int):
+        found = {name: number for name, number in found.items() if number < configured}
+    count = kept_layers(found, family, settings, mtp, reader.url)
+    if found and not count:
+        reader = some(reader, [name for name in reader.held if name not in found])
+    return dequantized(reader, settings), count, () if count else left_out_note(found)

@@ -45,8 +45,7 @@ from smckpt.translate.publishing.published import (
     state_after,
 )
 from smckpt.translate.tables.degrees import check_counts, check_paths
-from smckpt.translate.writing.files import UNFINISHED, aligned
-from smckpt.translate.writing.targets import INDEX, SINGLE
+from smckpt.translate.writing.files import INDEX, SINGLE, UNFINISHED, aligned
 
 __all__ = ["PublishReport", "publish"]
 

@@ -24,24 +24,33 @@ import numpy as np
 
 from smckpt.checkpoint.reading.blocks import BlockReader, Destination, OtherFile, Readers, SavedFile
 from smckpt.checkpoint.reading.catalogue import Catalogue, Stored
+from smckpt.checkpoint.reading.read import Meter, Progress
 from smckpt.checkpoint.reading.sources import SavedPieces
+from smckpt.checkpoint.reading.whole import WholeTensors
 from smckpt.checkpoint.records.headers import StoredSlot
 from smckpt.checkpoint.records.objects import encode_object
-from smckpt.errors import StateError, UsageError
+from smckpt.checkpoint.upkeep.verify import Problem, Report
+from smckpt.errors import CorruptCheckpointError, StateError, UsageError
 from smckpt.layout.containers import joined
 from smckpt.layout.entries import DTYPES, Entry, dotted
 from smckpt.layout.entries import Path as StatePath
 from smckpt.layout.geometry import BoxGeometry
 from smckpt.layout.strided import Box, Copy, Piece, Strided
-from smckpt.storage import Storage
+from smckpt.storage import Storage, access_to
 from smckpt.translate.archives.source_files import ArchiveRecord, SourceFiles
 from smckpt.translate.archives.torch_archive import StoredTensor
 from smckpt.translate.ranks.rank_sources import RankFilesFound, open_source
-from smckpt.translate.sources.boxes import SavedBox, SavedTensor, refuse_gaps, stored_piece
-from smckpt.translate.sources.foreign import ForeignCheckpoint
-from smckpt.translate.sources.state_files import open_state
+from smckpt.translate.sources.boxes import (
+    ForeignCheckpoint,
+    SavedBox,
+    SavedTensor,
+    refuse_gaps,
+    stored_piece,
+)
+from smckpt.translate.sources.torch_files import open_state
 
-__all__ = ["ForeignCatalogue", "foreign_catalogue"]
+__all__ = ["ForeignCatalogue", "foreign_catalogue", "verify_foreign"]
+
 
 _STEPS = ("step", "iteration", "global_step", "global_steps")  # the step's names in states
 
@@ -329,3 +338,49 @@ class _Reader(BlockReader):
             low, high = segments[0].offset, segments[-1].end
         self._records.check(self._at, low, high)
         super().fill(low, high, segments)
+
+
+_AT_ONCE = 64 << 20  # bytes
+
+
+def verify_foreign(
+    url: str | os.PathLike[str], *, threads: int = 4, progress: Progress | None = None
+) -> Report | None:
+    """Read every tensor of a checkpoint of torch DCP, `torch.save`, safetensors or Hugging Face.
+
+    torch's files have a CRC-32 of each tensor, which the read compares. Safetensors have none:
+    there only what is missing or short is found.
+
+    Returns:
+        A `Report`; None if nothing that others wrote is there.
+
+    Raises:
+        CheckpointError: its metadata or index cannot be read.
+    """
+    storage = access_to(url).open(url)
+    catalogue = foreign_catalogue(storage)
+    if catalogue is None:
+        return None
+    reads = WholeTensors(catalogue, catalogue.object_ranks[0], threads)
+    tell = Meter(progress, sum(tensor.nbytes for tensor in reads.tensors))
+    size = min(_AT_ONCE, max((tensor.nbytes for tensor in reads.tensors), default=0))
+    buffer, problems = memoryview(bytearray(size)), []
+    for tensor in reads.tensors:
+        for box in tensor.chunks(_AT_ONCE) if tensor.nbytes else ():
+            nbytes = box.numel * tensor.itemsize
+            try:
+                reads.read(tensor, box, buffer[:nbytes])
+            except CorruptCheckpointError as error:
+                problems.append(
+                    Problem(error.path or storage.url, f"{tensor.name}: {error.message}")
+                )
+                break
+            tell.add(nbytes)
+    return Report(
+        url=os.fspath(url),
+        identity=catalogue.identity,
+        files=len({box.file for saved in catalogue.source.saved.values() for box in saved.boxes}),
+        tensors=len(reads.tensors),
+        nbytes=sum(tensor.nbytes for tensor in reads.tensors),
+        problems=tuple(problems),
+    )

@@ -16,15 +16,18 @@ from smckpt.checkpoint.records.format import parse_name
 from smckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, UsageError
 from smckpt.storage import Access
 from smckpt.storage.urls import is_local, local_path
-from smckpt.translate.archives.folders import Folder, is_tar, open_tar
 from smckpt.translate.archives.pickled import Inert
-from smckpt.translate.archives.source_files import ArchiveRecord, SourceFiles
-from smckpt.translate.ranks.pipeline import by_name, merged
-from smckpt.translate.ranks.rank_copies import refuse_equal_ranks
-from smckpt.translate.sources.dcp.directory import open_dcp
-from smckpt.translate.sources.dcp.shards import open_shards
+from smckpt.translate.archives.source_files import (
+    ArchiveRecord,
+    Folder,
+    SourceFiles,
+    is_tar,
+    open_tar,
+)
+from smckpt.translate.ranks.pipeline import by_name, merged, refuse_equal_ranks
+from smckpt.translate.sources.boxes import ForeignCheckpoint
+from smckpt.translate.sources.dcp import open_dcp, open_shards
 from smckpt.translate.sources.deepspeed import open_smp_sharded, open_universal, open_zero3
-from smckpt.translate.sources.foreign import ForeignCheckpoint
 from smckpt.translate.sources.rank_files import TensorReader, hub_tensors, open_stages, weight_files
 from smckpt.translate.sources.source_facts import (
     EP,
@@ -36,7 +39,7 @@ from smckpt.translate.sources.source_facts import (
 )
 from smckpt.translate.sources.torch_files import StoredState, stored_state, torch_root
 from smckpt.translate.tables.degrees import Degrees
-from smckpt.translate.writing.targets import ADAPTER_WEIGHTS, ADAPTER_WEIGHTS_BIN
+from smckpt.translate.writing.files import ADAPTER_WEIGHTS, ADAPTER_WEIGHTS_BIN
 
 __all__ = [
     "HUB_DIRECTORY",

@@ -11,11 +11,9 @@ import numpy as np
 from smckpt.layout.mesh import Shape
 from smckpt.layout.strided import Copy, Piece, Strided, boxes_of_range, row_major_strides
 from smckpt.translate.sources.rank_files import Holder, TensorReader
-from smckpt.translate.tables.compile import Block
-from smckpt.translate.tables.pieces import TensorKey
+from smckpt.translate.tables.pieces import Block, TensorKey
 from smckpt.translate.writing.cast import cast, stored_type
-from smckpt.translate.writing.files import aligned
-from smckpt.translate.writing.targets import Chunk, Range
+from smckpt.translate.writing.files import Chunk, Range, aligned
 
 __all__ = ["Translated", "TranslatedSource", "whole", "whole_tensors"]
 

@@ -1,11 +1,13 @@
-"""Tensors whose boxes lie in files of any kind: what distributed checkpoints of others hold."""
+"""A checkpoint that others wrote: its tensors by name, whose boxes lie in files of any kind."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, NamedTuple
 
+from smckpt.checkpoint.reading.catalogue import LogicalTensor
 from smckpt.errors import CorruptCheckpointError, TensorMismatchError, TopologyError
 from smckpt.layout.entries import DTYPES, Path, dotted
 from smckpt.layout.mesh import Shape
@@ -17,12 +19,22 @@ from smckpt.layout.strided import (
     covered,
     row_major_strides,
 )
-from smckpt.translate.archives.source_files import SourceFiles
+from smckpt.translate.archives.source_files import ArchiveRecord, SourceFiles
 from smckpt.translate.archives.torch_archive import StoredTensor
-from smckpt.translate.tables.compile import Block
-from smckpt.translate.tables.pieces import RankTensors, TensorKey
+from smckpt.translate.sources.source_facts import SourceFacts
+from smckpt.translate.tables.names import places_of_optimizers
+from smckpt.translate.tables.pieces import Block, RankTensors, TensorKey
 
-__all__ = ["BoxTensors", "SavedBox", "SavedTensor", "refuse_gaps", "stored_piece", "whole_tensor"]
+__all__ = [
+    "BoxTensors",
+    "ForeignCheckpoint",
+    "SavedBox",
+    "SavedTensor",
+    "SavedValue",
+    "refuse_gaps",
+    "stored_piece",
+    "whole_tensor",
+]
 
 
 @dataclass(frozen=True)
@@ -193,3 +205,55 @@ def refuse_gaps(tensor: SavedTensor, url: str) -> None:
             remedy="fetch the whole checkpoint, with the files of all ranks, or use another one",
             path=url,
         )
+
+
+@dataclass(frozen=True)
+class SavedValue:
+    """A value that is not a tensor: its place in the state dict, and what reads it."""
+
+    path: Path
+    read: Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class ForeignCheckpoint:
+    """format: its name. saved: the tensors; source: reads them. objects: the names of other values.
+    files: name → size. facts: what else is known, by name. values: the other values, where they can
+    be read. containers: the kinds of those above tensors that are no dicts, as far as they are
+    known. model_facts: what it says of the model. parts: its files, where each is a state of its
+    own (in a directory of Hugging Face)."""
+
+    url: str
+    format: str
+    saved: Mapping[str, SavedTensor]
+    source: SourceFiles = field(compare=False)
+    objects: tuple[str, ...] = ()
+    files: Mapping[str, int] = field(default_factory=dict)
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    of_optimizers: frozenset[str] = frozenset()
+    values: Mapping[str, SavedValue] = field(default_factory=dict)
+    containers: Mapping[Path, str] = field(default_factory=dict)
+    model_facts: tuple[SourceFacts, ...] = ()
+    parts: tuple[ArchiveRecord, ...] = ()
+
+    @cached_property
+    def logical(self) -> Mapping[str, LogicalTensor]:
+        return {
+            name: LogicalTensor(name, t.path, t.dtype, t.shape) for name, t in self.saved.items()
+        }
+
+    @cached_property
+    def optimizers(self) -> frozenset[str]:
+        """The places of optimizers."""
+        return self.of_optimizers | places_of_optimizers((*self.saved, *self.objects))
+
+    def reader(self, tensors: Mapping[str, LogicalTensor]) -> BoxTensors:
+        """Of some of them, under other names.
+
+        Raises:
+            CorruptCheckpointError: elements of a tensor are in no file, or in several.
+        """
+        picked = {
+            TensorKey(name): replace(self.saved[t.name], name=name) for name, t in tensors.items()
+        }
+        return BoxTensors(self.url, picked, self.source)

@@ -1,4 +1,5 @@
-"""Read a checkpoint's tensors: global tensors by name, or plain tensors of each parallel rank."""
+"""Read a checkpoint's tensors: by name, whole, from whatever mesh they were saved on; or global
+tensors and plain tensors of each parallel rank."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from smckpt.checkpoint.reading.catalogue import Catalogue, LogicalTensor, Stored
+from smckpt.checkpoint.reading.plan import plan_logical
 from smckpt.checkpoint.reading.read import Readers, ReadPlan, StoredCopy, execute
 from smckpt.checkpoint.reading.sources import SavedPiece
 from smckpt.errors import (
@@ -16,14 +18,15 @@ from smckpt.errors import (
     UsageError,
 )
 from smckpt.layout.entries import DTYPES, Entry
+from smckpt.layout.geometry import BoxGeometry
 from smckpt.layout.mesh import Shape
 from smckpt.layout.strided import Box, Copy, Piece, Strided
 from smckpt.topology import ParallelState
-from smckpt.translate.tables.compile import Block
 from smckpt.translate.tables.degrees import Degrees
-from smckpt.translate.tables.pieces import RankTensors, TensorKey
+from smckpt.translate.tables.pieces import Block, RankTensors, TensorKey
 
-__all__ = ["CheckpointTensors", "degrees_of", "has_parts_of_ranks", "stages_of"]
+__all__ = ["CheckpointTensors", "LogicalTensors", "degrees_of", "has_parts_of_ranks", "stages_of"]
+
 
 _Rows = list[tuple[Entry, str]]
 _COMPARED = 64 << 10  # bytes of a tensor
@@ -347,3 +350,70 @@ def _beginning(key: TensorKey, shape: Shape, itemsize: int) -> Block:
     rows = max(1, _COMPARED // max(1, math.prod(shape[1:]) * itemsize))
     part = Strided.whole((min(shape[0], rows), *shape[1:]) if shape else (0,))
     return Block(key, Copy(part, part))
+
+
+class LogicalTensors:
+    """Tensors of a catalogue; its files stay open until `close`.
+
+    Plans are made by one thread, reads by several at once.
+    """
+
+    def __init__(self, catalogue: Catalogue, tensors: Mapping[str, LogicalTensor]) -> None:
+        self.url = catalogue.url
+        self.held: Mapping[str, RankTensors] = {
+            name: RankTensors(name, t.dtype, {}, tuple(t.shape)) for name, t in tensors.items()
+        }
+        self._catalogue = catalogue
+        self._tensors = tensors
+        self._readers = Readers(catalogue.readers.access)
+        self._stored: dict[str, list[tuple[StoredCopy, Piece]]] = {}
+
+    def plan(self, blocks: Sequence[Block]) -> ReadPlan:
+        """
+        Raises:
+            TensorMismatchError, TopologyError, CorruptCheckpointError: some elements are not in the
+                checkpoint, or several tensors have one name and nothing says which one is meant.
+        """
+        # Where the parts of tensors are in the files.
+        wanted = sorted({block.source.name for block in blocks} - self._stored.keys())
+        entries = []
+        for name in wanted:
+            tensor = self._tensors[name]
+            shape = tuple(tensor.shape)
+            geometry = BoxGeometry(tensor.name, shape, (Box.whole(shape),), (0,))
+            entries.append(Entry((name,), tensor.dtype, geometry, (), (), (0,)))
+        found = plan_logical(self._catalogue, entries, rank=0, group_ranks=(0,), strict=False)
+        self._stored |= {name: [] for name in wanted}
+        for stored in found.copies:
+            name = wanted[stored.target]
+            shape = tuple(self._tensors[name].shape)
+            steps = stored.copy.target.steps(shape)
+            box = Box(tuple(s.at for s in steps), tuple(s.number for s in steps))
+            at = stored.copy.source
+            self._stored[name].append((stored, Piece(name, shape, box, at.start, at.strides)))
+        plan = ReadPlan()
+        for block in blocks:
+            left = block.copy.numel
+            for stored, piece in self._stored[block.source.name]:
+                copy = block.copy.read_from(piece)
+                if copy is not None:
+                    left -= copy.numel
+                    plan.copies.append(stored._replace(copy=copy, target=block.buffer))
+            if left:
+                raise CorruptCheckpointError(
+                    f"{block.source.name}: {left} elements of a part are held by no rank",
+                    remedy="use another checkpoint",
+                    path=self.url,
+                )
+        return plan
+
+    def read(self, plan: ReadPlan, buffers: Sequence[memoryview]) -> None:
+        """Fill the buffers, every block of the files verified.
+
+        Raises:
+            CorruptCheckpointError: a block differs; the message names file and offset.
+        """
+        execute(plan, buffers, self._readers, threads=1)
+
+    def close(self) -> None:
+        self._readers.close()

@@ -14,8 +14,8 @@ from types import MappingProxyType
 from typing import Any, TypeAlias
 
 from smckpt.errors import TensorMismatchError, TopologyError
-from smckpt.translate.archives.folders import Folder
 from smckpt.translate.archives.pickled import Inert
+from smckpt.translate.archives.source_files import Folder
 from smckpt.translate.configs.config import ModelConfig
 from smckpt.translate.configs.fact_table import FACTS, MeantModel, equal_values
 from smckpt.translate.tables.degrees import Degrees

@@ -10,9 +10,7 @@ from typing import Any
 from smckpt.errors import UsageError
 from smckpt.layout.mesh import Shape
 from smckpt.translate.tables.families import family_of
-from smckpt.translate.tables.family import Family
-from smckpt.translate.tables.runs import Heads
-from smckpt.translate.tables.table import ROLES, holds
+from smckpt.translate.tables.table import ROLES, Family, Heads, holds
 
 __all__ = ["Dims", "read_dims"]
 

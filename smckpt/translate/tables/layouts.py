@@ -8,8 +8,7 @@ from dataclasses import replace
 from smckpt.errors import UsageError
 from smckpt.registry import Registry
 from smckpt.translate.tables.families import family_of
-from smckpt.translate.tables.family import Family
-from smckpt.translate.tables.table import ZERO_CENTRED, TensorLayout, predicting, rows
+from smckpt.translate.tables.table import ZERO_CENTRED, Family, TensorLayout, predicting, rows
 from smckpt.translate.tables.table import LayoutRow as Row
 
 __all__ = ["get_layout", "layouts_of", "register_layout"]

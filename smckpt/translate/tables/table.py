@@ -1,26 +1,136 @@
 """The rows of a layout's table. Each row says which roles a stored tensor holds.
 
-A row says nothing about direction. Export and import read the same table.
+A row says nothing about direction. Export and import read the same table. A family of models is one
+such table, from which all its translations follow.
+
+A *role* is a tensor by its meaning (`q`, `gate`, …), with rows in Hugging Face's order. A run says
+that `count` indices of a stored axis, `step` apart, are consecutive indices of a role; here are the
+formulas of all fused tensors.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
 
-from smckpt.errors import UsageError
+from smckpt.errors import TopologyError, UsageError
 
 __all__ = [
+    "HF_TP",
     "NORMS",
     "ROLES",
     "ZERO_CENTRED",
+    "AxisRun",
+    "Family",
+    "Heads",
     "LayoutRow",
     "TensorLayout",
     "holds",
+    "packed_experts",
     "predicting",
     "rows",
+    "runs_of_rank",
 ]
+
+
+@dataclass(frozen=True, slots=True)
+class AxisRun:
+    """Index `at + k * step` of the stored axis is index `role_at + k` of role number `role` of the
+    row, for k in [0, count)."""
+
+    role: int
+    at: int
+    step: int
+    role_at: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """The sizes for the formulas of attention: groups, heads per group, head size, rotary part;
+    key heads of linear attention."""
+
+    groups: int
+    per_group: int
+    size: int
+    rotary: int
+    linear: int = 0
+
+
+def runs_of_rank(how: str, sizes: Sequence[int], heads: Heads, t: int, rank: int) -> list[AxisRun]:
+    """The runs of the axis as tensor-parallel rank `rank` of `t` stores it.
+
+    Raises:
+        TopologyError: the degree does not divide the axis.
+    """
+    if how == "per_rank":  # each rank joins its own parts: [Q_r; K_r; V_r], [gate_r; up_r]
+        out, at = [], 0
+        for role, size in enumerate(sizes):
+            _divides(t, size)
+            out.append(AxisRun(role, at, 1, rank * (size // t), size // t))
+            at += size // t
+        return out
+    total = sum(sizes)
+    _divides(t, total)
+    whole = list(HOW[how](sizes, heads))
+    return list(cut(whole, rank * total // t, (rank + 1) * total // t))
+
+
+def cut(runs: Sequence[AxisRun], low: int, high: int) -> Iterator[AxisRun]:
+    """The parts of the runs in [low, high) of the stored axis, counted from `low`."""
+    for run in runs:
+        first = max(0, -((run.at - low) // run.step))
+        last = min(run.count, -((run.at - high) // run.step))
+        if last > first:
+            at = run.at + first * run.step - low
+            yield AxisRun(run.role, at, run.step, run.role_at + first, last - first)
+
+
+def _in_turn(sizes: Sequence[int], count: int) -> Iterator[AxisRun]:
+    """`count` parts: the n-th has the n-th of `count` equal parts of each role."""
+    at = 0
+    for part in range(count):
+        for role, size in enumerate(sizes):
+            yield AxisRun(role, at, 1, part * (size // count), size // count)
+            at += size // count
+
+
+def _rotary(sizes: Sequence[int], heads: Heads) -> Iterator[AxisRun]:
+    """Meta's order: the two halves of a rotated pair are neighbours."""
+    half = heads.rotary // 2
+    for at in range(0, sizes[0], heads.size):
+        if half:
+            yield AxisRun(0, at, 2, at, half)
+            yield AxisRun(0, at + 1, 2, at + half, half)
+        if heads.rotary < heads.size:
+            rest = at + heads.rotary
+            yield AxisRun(0, rest, 1, rest, heads.size - heads.rotary)
+
+
+HOW: Mapping[str, Callable[[Sequence[int], Heads], Iterator[AxisRun]]] = {
+    "same": lambda sizes, _: _in_turn(sizes, 1),
+    # Megatron's QKV: for each group its queries, then its key, then its value
+    "interleaved": lambda sizes, heads: _in_turn(sizes, heads.groups),
+    # GPT-OSS's gate and up: their rows alternate
+    "alternating": lambda sizes, _: (
+        AxisRun(role, role, len(sizes), 0, size) for role, size in enumerate(sizes)
+    ),
+    "rotary": _rotary,
+    "by_head": lambda sizes, heads: _in_turn(sizes, heads.groups * heads.per_group),
+    "by_linear_head": lambda sizes, heads: _in_turn(sizes, heads.linear),
+}
+
+
+def _divides(t: int, size: int) -> None:
+    if size % t:
+        raise TopologyError(
+            f"tensor-parallel degree {t} does not divide {size}",
+            remedy="pass the degree that the model was trained with",
+        )
+
 
 # Shapes of the roles: X hidden, V vocabulary, P positions, F, M and S widths of the dense, the
 # experts' and the shared experts' MLP, H heads, G key/value heads, Q and K rows of all query and
@@ -111,7 +221,7 @@ class LayoutRow:
     tower: str = ""
 
     def __post_init__(self) -> None:
-        for field, value, known in (
+        for key, value, known in (
             ("how", self.how, tuple(_HOW)),
             ("tp", self.tp, (None, 0, 1)),
             ("copies", self.copies, ("equal", "mean", "sum")),
@@ -119,7 +229,7 @@ class LayoutRow:
         ):
             if value not in known:
                 raise UsageError(
-                    f"the row {self.name} has {field}={value!r}",
+                    f"the row {self.name} has {key}={value!r}",
                     remedy=f"pass one of {', '.join(map(str, known))}",
                 )
         unknown = [role for role in self.roles if role not in ROLES]
@@ -211,3 +321,143 @@ def predicting(prefix: str, table: Iterable[LayoutRow]) -> tuple[LayoutRow, ...]
     """As `rows`, for layers that predict further tokens."""
     named = rows(prefix, table)
     return tuple(replace(r, when=f"{r.when}, predicts" if r.when else "predicts") for r in named)
+
+
+# The dimension of a role that transformers' own tensor parallelism cuts.
+HF_TP: Mapping[str, int] = {
+    **dict.fromkeys(("embed", "head", "head_b", "q", "k", "v", "gate", "up", "fc1"), 0),
+    **dict.fromkeys(("q_b", "k_b", "v_b", "gate_b", "up_b", "fc1_b", "s_gate", "s_up"), 0),
+    **dict.fromkeys(("o", "down", "fc2", "s_down"), 1),
+}
+_TIED = "tie_word_embeddings"
+
+
+def packed_experts(block: str = "mlp", router: str = "gate") -> tuple[LayoutRow, ...]:
+    """A layer's router and experts as transformers 5 has them in memory."""
+    gate_up = ("e_gate", "e_up")
+    return (
+        LayoutRow(f"{block}.{router}.weight", ("router",)),
+        LayoutRow(f"{block}.experts.gate_up_proj", gate_up, "per_rank", 0, stacked=True),
+        LayoutRow(f"{block}.experts.down_proj", ("e_down",), tp=1, stacked=True),
+    )
+
+
+@dataclass(frozen=True)
+class Family:
+    """Models that share a `model_type`.
+
+    name: the config's `model_type`.
+    rows: the tensors of the released checkpoints, which transformers 4 and 5 both load. A model has
+        the roles of the rows whose `when` is true for its config, so the table is also the list of
+        its parts.
+    drop: regular expressions of names that hold no weights.
+    keys: where this family's config uses another key than Llama's: Llama's key → its own.
+    defaults: values for keys that the config leaves out.
+    derive: computes further values from the config (with Llama's keys). They override the config's.
+    fp32: regular expressions of names that `from_pretrained` keeps in float32, in a model of
+        bfloat16 or float16. fp32_beside_float16: those that it keeps so beside float16 only.
+    hf_tp: role → dimension that transformers' own tensor parallelism cuts; None if it has none for
+        this family.
+    packed: a layer's router and experts as transformers 5 has them in memory.
+    towers: what the model has beside its language model, by name: a vision tower and the like.
+        Each has rows, layers and sizes of its own.
+    section: the section of the config that describes the language model, or this tower.
+    in_memory: the parts of released names that are otherwise in the memory of transformers 5, each
+        with what stands there, in this order.
+    in_bridge: the same for the names of towers in Megatron Bridge.
+    """
+
+    name: str
+    rows: tuple[LayoutRow, ...]
+    drop: tuple[str, ...] = ()
+    keys: Mapping[str, str] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    derive: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
+    fp32: tuple[str, ...] = ()
+    fp32_beside_float16: tuple[str, ...] = ()
+    hf_tp: Mapping[str, int] | None = field(default_factory=lambda: HF_TP)
+    packed: tuple[LayoutRow, ...] = packed_experts()
+    towers: Mapping[str, Family] = field(default_factory=dict)
+    section: str = ""
+    in_memory: tuple[tuple[str, str], ...] = ()
+    in_bridge: tuple[tuple[str, str], ...] = ()
+
+    @cached_property
+    def hub(self) -> TensorLayout:
+        """The table of the released checkpoints, as a layout of one rank."""
+        return TensorLayout(self.name, self.rows + self.tower_rows, self.drop)
+
+    @property
+    def tower_rows(self) -> tuple[LayoutRow, ...]:
+        """The rows of all towers."""
+        return tuple(row for name, own in self.towers.items() for row in rows("", own.rows, name))
+
+    @property
+    def live(self) -> TensorLayout | None:
+        """The layout "hf_tp": transformers' own tensor parallelism, with its names in memory."""
+        if self.hf_tp is None:
+            return None
+        packed = {role for row in self.packed for role in row.roles}
+        out: list[LayoutRow] = []
+        for row in self.rows:
+            if row.roles == ("router",):
+                layer = row.name[: row.name.index("}.") + 2]
+                out += (predicting if row.predicts else rows)(layer, self.packed)
+            elif not row.of_experts and packed.isdisjoint(row.roles):
+                out.append(replace(row, tp=self.hf_tp.get(row.roles[0])))
+        table = (*out, *self.tower_rows)
+        return TensorLayout("hf_tp", table, self.drop, joined=False).renamed(
+            "hf_tp", *self.in_memory
+        )
+
+    @property
+    def words(self) -> dict[str, str]:
+        """The names for `{embed}`, `{head}` and so on, in tables of layouts that keep Hugging
+        Face's outer modules. `layers`: the text before a layer's number. `language`: the text
+        before Megatron's names of the language model."""
+        names = {row.roles[0]: row.name for row in self.rows if not row.of_layers}
+        layer = next((row.name for row in self.rows if "{i}" in row.name), "{i}")
+        language = "language_model." if self.towers else ""
+        return {**names, "layers": layer.split(".{i}")[0], "language": language}
+
+    @property
+    def packs_experts(self) -> bool:
+        """Whether experts are one tensor in memory and several on disk."""
+        return self.hf_tp is not None and any("{e}" in row.name for row in self.rows)
+
+    @property
+    def predicts(self) -> bool:
+        """Whether the table has rows of layers that predict further tokens."""
+        return any(row.predicts for row in self.rows)
+
+    @property
+    def gated(self) -> bool:
+        """Whether attention has a gate for each query."""
+        return any("q_gate" in row.roles for row in self.rows)
+
+    @property
+    def zero_centred(self) -> bool:
+        """Whether its norms are stored minus one, in Hugging Face's files and in training."""
+        return any(row.shift and "final_norm" in row.roles for row in self.rows)
+
+    @property
+    def latent(self) -> bool:
+        """Whether queries, keys and values come from narrow layers: latent attention."""
+        return self.has("kv_down")
+
+    def has(self, role: str) -> bool:
+        return any(role in row.roles for row in self.rows)
+
+    def config(self, contents: Mapping[str, Any]) -> dict[str, Any]:
+        """The config with Llama's keys and the defaults. A section also has the other sections, and
+        whether embeddings are tied, which the whole config says."""
+        own = contents.get(self.section)
+        if isinstance(own, Mapping):
+            outer = {k: v for k, v in contents.items() if isinstance(v, Mapping)}
+            tied = contents.get(_TIED, own.get(_TIED))
+            contents = {**outer, **own, _TIED: tied}
+        values = {**self.defaults, **{k: v for k, v in contents.items() if v is not None}}
+        for key, own in self.keys.items():
+            if values.get(key) is None and values.get(own) is not None:
+                values[key] = values[own]
+        return values

@@ -19,8 +19,7 @@ from smckpt.errors import TensorMismatchError, UsageError
 from smckpt.layout.entries import DTYPES
 from smckpt.translate.tables.names import find_ties
 from smckpt.translate.writing.cast import cast, stored_type
-from smckpt.translate.writing.files import Output, aligned
-from smckpt.translate.writing.targets import Chunk, OutputFile, Range, Target
+from smckpt.translate.writing.files import Chunk, Output, OutputFile, Range, Target, aligned
 
 __all__ = ["CHUNK", "ChunkSource", "equal", "read_elements", "tied_names", "write_chunks"]
 

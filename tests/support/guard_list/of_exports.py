@@ -71,7 +71,7 @@ EXPORTED = [
         SOURCES + "test_a_file_without_a_model_is_refused_with_the_keys_that_it_has",
     ),
     of(
-        "export: rotary parameters for each type of layer", "translate/configs/rope.py",
+        "export: rotary parameters for each type of layer", "translate/configs/config.py",
         "    if _LOCAL in values or kind in _BY_LAYER:", "    if False:",
         CONFIG + "test_one_set_of_rotary_parameters_of_transformers_4_becomes_one_for_each_type_of_layer",
     ),
@@ -101,7 +101,7 @@ EXPORTED = [
         EXPORT + "test_an_overwritten_directory_keeps_no_older_settings_of_generation",
     ),
     of(
-        "export: a copy of another rank's file", "translate/ranks/rank_copies.py",
+        "export: a copy of another rank's file", "translate/ranks/pipeline.py",
         "                if (first.stage, first.parts) != (other.stage, other.parts):\n", "                if False:\n",
         SOURCES + "test_a_copy_of_another_ranks_file_is_refused",
     ),

@@ -6,7 +6,7 @@ from __future__ import annotations
 from smckpt.errors import UsageError
 from smckpt.registry import Registry
 from smckpt.translate.tables.families import gpt, llama, mixtures, vision
-from smckpt.translate.tables.family import Family
+from smckpt.translate.tables.table import Family
 
 __all__ = ["family_of", "find_family", "is_built_in", "register_family"]
 

@@ -8,9 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from smckpt.translate.tables.families.llama import ATTENTION, NO_WEIGHTS, TOP
-from smckpt.translate.tables.family import Family
+from smckpt.translate.tables.table import Family, rows
 from smckpt.translate.tables.table import LayoutRow as Row
-from smckpt.translate.tables.table import rows
 
 __all__ = ["FAMILIES"]
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from smckpt.translate.tables.family import Family
+from smckpt.translate.tables.table import Family, rows
 from smckpt.translate.tables.table import LayoutRow as Row
-from smckpt.translate.tables.table import rows
 
 __all__ = [
     "ATTENTION",

@@ -16,9 +16,8 @@ from smckpt.translate.tables.families.llama import (
     TOP,
     WIDE_NORMS,
 )  # fmt: skip
-from smckpt.translate.tables.family import HF_TP, Family, packed_experts
+from smckpt.translate.tables.table import HF_TP, Family, packed_experts, predicting, rows
 from smckpt.translate.tables.table import LayoutRow as Row
-from smckpt.translate.tables.table import predicting, rows
 
 __all__ = ["FAMILIES"]
 

@@ -8,9 +8,8 @@ from typing import Any
 
 from smckpt.translate.tables.families.llama import FAMILIES as TEXT
 from smckpt.translate.tables.families.mixtures import FAMILIES as MIXTURES
-from smckpt.translate.tables.family import HF_TP, Family
+from smckpt.translate.tables.table import HF_TP, Family, rows
 from smckpt.translate.tables.table import LayoutRow as Row
-from smckpt.translate.tables.table import rows
 
 __all__ = ["FAMILIES"]
 

@@ -349,7 +349,7 @@ def export(
         return
     if given:
         raise click.UsageError(f"--{next(iter(given))} needs --follow")
-    from smckpt.translate.exports.options import (export_group_of_environment)
+    from smckpt.translate.exports.options import export_group_of_environment
 
     files = len(checkpoint) > 1 or os.path.isfile(checkpoint[0])
     group = export_group_of_environment(timeout)

@@ -12,14 +12,14 @@ from smckpt.layout.entries import DTYPES
 
 if TYPE_CHECKING:
     from smckpt.translate.ranks.rank_sources import RankFilesFound
-    from smckpt.translate.sources.boxes import (ForeignCheckpoint)
+    from smckpt.translate.sources.boxes import ForeignCheckpoint
 
 __all__ = ["describe_foreign", "print_foreign"]
 
 
 def describe_foreign(source: ForeignCheckpoint | RankFilesFound, pattern: str | None) -> Any:
     """All facts, as JSON values. `pattern` selects tensors, as for ours."""
-    from smckpt.translate.sources.boxes import (ForeignCheckpoint)
+    from smckpt.translate.sources.boxes import ForeignCheckpoint
 
     facts = _of_checkpoint(source) if isinstance(source, ForeignCheckpoint) else _of_files(source)
     facts["tensors"] = [t for t in facts["tensors"] if picked(t["name"], pattern)]

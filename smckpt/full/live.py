@@ -29,10 +29,9 @@ from smckpt.layout.strided import Box, Copy, Piece, Strided
 from smckpt.meeting.round import over_group
 from smckpt.state_dict.views import ModelView
 from smckpt.topology import ParallelState
-from smckpt.translate.configs.config import ModelConfig, read_config
-from smckpt.translate.models.model import prove, target_of
+from smckpt.translate.config import ModelConfig, read_config
+from smckpt.translate.models.model import looks_transformed, prove, target_of
 from smckpt.translate.tables.degrees import Degrees
-from smckpt.translate.tables.detect import looks_transformed
 from smckpt.translate.tables.pieces import Block, Side, TensorKey
 from smckpt.translate.tables.table import TensorLayout
 

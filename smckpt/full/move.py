@@ -18,9 +18,9 @@ from smckpt.errors import TensorMismatchError, UsageError
 from smckpt.full.wire import Array, ArrayMetadata, Attempt, Wire, assembled, own_rank
 from smckpt.layout.mesh import Shape
 from smckpt.layout.strided import Piece, execute
+from smckpt.translate.cast import cast
 from smckpt.translate.ranks.translated import Translated
 from smckpt.translate.tables.pieces import Block, TensorKey
-from smckpt.translate.writing.cast import cast
 
 __all__ = ["MoveJob", "MovePlan", "MoveStep", "MoveTask", "follow", "lead"]
 

@@ -21,11 +21,11 @@ from smckpt.layout.entries import Entry
 from smckpt.layout.flat_geometry import FlatGeometry, FlatUnit, Segment
 from smckpt.layout.mesh import Mesh
 from smckpt.layout.strided import Box
-from smckpt.translate.archives.pickled import read_pickle
-from smckpt.translate.archives.torch_archive import (plain_load)
-from smckpt.translate.configs.config import code_files
+from smckpt.translate.config import code_files
 from smckpt.translate.exports.sidecars import tokenizer_of, write_sidecars
+from smckpt.translate.pickled import read_pickle
 from smckpt.translate.sources.torch_files import load_inert
+from smckpt.translate.torch_archive import plain_load
 
 SPARSE = 6 << 30
 MIB = 1 << 20
@@ -122,7 +122,7 @@ def test_code_of_gigabytes_is_not_searched_for_imports(tmp_path: Path) -> None:
 
 def test_a_tokenizers_file_of_gigabytes_is_refused_unread(tmp_path: Path) -> None:
     from smckpt.storage import open_storage
-    from smckpt.translate.writing.files import Output
+    from smckpt.translate.files import Output
 
     folder = tmp_path / "in"
     folder.mkdir()

@@ -41,15 +41,15 @@ from smckpt.manager.resume import Outcome, Turn
 from smckpt.meeting.keys import Keys
 from smckpt.meeting.round import Message, Round
 from smckpt.meeting.store import OverStore
-from smckpt.translate.archives.pickled import read_pickle
-from smckpt.translate.archives.source_files import SourceFiles
-from smckpt.translate.archives.torch_archive import open_archive
-from smckpt.translate.configs.config import read_config
+from smckpt.translate.config import read_config
+from smckpt.translate.files import INDEX
 from smckpt.translate.models.lora import read_lora_config
-from smckpt.translate.sources.dcp import (read_metadata)
+from smckpt.translate.pickled import read_pickle
+from smckpt.translate.source_files import SourceFiles
+from smckpt.translate.sources.dcp import read_metadata
 from smckpt.translate.sources.rank_files import open_directory
 from smckpt.translate.sources.torch_files import stored_state
-from smckpt.translate.writing.files import (INDEX)
+from smckpt.translate.torch_archive import open_archive
 from tests.fuzz.memory import Memory, Tree
 
 __all__ = ["MARK", "TARGETS", "finish", "mark_of", "read_everything", "sealed"]

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from smckpt import ExportOptions, ImportOptions, Parallel, errors, export_hf, import_hf, verify_hf
 from smckpt.cli.app import app
-from smckpt.translate.configs.config import read_config
+from smckpt.translate.config import read_config
 from smckpt.translate.models.lora import read_lora_config
 from smckpt.translate.models.meta_model import compare
 from tests.support import child, shards

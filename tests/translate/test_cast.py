@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from smckpt.translate.writing.cast import CASTABLE, cast, stored_type
+from smckpt.translate.cast import CASTABLE, cast, stored_type
 
 _DTYPES = {name: getattr(torch, name) for name in CASTABLE}
 

@@ -11,7 +11,7 @@ from transformers import AutoConfig, GPTNeoXConfig, LlamaConfig, LlamaForCausalL
 
 from smckpt import export_hf, save
 from smckpt.errors import UsageError
-from smckpt.translate.configs.config import read_config, tokenizer_files
+from smckpt.translate.config import read_config, tokenizer_files
 from smckpt.translate.models.lora import read_lora_config
 from smckpt.translate.tables.vocabulary import check_tokenizer
 from tests.support.limits import seconds, within

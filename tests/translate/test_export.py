@@ -158,7 +158,7 @@ def test_bytes_are_those_of_the_state_dict_for_every_dtype(tmp_path):
 
 
 def test_a_tensor_larger_than_a_chunk_and_a_shard_is_whole(tmp_path, monkeypatch):
-    monkeypatch.setattr("smckpt.translate.writing.stream.CHUNK", 8192)
+    monkeypatch.setattr("smckpt.translate.stream.CHUNK", 8192)
     state = {"w": torch.randn(301, 97), "v": torch.randn(5)}
     checkpoint = shards.write(tmp_path / "c", 3, lambda r: shards.fsdp1(state, r, 3))
     seen: list[tuple[int, int]] = []
@@ -510,7 +510,7 @@ def test_memory_stays_at_a_few_chunks_whatever_the_size_of_a_tensor(tmp_path):
     code = """
     import resource, sys
     from smckpt import ExportOptions, export_hf
-    import numpy, smckpt.translate.writing.stream
+    import numpy, smckpt.translate.stream
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     export_hf(sys.argv[1], sys.argv[2], dtype="float32", options=ExportOptions(threads=2))
     print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 import smckpt
 from smckpt import Adapter, ExportOptions, errors, export_hf
 from smckpt.cli.app import app
-from smckpt.translate.exports.sidecars import (CONVERTER)
+from smckpt.translate.exports.sidecars import CONVERTER
 from tests.support import interpreters
 from tests.support import references as ref
 

@@ -147,7 +147,7 @@ def test_an_adapter_on_an_embedding_keeps_its_names(tmp_path):
     ],
 )
 def test_merged_into_the_base_of_the_checkpoint(tmp_path, more, monkeypatch):
-    monkeypatch.setattr("smckpt.translate.writing.stream.CHUNK", 4096)  # weights in many ranges
+    monkeypatch.setattr("smckpt.translate.stream.CHUNK", 4096)  # weights in many ranges
     monkeypatch.setattr("smckpt.translate.models.merged._AT_ONCE", 256)
     model = llama(**more)
     export_hf(
@@ -248,7 +248,7 @@ def assert_same_files(ours: Path, theirs: Path) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_bit_for_bit_what_peft_merges_and_saves(tmp_path, kind, monkeypatch, judged):
     """The adapter; merged into the base of the checkpoint, and into the base's directory."""
-    monkeypatch.setattr("smckpt.translate.writing.stream.CHUNK", 4096)  # weights in many ranges
+    monkeypatch.setattr("smckpt.translate.stream.CHUNK", 4096)  # weights in many ranges
     monkeypatch.setattr("smckpt.translate.models.merged.CHUNK", 4096)
     monkeypatch.setattr("smckpt.translate.models.merged._AT_ONCE", 256)
     family, _, dtype = KINDS[kind]

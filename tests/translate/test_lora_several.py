@@ -70,7 +70,7 @@ def merged_by_peft(model: Any, names: list[str], folder: Path) -> Path:
 @pytest.mark.parametrize("kind", PAIRS)
 def test_bit_for_bit_what_peft_merges_one_after_another(tmp_path, kind, monkeypatch, judged):
     """Into the base of the checkpoint, and into the base's directory."""
-    monkeypatch.setattr("smckpt.translate.writing.stream.CHUNK", 4096)  # weights in many ranges
+    monkeypatch.setattr("smckpt.translate.stream.CHUNK", 4096)  # weights in many ranges
     monkeypatch.setattr("smckpt.translate.models.merged.CHUNK", 4096)
     monkeypatch.setattr("smckpt.translate.models.merged._AT_ONCE", 256)
     family, first, second, dtype = PAIRS[kind]

@@ -47,7 +47,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from smckpt.translate import ExportOptions, ImportOptions, Parallel, export_hf, import_hf
-from smckpt.translate.configs.config import read_config
+from smckpt.translate.config import read_config
 from tests.support import families, interpreters, megatron_run, next_families, vision
 from tests.support import references as ref
 

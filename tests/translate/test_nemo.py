@@ -24,8 +24,8 @@ from safetensors.torch import load_file
 
 from smckpt import ExportOptions, errors, export_hf
 from smckpt.cli.app import app
-from smckpt.translate.archives import source_files as folders
-from smckpt.translate.archives.source_files import SourceFiles
+from smckpt.translate import source_files as folders
+from smckpt.translate.source_files import SourceFiles
 from tests.support import interpreters, references
 from tests.support.limits import seconds
 from tests.support.references import each_rank, on_disk
@@ -206,7 +206,7 @@ def test_a_large_archive_stays_out_of_memory(tmp_path):
         "from smckpt.translate.sources.rank_files import open_files\n"
         "from smckpt.translate.tables.degrees import Degrees\n"
         "from smckpt.translate.ranks.translated import whole, TranslatedSource\n"
-        "from smckpt.translate.writing.files import arrange\n"
+        "from smckpt.translate.files import arrange\n"
         "from smckpt.translate.tables.pieces import TensorKey\n"
         "found = open_source(sys.argv[1])\n"
         "reader = open_files(found.states, Degrees.of(2, 1), found.source)\n"

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from smckpt.translate.configs.config import read_config
+from smckpt.translate.config import read_config
 from tests.support import interpreters
 from tests.support.limits import seconds
 from tests.support.rope_forms import NEW, OLD, TINY

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 
 import smckpt
 from smckpt import export_hf
-from smckpt.translate.configs.config import read_config
+from smckpt.translate.config import read_config
 from tests.support import hub_families, servers
 from tests.support.rope_forms import NEW, OLD, TINY
 from tests.support.servers import CONTROL, OURS, SERVERS, Verdict

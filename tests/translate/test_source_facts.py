@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch.distributed import checkpoint as dcp
 
 from smckpt import Parallel, errors, export_hf
-from smckpt.translate.configs.fact_table import FACTS
+from smckpt.translate.fact_table import FACTS
 from tests.support import references
 from tests.support.references import each_rank, on_disk
 

@@ -18,8 +18,7 @@ from safetensors.torch import load_file, save_file
 
 import smckpt
 from smckpt import ExportOptions, Parallel, errors, export_hf
-from smckpt.translate import import_hf
-from smckpt.translate.archives import source_files
+from smckpt.translate import import_hf, source_files
 from smckpt.translate.sources.torch_files import stored_state
 from tests.support import families, hub_families, interpreters, references
 from tests.support.references import each_rank, on_disk

@@ -16,8 +16,8 @@ import smckpt
 from smckpt import errors, export_hf
 from smckpt.cli.app import app
 from smckpt.storage import open_storage
-from smckpt.translate.archives import source_files
-from smckpt.translate.archives.source_files import SourceFiles
+from smckpt.translate import source_files
+from smckpt.translate.source_files import SourceFiles
 from smckpt.translate.sources.torch_files import stored_state
 from tests.support import references
 from tests.support.references import each_rank, on_disk
@@ -137,11 +137,11 @@ def test_ranges_of_a_store_stay_small(tmp_path, s3_root, monkeypatch):
     )
     stored = stored_state(source, source.whole(url)).tensors
     sizes.clear()
+    from smckpt.translate.files import arrange
     from smckpt.translate.ranks.translated import TranslatedSource
     from smckpt.translate.ranks.translated import whole as whole_target
     from smckpt.translate.sources.boxes import BoxTensors, whole_tensor
     from smckpt.translate.tables.pieces import TensorKey
-    from smckpt.translate.writing.files import (arrange)
 
     tensors = {TensorKey(n): whole_tensor((n,), s) for n, s in stored.items()}
     reader = TranslatedSource(BoxTensors(url, tensors, source))

@@ -15,13 +15,13 @@ from safetensors import safe_open
 from smckpt.errors import UsageError
 from smckpt.layout.entries import DTYPES
 from smckpt.layout.strided import row_major_strides
-from smckpt.translate.archives.source_files import ArchiveRecord, SourceFiles
-from smckpt.translate.archives.torch_archive import StoredTensor
+from smckpt.translate.files import ALIGNMENT, Chunk, OutputFile, Range, arrange
 from smckpt.translate.ranks.translated import Translated, TranslatedSource, whole
+from smckpt.translate.source_files import ArchiveRecord, SourceFiles
 from smckpt.translate.sources.boxes import BoxTensors, whole_tensor
 from smckpt.translate.sources.rank_files import bits
 from smckpt.translate.tables.pieces import TensorKey
-from smckpt.translate.writing.files import (ALIGNMENT, Chunk, OutputFile, Range, arrange)
+from smckpt.translate.torch_archive import StoredTensor
 
 
 def target(name: str, dtype: str, shape: tuple[int, ...]) -> Translated:

@@ -83,7 +83,7 @@ def verify(
         except (CheckpointNotFoundError, StorageError) as error:
             if isinstance(error, StorageError) and not os.path.isfile(checkpoint):
                 raise
-            from smckpt.translate.ranks.foreign_catalogue import (verify_foreign)
+            from smckpt.translate.ranks.foreign_catalogue import verify_foreign
 
             found = (
                 None if quick else verify_foreign(checkpoint, threads=threads, progress=progress)

@@ -28,7 +28,7 @@ from smckpt.integrations.lightning.saves import (
 )
 from smckpt.storage import StoreOptions, open_storage
 from smckpt.storage.urls import is_local, is_s3_url, scheme_of
-from smckpt.translate.conversion.stock import (checkpoint_of, state_of)
+from smckpt.translate.conversion.stock import checkpoint_of, state_of
 
 __all__ = ["S3CheckpointIO", "SmckptCheckpointIO", "load_any"]
 

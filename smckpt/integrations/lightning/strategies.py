@@ -25,7 +25,7 @@ from smckpt.integrations.lightning.saves import (
     written_by_lightning,
 )
 from smckpt.storage import StoreOptions
-from smckpt.translate.conversion.stock import (LIGHTNING_KEYS, optimizer_key, rest_of, state_of)
+from smckpt.translate.conversion.stock import LIGHTNING_KEYS, optimizer_key, rest_of, state_of
 
 __all__ = ["SmckptFSDPStrategy", "SmckptModelParallelStrategy"]
 

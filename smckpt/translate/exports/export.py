@@ -22,8 +22,8 @@ from smckpt.calls import alone, changed, checked
 from smckpt.errors import UsageError
 from smckpt.storage import Storage, StoreOptions, access_to
 from smckpt.storage.urls import is_local
-from smckpt.translate.configs.config import ModelConfig, read_generation
-from smckpt.translate.configs.prediction import with_prediction_layers
+from smckpt.translate.cast import CASTABLE, NonFinite, refuse_nonfinite
+from smckpt.translate.config import ModelConfig, read_generation
 from smckpt.translate.exports.options import ExportGroup, ExportOptions, export_group_of, shares
 from smckpt.translate.exports.sidecars import (
     GgufConverter,
@@ -34,25 +34,19 @@ from smckpt.translate.exports.sidecars import (
     write_card,
     write_sidecars,
 )
+from smckpt.translate.files import ADAPTER_WEIGHTS, Output, OutputFile, arrange, refuse_into_source
 from smckpt.translate.models.adapter import Adapter, find_peft_contents
 from smckpt.translate.models.comparison import Comparison, OtherNamesError
 from smckpt.translate.models.contents import HUB, ExportContents, find_contents
 from smckpt.translate.models.model_source import Parallel
+from smckpt.translate.prediction import with_prediction_layers
+from smckpt.translate.stream import write_chunks
 from smckpt.translate.tables.degrees import (
     check_paths,
     refuse_given,
     refuse_store,
 )
 from smckpt.translate.tables.vocabulary import check_tokenizer, note_on_ids
-from smckpt.translate.writing.cast import CASTABLE, NonFinite, refuse_nonfinite
-from smckpt.translate.writing.files import (
-    ADAPTER_WEIGHTS,
-    Output,
-    OutputFile,
-    arrange,
-    refuse_into_source,
-)
-from smckpt.translate.writing.stream import write_chunks
 
 __all__ = ["ExportReport", "export_hf"]
 

@@ -31,24 +31,24 @@ from smckpt.layout.image import Layout, compile_layout
 from smckpt.storage import Storage, StoreOptions, access_to
 from smckpt.storage.urls import normal_url
 from smckpt.topology import ParallelState
-from smckpt.translate.configs.config import CONFIG, ModelConfig
-from smckpt.translate.configs.prediction import with_prediction_layers
+from smckpt.translate.cast import NonFinite, refuse_nonfinite
+from smckpt.translate.config import CONFIG, ModelConfig
 from smckpt.translate.exports.options import ImportOptions
 from smckpt.translate.exports.sidecars import read_settings
+from smckpt.translate.files import Output, OutputFile, refuse_into_source
 from smckpt.translate.models.model import model_dims, source_of_ranks, source_of_release, to_ranks
 from smckpt.translate.models.model_source import ModelSource, Parallel, open_model
 from smckpt.translate.models.quantized import open_release
+from smckpt.translate.prediction import with_prediction_layers
 from smckpt.translate.ranks.pipeline import stages_of_ranks
 from smckpt.translate.ranks.translated import Translated
 from smckpt.translate.sources.rank_files import TensorReader
+from smckpt.translate.stream import write_chunks
 from smckpt.translate.tables.degrees import check_paths, refuse_given, refuse_store
 from smckpt.translate.tables.layouts import get_layout
 from smckpt.translate.tables.pieces import Side
 from smckpt.translate.tables.table import Family
 from smckpt.translate.tables.vocabulary import most_padding, padded_rows
-from smckpt.translate.writing.cast import NonFinite, refuse_nonfinite
-from smckpt.translate.writing.files import Output, OutputFile, refuse_into_source
-from smckpt.translate.writing.stream import write_chunks
 
 __all__ = ["ImportReport", "import_hf"]
 

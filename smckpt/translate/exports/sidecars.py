@@ -28,7 +28,8 @@ from smckpt.errors import CorruptCheckpointError, StorageError, UsageError
 from smckpt.storage import Access, Storage
 from smckpt.storage.disk.directory import Directory
 from smckpt.storage.urls import is_local, is_plain_name, local_path
-from smckpt.translate.configs.config import (
+from smckpt.translate.cast import CASTABLE
+from smckpt.translate.config import (
     CONFIG,
     GENERATION_CONFIG,
     TEMPLATES,
@@ -40,10 +41,9 @@ from smckpt.translate.configs.config import (
     read_config,
     tokenizer_files,
 )
+from smckpt.translate.files import Output, OutputFile, Target, is_quantized, nbytes_of
 from smckpt.translate.models.contents import ExportContents
 from smckpt.translate.models.lora import ADAPTER_CONFIG, LoraConfig
-from smckpt.translate.writing.cast import CASTABLE
-from smckpt.translate.writing.files import Output, OutputFile, Target, is_quantized, nbytes_of
 
 __all__ = [
     "CONVERTER",

@@ -21,22 +21,22 @@ from smckpt.calls import alone
 from smckpt.errors import CheckpointError, TensorMismatchError, UsageError
 from smckpt.layout.entries import DTYPES
 from smckpt.storage import access_to
-from smckpt.translate.configs.config import CONFIG, ModelConfig, read_config
-from smckpt.translate.configs.prediction import DROP, PREDICTION_LAYERS, further_layers
+from smckpt.translate.cast import CASTABLE, cast, stored_type
+from smckpt.translate.config import CONFIG, ModelConfig, read_config
+from smckpt.translate.files import Chunk, Range, Target, aligned, is_quantized, nbytes_of
 from smckpt.translate.models.comparison import Comparison
 from smckpt.translate.models.contents import HUB, ExportContents, find_contents, whole_tensors
 from smckpt.translate.models.meta_model import compare
 from smckpt.translate.models.model_source import Parallel
 from smckpt.translate.models.quantized import weights_of
+from smckpt.translate.prediction import DROP, PREDICTION_LAYERS, further_layers
 from smckpt.translate.ranks.translated import Translated, TranslatedSource
 from smckpt.translate.sources.rank_files import TensorReader, open_directory
+from smckpt.translate.stream import CHUNK, ChunkSource, tied_names
 from smckpt.translate.tables.degrees import check_paths, refuse_given, refuse_store
 from smckpt.translate.tables.families import find_family
 from smckpt.translate.tables.names import find_ties
 from smckpt.translate.tables.table import Family
-from smckpt.translate.writing.cast import CASTABLE, cast, stored_type
-from smckpt.translate.writing.files import Chunk, Range, Target, aligned, is_quantized, nbytes_of
-from smckpt.translate.writing.stream import CHUNK, ChunkSource, tied_names
 
 __all__ = ["HFReport", "verify_hf"]
 

@@ -16,7 +16,9 @@ from smckpt.errors import CheckpointError, TensorMismatchError, UsageError
 from smckpt.layout.strided import Copy
 from smckpt.storage import Access
 from smckpt.storage.urls import is_local, local_path
-from smckpt.translate.configs.config import ModelConfig
+from smckpt.translate.cast import CASTABLE, cast, stored_type
+from smckpt.translate.config import ModelConfig
+from smckpt.translate.files import ADAPTER_WEIGHTS, ADAPTER_WEIGHTS_BIN, Target
 from smckpt.translate.models.comparison import Comparison
 from smckpt.translate.models.contents import (
     HUB,
@@ -41,17 +43,15 @@ from smckpt.translate.models.merged import (
     changed_tensor,
     changes_of,
 )
+from smckpt.translate.models.model import looks_transformed
 from smckpt.translate.models.model_source import Parallel, open_model
 from smckpt.translate.models.quantized import dequantized
 from smckpt.translate.ranks.pipeline import JoinedTensors
 from smckpt.translate.ranks.translated import Translated, TranslatedSource
 from smckpt.translate.sources.rank_files import TensorReader, open_directory
+from smckpt.translate.stream import read_elements, tied_names
 from smckpt.translate.tables.degrees import refuse_given, refuse_store
-from smckpt.translate.tables.detect import looks_transformed
 from smckpt.translate.tables.names import HubTensor, find_ties
-from smckpt.translate.writing.cast import CASTABLE, cast, stored_type
-from smckpt.translate.writing.files import ADAPTER_WEIGHTS, ADAPTER_WEIGHTS_BIN, Target
-from smckpt.translate.writing.stream import read_elements, tied_names
 
 __all__ = ["Adapter", "find_peft_contents"]
 

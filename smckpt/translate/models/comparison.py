@@ -23,14 +23,14 @@ from typing import Any
 
 from smckpt.errors import CheckpointError, KeysMismatchError
 from smckpt.layout.mesh import Shape
-from smckpt.translate.configs.prediction import DROP
+from smckpt.translate.files import Target, is_quantized
 from smckpt.translate.models.meta_model import Fit, compare, main
 from smckpt.translate.models.model import hub_side
+from smckpt.translate.prediction import DROP
 from smckpt.translate.tables.dims import read_dims
 from smckpt.translate.tables.families import is_built_in
 from smckpt.translate.tables.names import find_ties, places_of_models, prefix_remedy
 from smckpt.translate.tables.pieces import TensorKey, tensors_of
-from smckpt.translate.writing.files import Target, is_quantized
 
 __all__ = ["Comparison", "OtherNamesError"]
 

@@ -11,20 +11,20 @@ from typing import Any, TypeAlias
 
 from smckpt.errors import TensorMismatchError, UsageError
 from smckpt.storage import Access
-from smckpt.translate.configs.config import CONFIG, ModelConfig
-from smckpt.translate.configs.prediction import further_layers, kept_layers, left_out_note
+from smckpt.translate.config import CONFIG, ModelConfig
+from smckpt.translate.files import Target
 from smckpt.translate.models.comparison import Comparison
 from smckpt.translate.models.lora import LoraConfig
 from smckpt.translate.models.model import to_hub
 from smckpt.translate.models.model_source import ModelSource, Parallel, open_model
+from smckpt.translate.prediction import further_layers, kept_layers, left_out_note
 from smckpt.translate.ranks.translated import Translated, TranslatedSource, whole_tensors
 from smckpt.translate.sources.rank_files import TensorReader
+from smckpt.translate.stream import ChunkSource, tied_names
 from smckpt.translate.tables.families import find_family
 from smckpt.translate.tables.names import HubTensor
 from smckpt.translate.tables.pieces import Block, prove_copies
 from smckpt.translate.tables.table import Family
-from smckpt.translate.writing.files import Target
-from smckpt.translate.writing.stream import ChunkSource, tied_names
 
 __all__ = [
     "HUB",

@@ -21,12 +21,12 @@ from smckpt.errors import KeysMismatchError, TensorMismatchError, UsageError
 from smckpt.layout.entries import DTYPES
 from smckpt.layout.mesh import Shape
 from smckpt.layout.strided import Box, Copy, row_major_strides
+from smckpt.translate.cast import CASTABLE, cast, stored_type
+from smckpt.translate.files import Chunk, Range, Target, aligned, nbytes_of
 from smckpt.translate.models.lora import LoraConfig, PeftTensors
 from smckpt.translate.ranks.translated import Translated, TranslatedSource
 from smckpt.translate.sources.rank_files import TensorReader
-from smckpt.translate.writing.cast import CASTABLE, cast, stored_type
-from smckpt.translate.writing.files import Chunk, Range, Target, aligned, nbytes_of
-from smckpt.translate.writing.stream import CHUNK
+from smckpt.translate.stream import CHUNK
 
 __all__ = [
     "Adapters",

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from smckpt.layout.mesh import Shape
-from smckpt.translate.configs.config import CONFIG
+from smckpt.translate.config import CONFIG
 from smckpt.translate.tables.names import HubTensor
 
 __all__ = ["Fit", "compare", "hub_shapes", "main"]

@@ -15,8 +15,14 @@ from smckpt.checkpoint.reading.committed import open_catalogue
 from smckpt.errors import CheckpointError, UsageError
 from smckpt.layout.containers import FACTS
 from smckpt.storage import Access
-from smckpt.translate.configs.config import ModelConfig
-from smckpt.translate.models.model import model_dims
+from smckpt.translate.config import ModelConfig
+from smckpt.translate.models.model import (
+    choose_layout,
+    looks_packed,
+    looks_transformed,
+    model_dims,
+    unmatched,
+)
 from smckpt.translate.models.quantized import dequantized
 from smckpt.translate.ranks.pipeline import merged, refuse_equal_ranks, some
 from smckpt.translate.ranks.rank_sources import (
@@ -36,12 +42,6 @@ from smckpt.translate.sources.checkpoint_tensors import (
 from smckpt.translate.sources.rank_files import TensorReader
 from smckpt.translate.sources.source_facts import EP, PP, TP, SourceFacts
 from smckpt.translate.tables.degrees import Degrees, check_counts, check_flags
-from smckpt.translate.tables.detect import (
-    choose_layout,
-    looks_packed,
-    looks_transformed,
-    unmatched,
-)
 from smckpt.translate.tables.families import find_family
 from smckpt.translate.tables.names import (
     refuse_peft,

@@ -20,8 +20,9 @@ from smckpt.errors import KeysMismatchError, TensorMismatchError, UsageError
 from smckpt.layout.entries import DTYPES
 from smckpt.layout.mesh import Shape
 from smckpt.layout.strided import Box, Copy, Strided, elements, execute
-from smckpt.translate.configs.config import ModelConfig
-from smckpt.translate.configs.prediction import (
+from smckpt.translate.cast import CASTABLE, cast, stored_type
+from smckpt.translate.config import ModelConfig
+from smckpt.translate.prediction import (
     DROP,
     PREDICTION_LAYERS,
     further_layers,
@@ -32,7 +33,6 @@ from smckpt.translate.ranks.pipeline import JoinedTensors, some
 from smckpt.translate.sources.rank_files import TensorReader
 from smckpt.translate.tables.pieces import Block, RankTensors, TensorKey
 from smckpt.translate.tables.table import Family
-from smckpt.translate.writing.cast import CASTABLE, cast, stored_type
 
 __all__ = ["Dequantized", "dequantized", "names_quantization", "open_release", "weights_of"]
 

@@ -26,6 +26,7 @@ from smckpt.errors import (
 )
 from smckpt.storage import Storage, StoreOptions, access_to
 from smckpt.storage.urls import file_url, normal_url
+from smckpt.translate.files import INDEX, SINGLE, UNFINISHED, aligned
 from smckpt.translate.publishing.published import (
     FILES,
     MANIFEST,
@@ -45,7 +46,6 @@ from smckpt.translate.publishing.published import (
     state_after,
 )
 from smckpt.translate.tables.degrees import check_counts, check_paths
-from smckpt.translate.writing.files import INDEX, SINGLE, UNFINISHED, aligned
 
 __all__ = ["PublishReport", "publish"]
 

@@ -22,9 +22,9 @@ from typing import Any
 
 from smckpt.errors import CheckpointError, StorageError, UsageError
 from smckpt.storage.urls import is_local, local_path
-from smckpt.translate.archives.source_files import Folder, SourceFiles
+from smckpt.translate.files import INDEX
+from smckpt.translate.source_files import Folder, SourceFiles
 from smckpt.translate.sources.rank_files import weight_files, weight_map
-from smckpt.translate.writing.files import INDEX
 
 __all__ = ["ReloadReport", "reload_weights"]
 

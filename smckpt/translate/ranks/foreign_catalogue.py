@@ -37,9 +37,8 @@ from smckpt.layout.entries import Path as StatePath
 from smckpt.layout.geometry import BoxGeometry
 from smckpt.layout.strided import Box, Copy, Piece, Strided
 from smckpt.storage import Storage, access_to
-from smckpt.translate.archives.source_files import ArchiveRecord, SourceFiles
-from smckpt.translate.archives.torch_archive import StoredTensor
 from smckpt.translate.ranks.rank_sources import RankFilesFound, open_source
+from smckpt.translate.source_files import ArchiveRecord, SourceFiles
 from smckpt.translate.sources.boxes import (
     ForeignCheckpoint,
     SavedBox,
@@ -48,6 +47,7 @@ from smckpt.translate.sources.boxes import (
     stored_piece,
 )
 from smckpt.translate.sources.torch_files import open_state
+from smckpt.translate.torch_archive import StoredTensor
 
 __all__ = ["ForeignCatalogue", "foreign_catalogue", "verify_foreign"]
 

@@ -21,11 +21,11 @@ from smckpt.errors import TensorMismatchError, TopologyError, UsageError
 from smckpt.layout.entries import DTYPES
 from smckpt.translate.ranks.translated import Translated, TranslatedSource, whole
 from smckpt.translate.sources.rank_files import TensorReader
+from smckpt.translate.stream import CHUNK, equal, read_elements
 from smckpt.translate.tables.degrees import Degrees
 from smckpt.translate.tables.dims import Dims
 from smckpt.translate.tables.pieces import Block, RankTensors, TensorKey, tensors_of
 from smckpt.translate.tables.table import TensorLayout
-from smckpt.translate.writing.stream import CHUNK, equal, read_elements
 
 __all__ = [
     "JoinedTensors",

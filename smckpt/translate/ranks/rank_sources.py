@@ -16,15 +16,10 @@ from smckpt.checkpoint.records.format import parse_name
 from smckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, UsageError
 from smckpt.storage import Access
 from smckpt.storage.urls import is_local, local_path
-from smckpt.translate.archives.pickled import Inert
-from smckpt.translate.archives.source_files import (
-    ArchiveRecord,
-    Folder,
-    SourceFiles,
-    is_tar,
-    open_tar,
-)
+from smckpt.translate.files import ADAPTER_WEIGHTS, ADAPTER_WEIGHTS_BIN
+from smckpt.translate.pickled import Inert
 from smckpt.translate.ranks.pipeline import by_name, merged, refuse_equal_ranks
+from smckpt.translate.source_files import ArchiveRecord, Folder, SourceFiles, is_tar, open_tar
 from smckpt.translate.sources.boxes import ForeignCheckpoint
 from smckpt.translate.sources.dcp import open_dcp, open_shards
 from smckpt.translate.sources.deepspeed import open_smp_sharded, open_universal, open_zero3
@@ -39,7 +34,6 @@ from smckpt.translate.sources.source_facts import (
 )
 from smckpt.translate.sources.torch_files import StoredState, stored_state, torch_root
 from smckpt.translate.tables.degrees import Degrees
-from smckpt.translate.writing.files import ADAPTER_WEIGHTS, ADAPTER_WEIGHTS_BIN
 
 __all__ = [
     "HUB_DIRECTORY",

@@ -10,10 +10,10 @@ import numpy as np
 
 from smckpt.layout.mesh import Shape
 from smckpt.layout.strided import Copy, Piece, Strided, boxes_of_range, row_major_strides
+from smckpt.translate.cast import cast, stored_type
+from smckpt.translate.files import Chunk, Range, aligned
 from smckpt.translate.sources.rank_files import Holder, TensorReader
 from smckpt.translate.tables.pieces import Block, TensorKey
-from smckpt.translate.writing.cast import cast, stored_type
-from smckpt.translate.writing.files import Chunk, Range, aligned
 
 __all__ = ["Translated", "TranslatedSource", "whole", "whole_tensors"]
 

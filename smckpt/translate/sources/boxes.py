@@ -19,11 +19,11 @@ from smckpt.layout.strided import (
     covered,
     row_major_strides,
 )
-from smckpt.translate.archives.source_files import ArchiveRecord, SourceFiles
-from smckpt.translate.archives.torch_archive import StoredTensor
+from smckpt.translate.source_files import ArchiveRecord, SourceFiles
 from smckpt.translate.sources.source_facts import SourceFacts
 from smckpt.translate.tables.names import places_of_optimizers
 from smckpt.translate.tables.pieces import Block, RankTensors, TensorKey
+from smckpt.translate.torch_archive import StoredTensor
 
 __all__ = [
     "BoxTensors",

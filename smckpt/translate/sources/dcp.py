@@ -19,9 +19,8 @@ from smckpt.layout.entries import DTYPES, Path
 from smckpt.layout.mesh import MOST_DIMS, Shape
 from smckpt.layout.strided import Box, row_major_strides
 from smckpt.storage.urls import is_plain_name
-from smckpt.translate.archives.pickled import Global, Inert, read_pickle
-from smckpt.translate.archives.source_files import ArchiveRecord, Folder, SourceFiles
-from smckpt.translate.archives.torch_archive import StoredTensor, open_archive, read_value
+from smckpt.translate.pickled import Global, Inert, read_pickle
+from smckpt.translate.source_files import ArchiveRecord, Folder, SourceFiles
 from smckpt.translate.sources.boxes import ForeignCheckpoint, SavedBox, SavedTensor, SavedValue
 from smckpt.translate.sources.megatron import (
     backend_of,
@@ -32,6 +31,7 @@ from smckpt.translate.sources.megatron import (
 )
 from smckpt.translate.sources.source_facts import yaml_beside
 from smckpt.translate.sources.torch_files import is_safetensors
+from smckpt.translate.torch_archive import StoredTensor, open_archive, read_value
 
 __all__ = ["DCP", "open_dcp", "open_shards", "read_metadata"]
 

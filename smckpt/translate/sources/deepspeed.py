@@ -19,10 +19,10 @@ from typing import Any, NamedTuple, NoReturn
 from smckpt.errors import CorruptCheckpointError, UsageError
 from smckpt.layout.mesh import Shape
 from smckpt.layout.strided import boxes_of_range, row_major_strides
-from smckpt.translate.archives.source_files import Folder
-from smckpt.translate.archives.torch_archive import StoredTensor
+from smckpt.translate.source_files import Folder
 from smckpt.translate.sources.boxes import ForeignCheckpoint, SavedBox, SavedTensor, whole_tensor
 from smckpt.translate.sources.torch_files import torch_root
+from smckpt.translate.torch_archive import StoredTensor
 
 __all__ = ["open_smp_sharded", "open_universal", "open_zero3"]
 

@@ -11,11 +11,11 @@ from typing import Any
 from smckpt.checkpoint.records.strict_json import strict_json
 from smckpt.errors import CorruptCheckpointError, UsageError
 from smckpt.layout.strided import Box
-from smckpt.translate.archives.pickled import Inert
-from smckpt.translate.archives.source_files import Folder
-from smckpt.translate.archives.torch_archive import open_archive
+from smckpt.translate.pickled import Inert
+from smckpt.translate.source_files import Folder
 from smckpt.translate.sources.boxes import SavedBox, SavedTensor
 from smckpt.translate.sources.source_facts import SourceFacts, facts_of_state
+from smckpt.translate.torch_archive import open_archive
 
 __all__ = ["COMMON", "backend_of", "facts_of", "model_facts_of", "optimizers_of", "unstacked"]
 

@@ -17,15 +17,15 @@ from smckpt.checkpoint.records.strict_json import strict_json
 from smckpt.errors import CorruptCheckpointError, UsageError
 from smckpt.layout.entries import DTYPES
 from smckpt.storage.urls import is_plain_name
-from smckpt.translate.archives.source_files import ArchiveRecord, Folder, SourceFiles
-from smckpt.translate.archives.torch_archive import StoredTensor
-from smckpt.translate.configs.config import CONFIG
+from smckpt.translate.config import CONFIG
+from smckpt.translate.files import ADAPTER_WEIGHTS_BIN, INDEX, INDEX_BIN, SINGLE, SINGLE_BIN
+from smckpt.translate.source_files import ArchiveRecord, Folder, SourceFiles
 from smckpt.translate.sources.boxes import BoxTensors, SavedTensor, whole_tensor
 from smckpt.translate.sources.torch_files import StoredState, stored_state
 from smckpt.translate.tables.degrees import Degrees
 from smckpt.translate.tables.names import unwrapped
 from smckpt.translate.tables.pieces import Block, RankTensors, TensorKey
-from smckpt.translate.writing.files import ADAPTER_WEIGHTS_BIN, INDEX, INDEX_BIN, SINGLE, SINGLE_BIN
+from smckpt.translate.torch_archive import StoredTensor
 
 __all__ = [
     "Holder",

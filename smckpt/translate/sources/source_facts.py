@@ -14,10 +14,10 @@ from types import MappingProxyType
 from typing import Any, TypeAlias
 
 from smckpt.errors import TensorMismatchError, TopologyError
-from smckpt.translate.archives.pickled import Inert
-from smckpt.translate.archives.source_files import Folder
-from smckpt.translate.configs.config import ModelConfig
-from smckpt.translate.configs.fact_table import FACTS, MeantModel, equal_values
+from smckpt.translate.config import ModelConfig
+from smckpt.translate.fact_table import FACTS, MeantModel, equal_values
+from smckpt.translate.pickled import Inert
+from smckpt.translate.source_files import Folder
 from smckpt.translate.tables.degrees import Degrees
 from smckpt.translate.tables.dims import Dims
 from smckpt.translate.tables.families import find_family

@@ -1,5 +1,4 @@
-"""The state in a file of `torch.save` or safetensors, of one rank or whole. No code that it names is
-run."""
+"""The state in a file of `torch.save` or safetensors, a rank's or whole. No code in it is run."""
 
 from __future__ import annotations
 
@@ -19,18 +18,18 @@ from smckpt.layout.entries import DTYPES, dotted
 from smckpt.layout.entries import Path as StatePath
 from smckpt.layout.strided import row_major_strides
 from smckpt.storage.urls import is_local
-from smckpt.translate.archives.pickled import Global, Inert
-from smckpt.translate.archives.source_files import ArchiveRecord, SourceFiles
-from smckpt.translate.archives.torch_archive import (
+from smckpt.translate.pickled import Global, Inert
+from smckpt.translate.source_files import ArchiveRecord, SourceFiles
+from smckpt.translate.sources.boxes import ForeignCheckpoint, SavedTensor, SavedValue, whole_tensor
+from smckpt.translate.sources.source_facts import SourceFacts, facts_of_state
+from smckpt.translate.tables.names import places_of_optimizers, stage_tensors
+from smckpt.translate.torch_archive import (
     StoredTensor,
     is_archive,
     open_archive,
     open_legacy,
     plain_load,
 )
-from smckpt.translate.sources.boxes import ForeignCheckpoint, SavedTensor, SavedValue, whole_tensor
-from smckpt.translate.sources.source_facts import SourceFacts, facts_of_state
-from smckpt.translate.tables.names import places_of_optimizers, stage_tensors
 
 __all__ = [
     "StoredState",

@@ -41,12 +41,12 @@ EXPORTED = [
         EXPORT + "test_an_overwritten_directory_keeps_nothing_of_an_older_tokenizer",
     ),
     of(
-        "export: a merged model replaces an adapter", "translate/writing/files.py",
+        "export: a merged model replaces an adapter", "translate/files.py",
         "(adapter_config|", "(",
         LORA + "test_a_merged_model_replaces_an_adapter",
     ),
     of(
-        "export: nothing tells of an older model's weights", "translate/writing/files.py",
+        "export: nothing tells of an older model's weights", "translate/files.py",
         "hf_quant_config|quantize_config|params", "hf_quant_config|quantize_config",
         EXPORT + "test_a_directory_that_holds_something_is_refused_unless_it_may_be_overwritten",
     ),
@@ -71,12 +71,12 @@ EXPORTED = [
         SOURCES + "test_a_file_without_a_model_is_refused_with_the_keys_that_it_has",
     ),
     of(
-        "export: rotary parameters for each type of layer", "translate/configs/config.py",
+        "export: rotary parameters for each type of layer", "translate/config.py",
         "    if _LOCAL in values or kind in _BY_LAYER:", "    if False:",
         CONFIG + "test_one_set_of_rotary_parameters_of_transformers_4_becomes_one_for_each_type_of_layer",
     ),
     of(
-        "export: heads that are tied by default", "translate/configs/config.py",
+        "export: heads that are tied by default", "translate/config.py",
         "        return None if default is None else bool(default)", "        return None",
         EXPORT + "test_a_head_is_tied_by_default_where_the_families_config_does_not_say_it",
     ),

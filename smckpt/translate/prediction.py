@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from smckpt.errors import KeysMismatchError, UsageError
-from smckpt.translate.configs.config import ModelConfig
+from smckpt.translate.config import ModelConfig
 from smckpt.translate.tables.table import Family
 
 __all__ = [

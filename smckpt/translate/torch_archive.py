@@ -21,8 +21,8 @@ from smckpt.checkpoint.records.objects import refuse_inflating
 from smckpt.errors import CorruptCheckpointError, StateError
 from smckpt.layout.entries import DTYPES
 from smckpt.layout.mesh import MOST_DIMS, Shape
-from smckpt.translate.archives.pickled import Global, Inert, read_pickle
-from smckpt.translate.archives.source_files import ArchiveRecord, SourceFiles
+from smckpt.translate.pickled import Global, Inert, read_pickle
+from smckpt.translate.source_files import ArchiveRecord, SourceFiles
 
 __all__ = [
     "Archive",

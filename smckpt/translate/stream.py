@@ -17,9 +17,9 @@ import numpy as np
 from smckpt.checkpoint.reading.read import Meter, Progress
 from smckpt.errors import TensorMismatchError, UsageError
 from smckpt.layout.entries import DTYPES
+from smckpt.translate.cast import cast, stored_type
+from smckpt.translate.files import Chunk, Output, OutputFile, Range, Target, aligned
 from smckpt.translate.tables.names import find_ties
-from smckpt.translate.writing.cast import cast, stored_type
-from smckpt.translate.writing.files import Chunk, Output, OutputFile, Range, Target, aligned
 
 __all__ = ["CHUNK", "ChunkSource", "equal", "read_elements", "tied_names", "write_chunks"]
 

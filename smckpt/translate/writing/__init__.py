@@ -1,1 +1,0 @@
-"""Bytes on their way into an export: target tensors, casts, and the directory."""

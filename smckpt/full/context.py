@@ -29,18 +29,6 @@ if TYPE_CHECKING:
 __all__ = ["extend_torch_config", "is_extended", "sm_state_dict_type"]
 
 
-def _kind_of(kind: Any) -> SMStateDictType:
-    if isinstance(kind, SMStateDictType):
-        return kind
-    name = getattr(kind, "name", "")  # torch's StateDictType
-    for ours in SMStateDictType:
-        if name == f"{ours.value}_STATE_DICT":
-            return ours
-    raise UsageError(
-        f"{kind!r} is not a state dict type", remedy="pass FULL, SHARDED or LOCAL of smckpt"
-    )
-
-
 @contextmanager
 def sm_state_dict_type(
     model: nn.Module,
@@ -80,7 +68,12 @@ def sm_state_dict_type(
     Raises:
         UsageError: an argument is unknown, or is not honoured here.
     """
-    chosen = _kind_of(kind)
+    kinds = {f"{ours.value}_STATE_DICT": ours for ours in SMStateDictType}  # torch's StateDictType
+    chosen = kind if isinstance(kind, SMStateDictType) else kinds.get(getattr(kind, "name", ""))
+    if chosen is None:
+        raise UsageError(
+            f"{kind!r} is not a state dict type", remedy="pass FULL, SHARDED or LOCAL of smckpt"
+        )
     if isinstance(only, str) and only != "trainable":
         raise UsageError(
             f"only={only!r} is not known", remedy='pass "trainable" or a function of the name'

@@ -29,7 +29,7 @@ from smckpt.layout.strided import Box, Copy, Piece, Strided
 from smckpt.meeting.round import over_group
 from smckpt.state_dict.views import ModelView
 from smckpt.topology import ParallelState
-from smckpt.translate.config import ModelConfig, read_config
+from smckpt.translate.config import read_config
 from smckpt.translate.models.model import looks_transformed, prove, target_of
 from smckpt.translate.tables.degrees import Degrees
 from smckpt.translate.tables.pieces import Block, Side, TensorKey
@@ -205,7 +205,12 @@ def job_of(
         return None
     degrees = Degrees.of(places.tp, places.ep)
     try:
-        config, padded = _config(model, wishes), wishes.padded_vocab_size
+        config = wishes.config
+        for owner in (model, getattr(model, "module", None)) if config is None else ():
+            own_config = getattr(owner, "config", None)
+            if config is None and (isinstance(own_config, dict) or hasattr(own_config, "to_dict")):
+                config = own_config
+        config, padded = read_config(config), wishes.padded_vocab_size
         proof = prove(places, config, wishes.layout, degrees, padded, trims=wishes.translate)
     except CheckpointError as error:
         if wishes.translate:
@@ -282,13 +287,3 @@ def _untranslated(places: LiveTensors, side: Side) -> MoveJob:
         blocks[key] = [(key.name, Block(key, Copy(Strided.whole(box.sizes), to)))]
     targets = {name: (places.held[name].dtype, tuple(end)) for name, end in ends.items()}
     return MoveJob(tuple(_tasks(places, side, blocks)), targets, ())
-
-
-def _config(model: nn.Module, wishes: FullWishes) -> ModelConfig | None:
-    if wishes.config is not None:
-        return read_config(wishes.config)
-    for owner in (model, getattr(model, "module", None)):
-        config = getattr(owner, "config", None)
-        if isinstance(config, dict) or hasattr(config, "to_dict"):
-            return read_config(config)
-    return None

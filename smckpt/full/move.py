@@ -126,7 +126,16 @@ def lead(
     making, out, check = _Making(job), dict[str, Any](), _Check(job)
     attempt = Attempt(making.unfinished, out, check.first)
     for attempt.step, (task, step) in enumerate(zip(job.tasks, plan.steps, strict=True)):
-        whole: Any = _received(task, arrays, wire, attempt)
+        # after a failure the other ranks send all the same
+        flats: list[torch.Tensor | None] = []
+        for rank, part, _ in task.parts:
+            if rank == own_rank():
+                own = arrays[task.key.name].tensor
+                flats.append(attempt(lambda: own.detach().contiguous().view(-1)))  # noqa: B023
+            else:
+                flats.append(attempt(partial(wire.room, part.dtype, (part.numel,), part.device)))
+                wire.receive(part, rank, flats[-1])
+        whole: Any = attempt(partial(_joined_parts, task, flats))
         attempt(lambda: check.look(task, whole))  # noqa: B023  # run at once
         attempt(lambda: making.take(task, whole))  # noqa: B023
         for name, dtype, shape in step.done:
@@ -233,21 +242,6 @@ class _Making:
                 "diverged",
             ) from error
         return rounded.view(getattr(torch, target.dtype))
-
-
-def _received(
-    task: MoveTask, arrays: Mapping[str, Array], wire: Wire, attempt: Attempt
-) -> torch.Tensor | None:
-    """The tensor; None after a failure. The other ranks send all the same."""
-    flats: list[torch.Tensor | None] = []
-    for rank, part, _ in task.parts:
-        if rank == own_rank():
-            own = arrays[task.key.name].tensor
-            flats.append(attempt(lambda: own.detach().contiguous().view(-1)))  # noqa: B023
-        else:
-            flats.append(attempt(partial(wire.room, part.dtype, (part.numel,), part.device)))
-            wire.receive(part, rank, flats[-1])
-    return attempt(lambda: _joined_parts(task, flats))
 
 
 def _joined_parts(task: MoveTask, flats: list[Any]) -> torch.Tensor:

@@ -172,7 +172,12 @@ class Wire:
     """
 
     def __init__(self) -> None:
-        self._only = _device_of_backend() if gathers() else None
+        import torch.distributed as dist
+
+        self._only = None  # the one device that the job's backend supports
+        if gathers():
+            known = dist.Backend.backend_capability.get(dist.get_backend(), [])
+            self._only = "cpu" if "cpu" in known else next(iter(known), None)
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         kinds = ["cpu", *([accelerator.type] if accelerator else [])] if gathers() else []
         self._spare = {
@@ -239,14 +244,6 @@ class Wire:
         # In a batch, NCCL uses the job's communicator and makes none for each pair.
         for work in dist.batch_isend_irecv([dist.P2POp(operation, flat, peer)]):
             work.wait()
-
-
-def _device_of_backend() -> str | None:
-    """The device that the job's backend supports; None if it supports several."""
-    import torch.distributed as dist
-
-    known = dist.Backend.backend_capability.get(dist.get_backend(), [])
-    return "cpu" if "cpu" in known else next(iter(known), None)
 
 
 def assembled(

@@ -13,6 +13,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -268,9 +269,11 @@ def code_files(directory: Path) -> list[Path]:
     """The Python files in `directory` that an `auto_map` there names, and those that they import
     from beside them. `trust_remote_code=True` runs them; an export copies them as they are. A name
     that leads out of `directory` is none of them."""
-    return _with_imported(
-        directory, [name for file in _WITH_CODE for name in _modules_of(directory / file)]
-    )
+    wanted: list[str] = []
+    for path in (directory / file for file in _WITH_CODE):
+        with suppress(OSError, ValueError):
+            wanted += modules_of_map(read_json(path, given=False) if path.is_file() else {})
+    return _with_imported(directory, wanted)
 
 
 def _with_imported(directory: Path, wanted: list[str]) -> list[Path]:
@@ -281,7 +284,7 @@ def _with_imported(directory: Path, wanted: list[str]) -> list[Path]:
     while wanted:
         name = wanted.pop()
         path = directory / f"{name}.py"
-        if name in found or not is_plain_name(name) or not _is_file(path):
+        if name in found or not is_plain_name(name) or not os.path.isfile(path):
             continue
         found[name] = path
         if path.stat().st_size > _MOST_CODE:
@@ -289,22 +292,6 @@ def _with_imported(directory: Path, wanted: list[str]) -> list[Path]:
         text = path.read_text(errors="replace")
         wanted += [a or b for a, b in _IMPORTED.findall(text)]
     return [found[name] for name in sorted(found)]
-
-
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except OSError:  # its name is too long
-        return False
-
-
-def _modules_of(file: Path) -> list[str]:
-    """The modules that the `auto_map` of a file names, except those in another repository."""
-    try:
-        contents = read_json(file, given=False) if file.is_file() else {}
-    except (OSError, ValueError):
-        return []
-    return modules_of_map(contents)
 
 
 def modules_of_map(contents: Any) -> list[str]:

@@ -145,18 +145,6 @@ def _positions(values: Mapping[str, Any]) -> str | None:
     return "learned_absolute" if found == "learned" else found
 
 
-def _base(values: Mapping[str, Any]) -> Any:
-    found = values.get("rotary_base")
-    return found if _positions(values) in (None, "rope") and not isinstance(found, str) else None
-
-
-def _percent_of(m: MeantModel) -> Any:
-    if m.rope is None or m.latent:
-        return None
-    part = m.rope.get("partial_rotary_factor")
-    return 1.0 if part is None else part
-
-
 def _of_experts(letter: str) -> Callable[[MeantModel], Any]:
     return lambda m: m.dims.sizes[letter] if m.dims.experts else None
 
@@ -206,8 +194,11 @@ FACTS: Sequence[Fact] = (
     _fact("position_embedding_type", "model_type", lambda m: "learned_absolute" if "pos" in m.roles
           else (None if m.rope is None else "rope"), _positions),
     _fact("rotary_base", "rope_theta", lambda m: None if m.rope is None else m.rope["rope_theta"],
-          _base),
-    _fact("rotary_percent", "partial_rotary_factor", _percent_of,
+          lambda values: values.get("rotary_base") if _positions(values) in (None, "rope")
+          and not isinstance(values.get("rotary_base"), str) else None),
+    _fact("rotary_percent", "partial_rotary_factor", lambda m: None if m.rope is None or m.latent
+          else (1.0 if m.rope.get("partial_rotary_factor") is None
+                else m.rope["partial_rotary_factor"]),
           lambda values: values.get("rotary_percent")
           if _positions(values) in (None, "rope") else None),
     _fact("rotary_interleaved", "", lambda m: None if m.dims.family.name in _UNKNOWN_ORDER

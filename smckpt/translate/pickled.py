@@ -217,10 +217,6 @@ def _two(use: Callable[[_Machine, Any, Any], None]) -> Callable[[_Machine, Any],
     return run
 
 
-def _name(m: _Machine, text: str) -> None:
-    m.named(*text.split(" ", 1))
-
-
 def _one(use: Callable[[_Machine, Any], None]) -> Callable[[_Machine, Any], None]:
     return lambda m, _: use(m, m.stack.pop())
 
@@ -265,7 +261,7 @@ _HANDLERS: Mapping[str, Callable[[_Machine, Any], None]] = MappingProxyType(
         "SETITEM": _two(lambda m, key, value: m.update([key, value])),
         "SETITEMS": lambda m, _: m.update(m.since_mark()),
         "ADDITEMS": lambda m, _: m.union(m.since_mark()),
-        "GLOBAL": _name,
+        "GLOBAL": lambda m, text: m.named(*text.split(" ", 1)),
         "STACK_GLOBAL": _two(_Machine.named),
         "REDUCE": _two(_Machine.call),
         "NEWOBJ": _two(_Machine.call),

@@ -301,7 +301,10 @@ def _write_trainer(whole: WholeState, target: NewTarget) -> tuple[str, ...]:
         for key in {"model", "optimizer"} & keys:
             changed += write_sharded(whole, key, target, 0)
     elif adapter:
-        write_safetensors(whole, "model", target, "adapter_model.safetensors", _in_adapter)
+        write_safetensors(
+            whole, "model", target, "adapter_model.safetensors",  # PEFT leaves its name out
+            lambda name: name.replace(".modules_to_save.default.", ".").replace(".default", ""),
+        )  # fmt: skip
     else:
         write_safetensors(whole, "model", target, "model.safetensors")
     if "optimizer" in keys and not is_sharded(whole, "model"):
@@ -363,11 +366,6 @@ def _is_adapter(whole: WholeState, beside: dict[str, bytes]) -> bool:
             path=whole.catalogue.url,
         )
     return True
-
-
-def _in_adapter(name: str) -> str:
-    """PEFT leaves the adapter's name out."""
-    return name.replace(".modules_to_save.default.", ".").replace(".default", "")
 
 
 _PREPARED = re.compile(r"(model|optimizer)(_\d+)?")

@@ -356,7 +356,9 @@ def export_hf(
 def _planned(
     found: ExportContents, where: Storage, settings: ModelConfig | None, tokens: Any, limit: int
 ) -> Planned:
-    files = arrange(found.targets, limit) if found.adapter is None else _one_file(found)
+    files = arrange(found.targets, limit if found.adapter is None else 1 << 62)
+    if found.adapter is not None:  # its weights are one file
+        files = (replace(files[0], name=ADAPTER_WEIGHTS),)
     output = Output(where, files)
     if settings is not None and found.predicting is not None:
         settings = with_prediction_layers(settings, found.predicting)
@@ -386,12 +388,6 @@ def _report(made: Planned, decided: dict[str, Any], seconds: float) -> ExportRep
         nonfinite=decided["nonfinite"],
         source=made.found.source_format,
     )
-
-
-def _one_file(found: ExportContents) -> tuple[OutputFile, ...]:
-    """Put an adapter's weights into one file."""
-    (file,) = arrange(found.targets, 1 << 62)
-    return (replace(file, name=ADAPTER_WEIGHTS),)
 
 
 def _cast_target(target: Any, dtype: str | None) -> Any:

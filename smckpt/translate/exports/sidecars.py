@@ -373,38 +373,29 @@ def write_card(
             old = ""
         if _OURS not in old:
             return (f"{CARD} was left as it is: smckpt did not write it",)
-    text = "\n".join([*_head(found, settings), *_facts(found, settings, files),
-                      *_files(files, checksums), "", _OURS, ""])  # fmt: skip
-    output.put(CARD, text.encode())
+    output.put(CARD, "\n".join(_card(found, settings, files, checksums)).encode())
     return ()
 
 
-def _head(found: ExportContents, settings: ModelConfig | None) -> Iterator[str]:
-    """What the Hub reads."""
+def _card(
+    found: ExportContents, settings: ModelConfig | None, files: Sequence[OutputFile],
+    checksums: Mapping[str, str],
+) -> Iterator[str]:  # fmt: skip
     names = [] if settings is None else settings.values.get("architectures") or []
-    base = "" if found.adapter is None else str(found.adapter.values.get("base_model_name_or_path"))
-    yield "---"
-    yield f"library_name: {'transformers' if found.adapter is None else 'peft'}"
+    adapter = found.adapter
+    base = "" if adapter is None else str(adapter.values.get("base_model_name_or_path"))
+    yield "---"  # what the Hub reads
+    yield f"library_name: {'transformers' if adapter is None else 'peft'}"
     for ending, task in _TASKS.items():
         if names and names[0].endswith(ending):
             yield f"pipeline_tag: {task}"
     if _HUB_NAME.fullmatch(base):
         yield f"base_model: {base}"
-    yield "tags:"
-    yield "- smckpt"
-    yield "---"
-    yield ""
-
-
-def _facts(
-    found: ExportContents, settings: ModelConfig | None, files: Sequence[OutputFile]
-) -> Iterator[str]:
+    yield from ("tags:", "- smckpt", "---", "")
     targets = [target for file in files for target in file.targets]
     numbers = sum(math.prod(target.shape) for target in targets)
     kind = "" if settings is None else str(settings.values["model_type"])
-    names = [] if settings is None else settings.values.get("architectures") or []
     made_from = found.source_format + (f", layout {found.layout}" if found.layout else "")
-    adapter = found.adapter
     sizes: dict[str, int] = {}
     for target in targets:
         sizes[target.dtype] = sizes.get(target.dtype, 0) + nbytes_of(target)
@@ -413,9 +404,8 @@ def _facts(
         "adapter": "" if adapter is None else str(adapter.values.get("peft_type") or "LORA"),
         "base": "" if adapter is None else adapter.values.get("base_model_name_or_path"),
         "parameters": f"{numbers:,}",
-        "dtype": ", ".join(
-            sorted(sizes, key=lambda dtype: -sizes[dtype])
-        ),  # that of most bytes first
+        # that of the most bytes first
+        "dtype": ", ".join(sorted(sizes, key=lambda dtype: -sizes[dtype])),
         "step": "" if found.step is None else str(found.step),
         "checkpoint": found.source.url,
         "commit": found.identity,
@@ -423,23 +413,14 @@ def _facts(
         "left out": ", ".join(found.left_out[:8]) + (" and more" if found.left_out[8:] else ""),
         "written by": f"smckpt {__version__}",
     }
-    yield f"# {_plain(names[0] if names else kind or 'A model')}"
-    yield ""
-    yield "| | |"
-    yield "|---|---|"
+    yield from (f"# {_plain(names[0] if names else kind or 'A model')}", "", "| | |", "|---|---|")
     for name, value in facts.items():
         if value:
             yield f"| {name} | {_plain(value)} |"
-    yield ""
-
-
-def _files(files: Sequence[OutputFile], checksums: Mapping[str, str]) -> Iterator[str]:
-    yield "## Files"
-    yield ""
-    yield "| file | bytes | CRC-64/NVME |"
-    yield "|---|---|---|"
+    yield from ("", "## Files", "", "| file | bytes | CRC-64/NVME |", "|---|---|---|")
     for file in files:
         yield f"| {file.name} | {file.size} | {checksums.get(file.name, '')} |"
+    yield from ("", _OURS, "")
 
 
 def _plain(text: object) -> str:

@@ -106,7 +106,13 @@ def verify_hf(
     stored = _tensors(files)
     settings = read_config(folder) if (folder / CONFIG).is_file() else None
     kind, problems = _in_memory(settings, stored)
-    problems += _untied(files, stored, settings)
+    # transformers 4 and servers put the embedding in the place of a head that the config ties;
+    # transformers 5 does not
+    if settings is not None and settings.ties_embeddings:
+        try:
+            tied_names(TranslatedSource(files), stored.values(), files.url)
+        except TensorMismatchError as error:
+            problems.append(error.message)
     family = None if settings is None else find_family(settings.values["model_type"])
     further = further_layers(stored, family, settings)
     compared = 0
@@ -146,20 +152,6 @@ def verify_hf(
 
 def _tensors(reader: TensorReader) -> dict[str, Translated]:
     return {target.name: target for target in whole_tensors(reader)}
-
-
-def _untied(
-    files: TensorReader, stored: Mapping[str, Translated], settings: ModelConfig | None
-) -> list[str]:
-    """A problem for a head that the config ties and that differs: transformers 4 and servers put
-    the embedding in its place, and transformers 5 does not."""
-    if settings is None or not settings.ties_embeddings:
-        return []
-    try:
-        tied_names(TranslatedSource(files), stored.values(), files.url)
-    except TensorMismatchError as error:
-        return [error.message]
-    return []
 
 
 # -- against a checkpoint ------------------------------------------------------------------------

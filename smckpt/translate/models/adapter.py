@@ -217,7 +217,22 @@ def _merged_here(
             remedy="pass base= the Hugging Face directory of the base model",
             path=url,
         )
-    made = _into_checkpoint(stored, adapters, naming, comparison, url)
+    base = {name: replace(tensor, name=name) for name, tensor in stored.items()}
+    changes = changes_of(adapters, {n: t.shape for n, t in base.items()}, url)
+    hub: Sequence[HubTensor] | None = None
+    notes: tuple[str, ...] = ()
+    if naming == HUB:
+        found = comparison.names([*base.values()], url)
+        if isinstance(found, str):
+            naming, notes = MODULE, (f"the names are those of the state dict: {found}",)
+        else:
+            hub = found.hub if found is not None else None
+    moved = {tensor.name: tensor for tensor in hub or ()}
+    merged = [
+        changed_tensor(t, *_change_of(moved.get(t.name), t.name, changes), url)
+        for t in (base.values() if hub is None else renamed(hub, [*base.values()]))
+    ]
+    made = _ToWrite(merged, [*changes], naming, notes)
     _refuse_both(whole, made, url)
     maybe_merged = _refuse_merged(reader, adapters, url)
     tied: tuple[str, ...] = ()
@@ -358,32 +373,6 @@ class _ToWrite:
     changed: Sequence[str]
     naming: str
     notes: tuple[str, ...] = ()
-
-
-def _into_checkpoint(
-    base: Mapping[str, Translated], adapters: Adapters, naming: str, comparison: Comparison,
-    where: str,
-) -> _ToWrite:  # fmt: skip
-    """The base is in the checkpoint, by the names in memory."""
-    stored = {name: replace(tensor, name=name) for name, tensor in base.items()}
-    changes = changes_of(adapters, {n: t.shape for n, t in stored.items()}, where)
-    hub: Sequence[HubTensor] | None = None
-    notes: tuple[str, ...] = ()
-    if naming == HUB:
-        found = comparison.names([*stored.values()], where)
-        if isinstance(found, str):
-            naming, notes = MODULE, (f"the names are those of the state dict: {found}",)
-        else:
-            hub = found.hub if found is not None else None
-    if hub is None:
-        made = [changed_tensor(t, changes.get(t.name, ()), None, where) for t in stored.values()]
-        return _ToWrite(made, [*changes], naming, notes)
-    moved = {tensor.name: tensor for tensor in hub}
-    made = [
-        changed_tensor(t, *_change_of(moved.get(t.name), t.name, changes), where)
-        for t in renamed(hub, [*stored.values()])
-    ]
-    return _ToWrite(made, [*changes], naming, notes)
 
 
 def _change_of(

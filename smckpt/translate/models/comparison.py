@@ -101,9 +101,12 @@ class Comparison:
         Raises:
             KeysMismatchError: they are not those of the config's model.
         """
-        if not memory and self._is_table({target.name: target.shape for target in targets}):
-            self._passed = True
-            return None
+        if not memory and self._table is not None:
+            shapes = {target.name: target.shape for target in targets}
+            tied = {tie.left_out for tie in find_ties(shapes)} - self._table.keys()
+            if {name: s for name, s in shapes.items() if name not in tied} == self._table:
+                self._passed = True
+                return None
         self._tell(targets, where, memory)
         if self._guess and self._child is not None and self._found is None:
             self._guess, self._guessed = False, True
@@ -249,12 +252,6 @@ class Comparison:
         if self._child is not None and self._passed:
             self._child.wait()
         self.check()
-
-    def _is_table(self, shapes: Mapping[str, Shape]) -> bool:
-        if self._table is None:
-            return False
-        tied = {tie.left_out for tie in find_ties(shapes)} - self._table.keys()
-        return {name: s for name, s in shapes.items() if name not in tied} == self._table
 
 
 class _Child:

@@ -138,7 +138,16 @@ def sort(tensors: Mapping[str, T], where: str, wanted: str | None = None) -> Pef
             f"the checkpoint has no adapter {wanted!r}, but {there}",
             remedy="pass lora_adapter= one of them, or leave it out", path=where,
         )  # fmt: skip
-    _add_others(parts, others, named=bool(adapters))
+    # in an adapter's own state, which names no adapter, the other tensors are saved whole
+    named = bool(adapters)
+    for name, tensor in others.items():
+        short = _WRAPPED.sub("", name).replace(".original_module.", ".")
+        if named or short != name:
+            parts.base[short] = tensor
+        else:
+            parts.saved[short] = parts.adapter[PREFIX + name] = tensor
+    for name, tensor in parts.saved.items():
+        parts.base[name] = tensor
     return parts
 
 
@@ -169,19 +178,6 @@ def _add_pair(
         parts.embeddings.add(module)
     middle = f"lora_{found['embedding'] or ''}{side}"
     parts.adapter[".".join([PREFIX + module, middle, *weight])] = tensor
-
-
-def _add_others(parts: PeftTensors[T], others: Mapping[str, T], named: bool) -> None:
-    """Add the base's tensors. In an adapter's own state, which names no adapter, these tensors are
-    saved whole."""
-    for name, tensor in others.items():
-        short = _WRAPPED.sub("", name).replace(".original_module.", ".")
-        if named or short != name:
-            parts.base[short] = tensor
-        else:
-            parts.saved[short] = parts.adapter[PREFIX + name] = tensor
-    for name, tensor in parts.saved.items():
-        parts.base[name] = tensor
 
 
 # -- the adapter's config --------------------------------------------------------------------------

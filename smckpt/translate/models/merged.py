@@ -121,31 +121,32 @@ class MergedSource:
 
     def plans_of(self, chunks: Sequence[Chunk]) -> list[Any]:
         """For each chunk: the chunk, and a plan for the weights that it reads."""
-        for target in (item.target for chunk in chunks for item in chunk.ranges):
-            if isinstance(target, Merged):
-                for change in target.changes:
-                    if change.key not in self._plans:
-                        self._plan(target.base, change)
+        targets = [item.target for chunk in chunks for item in chunk.ranges]
+        for target in (target for target in targets if isinstance(target, Merged)):
+            for change in target.changes:
+                if change.key in self._plans:
+                    continue
+                pair = tuple(Range(t, 0, math.prod(t.shape), 0) for t in change.adapted)
+                (self._plans[change.key],) = self._parts.plans_of([Chunk(0, 0, pair)])
+                if change.of_columns:  # the whole base
+                    base = target.base
+                    rows, columns = base.shape
+                    step = max(1, CHUNK // DTYPES[base.dtype].itemsize // columns)
+                    ranges = [
+                        Range(base, at * columns, min(at + step, rows) * columns, 0)
+                        for at in range(0, rows, step)
+                    ]
+                    plans = self._parts.plans_of([Chunk(0, 0, (item,)) for item in ranges])
+                    self._bases[change.key] = list(zip(ranges, plans, strict=True))
         plain = [replace(c, ranges=tuple(map(_of_base, c.ranges))) for c in chunks]
         return list(zip(chunks, self._parts.plans_of(plain), strict=True))
 
-    def _plan(self, base: Translated, change: Change) -> None:
-        """Plan to read a change's matrices, and if columns' lengths are needed, the whole base."""
-        pair = tuple(Range(t, 0, math.prod(t.shape), 0) for t in change.adapted)
-        (self._plans[change.key],) = self._parts.plans_of([Chunk(0, 0, pair)])
-        if change.of_columns:
-            rows, columns = base.shape
-            step = max(1, CHUNK // DTYPES[base.dtype].itemsize // columns)
-            ranges = [
-                Range(base, at * columns, min(at + step, rows) * columns, 0)
-                for at in range(0, rows, step)
-            ]
-            plans = self._parts.plans_of([Chunk(0, 0, (item,)) for item in ranges])
-            self._bases[change.key] = list(zip(ranges, plans, strict=True))
-
     def read(self, plan: Any, buffers: Sequence[memoryview]) -> None:
         chunk, own = plan
-        views = [self._view(item, data) for item, data in zip(chunk.ranges, buffers, strict=True)]
+        views = [  # the base has memory of its own, unless it is used unchanged
+            aligned(_of_base(item).nbytes) if isinstance(item.target, Merged) else data
+            for item, data in zip(chunk.ranges, buffers, strict=True)
+        ]
         self._parts.read(own, views)
         for item, view, buffer in zip(chunk.ranges, views, buffers, strict=True):
             if isinstance(item.target, Merged):
@@ -153,14 +154,6 @@ class MergedSource:
 
     def close(self) -> None:
         self._parts.close()
-
-    @staticmethod
-    def _view(item: Range, buffer: memoryview) -> memoryview:
-        """The memory for the base: a buffer of its own, unless the base is used unchanged."""
-        if not isinstance(item.target, Merged):
-            return buffer
-        own = _of_base(item)
-        return aligned((own.stop - own.start) * DTYPES[item.target.base.dtype].itemsize)
 
     def _merge(
         self, target: Merged, start: int, stop: int, base: memoryview, out: memoryview

@@ -43,7 +43,11 @@ def names_on_disk(model: Any, shapes: Mapping[str, Shape]) -> list[HubTensor]:
     model._weight_conversions = [
         conversion
         for conversion in deepcopy(get_model_conversion_mapping(model, add_legacy=False))
-        if not isinstance(conversion, loading.PrefixChange) or _of_tower(conversion)
+        if not isinstance(conversion, loading.PrefixChange)
+        or (
+            conversion.prefix_to_remove in _TOWERS
+            and (conversion.scope_prefix or "").split(".")[-1] != conversion.prefix_to_remove
+        )
     ]
     for conversion in model._weight_conversions:
         for operation in getattr(conversion, "operations", ()):
@@ -61,11 +65,6 @@ def names_on_disk(model: Any, shapes: Mapping[str, Shape]) -> list[HubTensor]:
         HubTensor(name, tuple(made.shape), tuple(_on_grid(made.parts, tuple(made.shape))))
         for name, made in found.items()
     ]
-
-
-def _of_tower(conversion: Any) -> bool:
-    prefix = conversion.prefix_to_remove
-    return prefix in _TOWERS and (conversion.scope_prefix or "").split(".")[-1] != prefix
 
 
 _Parts = Sequence[tuple[str, Copy]]

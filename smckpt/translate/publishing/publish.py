@@ -353,7 +353,7 @@ class _Publishing:
     def _patches(
         self, head: bytes, changed: Mapping[str, tuple[str, PublishedTensor]]
     ) -> Iterator[_Fill]:
-        yield len(head), lambda view: _put(view, head)
+        yield len(head), lambda view: view.__setitem__(slice(None), head)
         for name, tensor in changed.values():
             yield from self._blocks(name, tensor)
 
@@ -405,10 +405,6 @@ class _Publishing:
 
 
 _Fill = tuple[int, Callable[[memoryview], None]]
-
-
-def _put(view: memoryview, data: bytes) -> None:
-    view[:] = data
 
 
 def _nbytes(tensor: PublishedTensor) -> int:

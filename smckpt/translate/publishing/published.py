@@ -98,11 +98,20 @@ class Publish:
         return folder_of(self.number)
 
     def sealed(self) -> bytes:
+        files = {}
+        for name, file in self.files.items():
+            tensors = {
+                key: [t.begin, t.end, list(t.blocks), "".join(map(hex64, t.blocks.values()))]
+                for key, t in file.tensors.items()
+            }
+            files[name] = {
+                "size": file.size, "crc64": hex64(file.crc64), "header": hex64(file.header),
+                "whole": file.whole, "tensors": tensors,
+            }  # fmt: skip
         return seal_json(
             {
                 "format": list(FORMAT_VERSION), "number": self.number, "base": self.base,
-                "unit": self.unit, "delta": self.delta and list(self.delta),
-                "files": {name: _file_body(file) for name, file in self.files.items()},
+                "unit": self.unit, "delta": self.delta and list(self.delta), "files": files,
                 "removed": list(self.removed), "facts": dict(self.facts),
             }
         )  # fmt: skip
@@ -157,17 +166,6 @@ class _Written:
 @dataclass(frozen=True)
 class _FileList:
     files: tuple[Name, ...]
-
-
-def _file_body(file: PublishedFile) -> dict[str, Any]:
-    tensors = {
-        name: [t.begin, t.end, list(t.blocks), "".join(hex64(crc) for crc in t.blocks.values())]
-        for name, t in file.tensors.items()
-    }
-    return {
-        "size": file.size, "crc64": hex64(file.crc64), "header": hex64(file.header),
-        "whole": file.whole, "tensors": tensors,
-    }  # fmt: skip
 
 
 def spans(begin: int, end: int) -> Iterator[tuple[int, int, int]]:
@@ -282,21 +280,18 @@ def state_after(chain: Sequence[Publish]) -> dict[str, PublishedFile]:
         for name in publish.removed:
             state.pop(name, None)
         for name, file in publish.files.items():
-            state[name] = file if file.whole else _patched(state, name, file, publish)
+            if file.whole:
+                state[name] = file
+                continue
+            tensors = dict(state[name].tensors) if name in state else {}
+            for key, new in file.tensors.items():
+                was = tensors.get(key)
+                if was is None or (was.begin, was.end) != (new.begin, new.end):
+                    raise CorruptCheckpointError(
+                        f"publish {publish.number} changes {key!r} of {name}, which its base does "
+                        "not have",
+                        remedy="publish in full, with delta=None",
+                    )
+                tensors[key] = replace(was, blocks={**was.blocks, **new.blocks})
+            state[name] = replace(file, tensors=tensors)
     return state
-
-
-def _patched(
-    state: Mapping[str, PublishedFile], name: str, file: PublishedFile, publish: Publish
-) -> PublishedFile:
-    old = state.get(name)
-    tensors = {} if old is None else dict(old.tensors)
-    for key, new in file.tensors.items():
-        was = tensors.get(key)
-        if was is None or (was.begin, was.end) != (new.begin, new.end):
-            raise CorruptCheckpointError(
-                f"publish {publish.number} changes {key!r} of {name}, which its base does not have",
-                remedy="publish in full, with delta=None",
-            )
-        tensors[key] = replace(was, blocks={**was.blocks, **new.blocks})
-    return replace(file, tensors=tensors)

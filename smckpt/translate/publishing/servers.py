@@ -153,10 +153,11 @@ class _Client:
             raise self._failed("/update_weights_from_disk", json.dumps(answer))
 
     def _ask(self, method: str, route: str, body: Mapping[str, Any] | None = None) -> Any:
-        request = urllib.request.Request(
-            self.url + route, json.dumps(body or {}).encode() if method == "POST" else None,
-            {"Content-Type": "application/json", **_authorization()}, method=method,
-        )  # fmt: skip
+        headers = {"Content-Type": "application/json"}
+        if token := os.environ.get(_TOKEN):
+            headers["Authorization"] = f"Bearer {token}"
+        data = json.dumps(body or {}).encode() if method == "POST" else None
+        request = urllib.request.Request(self.url + route, data, headers, method=method)
         try:
             with urllib.request.urlopen(request, timeout=self.timeout) as answer:
                 text = answer.read(_LIMIT)
@@ -177,11 +178,6 @@ class _Client:
             remedy="look at the server's log; load a whole model, or start it again",
             path=self.url,
         )
-
-
-def _authorization() -> dict[str, str]:
-    token = os.environ.get(_TOKEN)
-    return {"Authorization": f"Bearer {token}"} if token else {}
 
 
 def _refuse_cached(reset: bool, where: str) -> None:

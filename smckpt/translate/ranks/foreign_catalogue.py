@@ -35,7 +35,7 @@ from smckpt.layout.containers import joined
 from smckpt.layout.entries import DTYPES, Entry, dotted
 from smckpt.layout.entries import Path as StatePath
 from smckpt.layout.geometry import BoxGeometry
-from smckpt.layout.strided import Box, Copy, Piece, Strided
+from smckpt.layout.strided import Box, Copy, Strided, row_major_strides
 from smckpt.storage import Storage, access_to
 from smckpt.translate.ranks.rank_sources import RankFilesFound, open_source
 from smckpt.translate.source_files import ArchiveRecord, SourceFiles
@@ -137,11 +137,17 @@ class ForeignCatalogue(Catalogue):
 
     @cached_property
     def rows(self) -> tuple[Entry, ...]:
-        return tuple(
-            _entry(tensor, saved.box, number)
-            for tensor in self.source.saved.values()
-            for number, saved in enumerate(_boxes(tensor))
-        )
+        """A row for each part."""
+        rows = []
+        for tensor in self.source.saved.values():
+            path = tensor.path
+            texts = [at for at, part in enumerate(path) if isinstance(part, str)]
+            turn = texts[-1] if texts else 0
+            before, after = path[:turn], path[turn + 1 :]
+            for number, saved in enumerate(_boxes(tensor)):
+                rule = BoxGeometry(str(path[turn]), tensor.shape, (saved.box,), (number,))
+                rows.append(Entry(path, tensor.dtype, rule, before, after, (number,)))
+        return tuple(rows)
 
     @cached_property
     def pieces(self) -> SavedPieces:
@@ -200,15 +206,6 @@ def _boxes(tensor: SavedTensor) -> Sequence[SavedBox]:
     return [SavedBox.of(Box.whole(tensor.shape), nowhere)]
 
 
-def _entry(tensor: SavedTensor, box: Box, number: int) -> Entry:
-    """The row of one part."""
-    path = tensor.path
-    texts = [at for at, part in enumerate(path) if isinstance(part, str)]
-    turn = texts[-1] if texts else 0
-    rule = BoxGeometry(str(path[turn]), tensor.shape, (box,), (number,))
-    return Entry(path, tensor.dtype, rule, path[:turn], path[turn + 1 :], (number,))
-
-
 # -- the bytes -------------------------------------------------------------------------------------
 
 
@@ -256,7 +253,9 @@ class _ForeignReaders(Readers):
         itemsize = DTYPES[tensor.dtype].itemsize
         nbytes = piece.box.numel * itemsize
         path, offset = stored.record.path, stored.record.offset + piece.start * itemsize
-        if _dense(piece):
+        dense = row_major_strides(piece.box.sizes)
+        pairs = zip(piece.box.sizes, piece.strides, dense, strict=True)
+        if all(stride == wanted for size, stride, wanted in pairs if size > 1):
             self._records.add(stored.record)
         else:
             # A part in another order (a transposed matrix) is read from a file with its elements in
@@ -277,16 +276,6 @@ class _ForeignReaders(Readers):
             record = OtherFile(name, self._records.files.whole(path).nbytes)
             self._files[path] = SavedFile(f"{directory}/", record, 0)
         return self._files[path], slot
-
-
-def _dense(piece: Piece) -> bool:
-    """Whether the elements are one after the other, row-major."""
-    step = 1
-    for size, stride in zip(reversed(piece.box.sizes), reversed(piece.strides), strict=True):
-        if size > 1 and stride != step:
-            return False
-        step *= size
-    return True
 
 
 class _Records:

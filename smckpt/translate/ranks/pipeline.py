@@ -342,9 +342,17 @@ def refuse_equal_ranks(
     if any(held.whole is not None for stage in stages for held in stage.held.values()):
         return  # what is cut is distributed; each rank has copies of the rest
     alike: dict[object, list[_Rank]] = {}
-    for rank in _ranks(stages, degrees):
-        shapes = frozenset((n, t.dtype, tuple(t.shape)) for n, t in rank.tensors.items())
-        alike.setdefault(shapes, []).append(rank)
+    for number, stage in enumerate(stages):
+        for coordinates in sorted({p for held in stage.held.values() for p in held.shards}):
+            tensors = {
+                name: whole(TensorKey(name, *coordinates), held.shards[coordinates], held.dtype)
+                for name, held in stage.held.items()
+                if coordinates in held.shards and 0 not in held.shards[coordinates]
+            }
+            at = number * degrees.ranks + coordinates[1] * degrees.tp + coordinates[0]
+            parts_of = coordinates[0], *degrees.of_expert(*coordinates)
+            shapes = frozenset((n, t.dtype, tuple(t.shape)) for n, t in tensors.items())
+            alike.setdefault(shapes, []).append(_Rank(at, number, parts_of, tensors))
     sources = [TranslatedSource(stage) for stage in stages]
     for group in alike.values():
         # parts of several ranks each whose tensors all begin alike
@@ -364,18 +372,6 @@ def refuse_equal_ranks(
             for other in others:
                 if (first.stage, first.parts) != (other.stage, other.parts):
                     _refuse_equal(sources, first, other, names, stages[other.stage].url)
-
-
-def _ranks(stages: Sequence[TensorReader], degrees: Degrees) -> Iterable[_Rank]:
-    for number, stage in enumerate(stages):
-        for coordinates in sorted({p for held in stage.held.values() for p in held.shards}):
-            tensors = {
-                name: whole(TensorKey(name, *coordinates), held.shards[coordinates], held.dtype)
-                for name, held in stage.held.items()
-                if coordinates in held.shards and 0 not in held.shards[coordinates]
-            }
-            at = number * degrees.ranks + coordinates[1] * degrees.tp + coordinates[0]
-            yield _Rank(at, number, (coordinates[0], *degrees.of_expert(*coordinates)), tensors)
 
 
 def _elements(source: TranslatedSource, tensor: Translated, start: int, most: int) -> bytes:

@@ -11,7 +11,7 @@ import numpy as np
 from smckpt.layout.mesh import Shape
 from smckpt.layout.strided import Copy, Piece, Strided, boxes_of_range, row_major_strides
 from smckpt.translate.cast import cast, stored_type
-from smckpt.translate.files import Chunk, Range, aligned
+from smckpt.translate.files import Chunk, aligned
 from smckpt.translate.sources.rank_files import Holder, TensorReader
 from smckpt.translate.tables.pieces import Block, TensorKey
 
@@ -54,7 +54,24 @@ class TranslatedSource:
 
     def plans_of(self, chunks: Sequence[Chunk]) -> list[Any]:
         """A plan for each chunk."""
-        return [self._plan(chunk.ranges) for chunk in chunks]
+        plans = []
+        for chunk in chunks:
+            parts: list[Block] = []
+            padded, computed = [], []
+            for number, item in enumerate(chunk.ranges):
+                target = item.target
+                assert isinstance(target, Translated)
+                if target.padding:
+                    padded.append(number)
+                parts += _parts(target, target.blocks, item.start, item.stop, number)
+                if target.computed:
+                    terms = [
+                        self.reader.plan(list(_parts(target, blocks, item.start, item.stop, 0)))
+                        for blocks in target.terms
+                    ]
+                    computed.append((number, target, terms))
+            plans.append((self.reader.plan(parts), padded, computed))
+        return plans
 
     def read(self, plan: Any, buffers: Sequence[memoryview]) -> None:
         """Fill the buffers of a chunk's ranges."""
@@ -80,23 +97,6 @@ class TranslatedSource:
 
     def close(self) -> None:
         self.reader.close()
-
-    def _plan(self, ranges: Sequence[Range]) -> tuple[Any, tuple[int, ...], tuple[Any, ...]]:
-        parts: list[Block] = []
-        padded, computed = [], []
-        for number, item in enumerate(ranges):
-            target = item.target
-            assert isinstance(target, Translated)
-            if target.padding:
-                padded.append(number)
-            parts += _parts(target, target.blocks, item.start, item.stop, number)
-            if target.computed:
-                terms = [
-                    self.reader.plan(list(_parts(target, blocks, item.start, item.stop, 0)))
-                    for blocks in target.terms
-                ]
-                computed.append((number, target, terms))
-        return self.reader.plan(parts), tuple(padded), tuple(computed)
 
 
 def _parts(

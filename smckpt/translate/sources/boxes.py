@@ -31,6 +31,7 @@ __all__ = [
     "SavedBox",
     "SavedTensor",
     "SavedValue",
+    "cut",
     "refuse_gaps",
     "stored_piece",
     "whole_tensor",
@@ -138,20 +139,28 @@ class BoxTensors:
         self._source.close()
 
     def _cut(self, block: Block, piece: Piece) -> Copy | None:
-        """As `CheckpointTensors`: a whole tensor is read in any shape, a part in its own."""
-        if piece == Piece.whole(piece.name, piece.shape, piece.start):
-            there = block.copy.source
-            at = Strided(there.sizes, there.start + piece.start, there.strides)
-            return Copy(at, block.copy.target)
-        try:
-            return block.copy.read_from(piece)
-        except ValueError as error:
-            raise TopologyError(
-                f"{piece.name} is in several parts, or transposed, but its experts are folded into "
-                "its memory",
-                remedy="save it whole and contiguous, or export the files of ranks",
-                path=self.url,
-            ) from error
+        what = f"{piece.name} is in several parts, or transposed"
+        return cut(block, piece, self.url, what, "save it whole and contiguous")
+
+
+def cut(block: Block, piece: Piece, url: str, what: str, remedy: str) -> Copy | None:
+    """The elements of a block that a saved piece has. A whole tensor can be read in any shape of
+    the block. A part can be read only if it is a grid in the tensor's own shape.
+
+    Raises:
+        TopologyError: it is no such grid. what: is then wrong.
+    """
+    if piece == Piece.whole(piece.name, piece.shape, piece.start):
+        there = block.copy.source
+        at = Strided(there.sizes, there.start + piece.start, there.strides)
+        return Copy(at, block.copy.target)
+    try:
+        return block.copy.read_from(piece)
+    except ValueError as error:
+        raise TopologyError(
+            f"{what}, but its experts are folded into its memory",
+            remedy=f"{remedy}, or export the files of ranks", path=url,
+        ) from error  # fmt: skip
 
 
 def whole_tensor(path: Path, stored: StoredTensor) -> SavedTensor:

@@ -22,6 +22,7 @@ from smckpt.layout.geometry import BoxGeometry
 from smckpt.layout.mesh import Shape
 from smckpt.layout.strided import Box, Copy, Piece, Strided
 from smckpt.topology import ParallelState
+from smckpt.translate.sources.boxes import cut
 from smckpt.translate.tables.degrees import Degrees
 from smckpt.translate.tables.pieces import Block, RankTensors, TensorKey
 
@@ -229,12 +230,12 @@ class CheckpointTensors:
                 sources = [found[0], *found[1:2], *found[2:][-1:]]
                 data = []
                 for source in sources:
-                    cut = block.copy.read_from(source.piece)
-                    assert cut is not None
+                    copy = block.copy.read_from(source.piece)
+                    assert copy is not None
                     itemsize = DTYPES[source.row.dtype].itemsize
                     data.append(bytearray(block.copy.numel * itemsize))
                     plan = ReadPlan()
-                    plan.copies.append(StoredCopy(self._slots_of(source), cut, 0, itemsize))
+                    plan.copies.append(StoredCopy(self._slots_of(source), copy, 0, itemsize))
                     self.read(plan, [memoryview(data[-1])])
                 for source, other in zip(sources, data, strict=True):
                     if other != data[0]:
@@ -304,9 +305,10 @@ class CheckpointTensors:
             if row.geometry.per_rank:
                 sources = [s for s in sources if self._is_of(s, block.source)][:1]
             for source in sources:
-                cut = self._cut(block, source.piece)
-                if cut is not None:
-                    yield source, DTYPES[row.dtype].itemsize, cut
+                what = f"{block.source.name} is sharded over ranks"
+                found = cut(block, source.piece, self.url, what, "save it without FSDP")
+                if found is not None:
+                    yield source, DTYPES[row.dtype].itemsize, found
 
     def _meeting(self, row: Entry, fqn: str, copy: Copy) -> list[SavedPiece]:
         """The saved pieces that may have elements of the copy."""
@@ -319,23 +321,6 @@ class CheckpointTensors:
             offsets = tuple(at for at, *_ in steps)
             box = Box(offsets, tuple((count - 1) * step + 1 for _, step, count, _ in steps))
         return list(self._catalogue.pieces.meeting(row, fqn, box))
-
-    def _cut(self, block: Block, piece: Piece) -> Copy | None:
-        """The elements of a block that a saved piece has. A whole tensor can be read in any shape
-        of the block. A part can be read only if it is a grid in the tensor's own shape."""
-        if piece == Piece.whole(piece.name, piece.shape, piece.start):
-            there = block.copy.source
-            at = Strided(there.sizes, there.start + piece.start, there.strides)
-            return Copy(at, block.copy.target)
-        try:
-            return block.copy.read_from(piece)
-        except ValueError as error:
-            raise TopologyError(
-                f"{block.source.name} is sharded over ranks, but its experts are folded into its "
-                "memory",
-                remedy="save it without FSDP, or export the files of ranks",
-                path=self.url,
-            ) from error
 
     def _is_of(self, source: SavedPiece, key: TensorKey) -> bool:
         if self._state is None or key.tp < 0:

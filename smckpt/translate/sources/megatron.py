@@ -93,7 +93,7 @@ def optimizers_of(saved: Mapping[str, SavedTensor]) -> frozenset[str]:
 def unstacked(saved: Mapping[str, SavedTensor]) -> dict[str, SavedTensor]:
     """The model's tensors as its own state dict has them, one for each layer and expert. Those of
     optimizers stay."""
-    out: dict[str, SavedTensor] = {}
+    single: dict[str, SavedTensor] = {}
     model = [name for name in saved if not _OPTIMIZER.match(name)]
     for outer in _OUTER:  # NeMo's module around the model is in all names
         if model and all(name.startswith(outer) for name in model):
@@ -105,21 +105,15 @@ def unstacked(saved: Mapping[str, SavedTensor]) -> dict[str, SavedTensor]:
     for name, tensor in saved.items():
         for layer in [tensor] if _OPTIMIZER.match(name) else _each(tensor, _LAYERS, "{0}{1}.{2}"):
             for one in _each(layer, _EXPERTS, "{0}{2}{1}"):
-                if one.name in out:
+                if one.name in single:
                     raise CorruptCheckpointError(
                         f"{one.name} is in it twice, once in {name}",
                         remedy="use another checkpoint",
                     )
-                out[one.name] = one
-    out = _joined(out)
-    return {_named(name, out): tensor for name, tensor in out.items()}
-
-
-def _joined(saved: Mapping[str, SavedTensor]) -> dict[str, SavedTensor]:
-    """The parts of fused tensors in order, one after the other."""
+                single[one.name] = one
     out: dict[str, SavedTensor] = {}
-    parts: dict[str, dict[str, SavedTensor]] = {}
-    for name, tensor in saved.items():
+    parts: dict[str, dict[str, SavedTensor]] = {}  # of fused tensors, one after the other
+    for name, tensor in single.items():
         if (match := _PART.fullmatch(name)) and tensor.shape:
             parts.setdefault(match.group(1), {})[match.group(2)] = tensor
         else:
@@ -137,7 +131,7 @@ def _joined(saved: Mapping[str, SavedTensor]) -> dict[str, SavedTensor]:
         out[name] = replace(
             one, name=name, path=(name,), shape=(at, *one.shape[1:]), boxes=tuple(boxes)
         )
-    return out
+    return {_named(name, out): tensor for name, tensor in out.items()}
 
 
 def _named(name: str, all_names: Collection[str]) -> str:

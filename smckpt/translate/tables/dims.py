@@ -132,6 +132,13 @@ def _sizes(
     width = _size(config, "intermediate_size")
     expert_width = _number(config, "moe_intermediate_size") or width
     q, k = heads.groups * heads.per_group * heads.size, heads.groups * heads.size
+    keys, values = (_number(config, f"linear_num_{kind}_heads") for kind in ("key", "value"))
+    if keys and values % keys:
+        raise UsageError(
+            f"{values} value heads of linear attention are not a multiple of {keys} key heads",
+            remedy="pass the config that the model was trained with",
+        )
+    value_width = _number(config, "linear_value_head_dim")
     return {
         "X": hidden, "V": _size(config, "vocab_size") if family.has("embed") else 0,
         "P": _number(config, "max_position_embeddings"), "F": width, "M": expert_width,
@@ -139,11 +146,14 @@ def _sizes(
         "S": _number(config, "shared_expert_intermediate_size")
         or _number(config, "n_shared_experts") * expert_width,
         "1": 1, "H": heads.groups * heads.per_group, "G": heads.groups, "T": 2 * hidden,
-        **(_latent(config) if family.latent else {}), **_linear(config),
+        # of linear attention: the gated delta net
+        "Y": keys * _number(config, "linear_key_head_dim"), "Z": values * value_width, "N": values,
+        "W": value_width, "J": _number(config, "linear_conv_kernel_dim"),
         # of a vision tower
         "n": _number(config, "in_channels"), "t": _number(config, "temporal_patch_size"),
         "w": _number(config, "patch_size"), "z": _number(config, "out_hidden_size"),
         "y": hidden * (_number(config, "spatial_merge_size") or 1) ** 2,
+        **(_latent(config) if family.latent else {}),
     }  # fmt: skip
 
 
@@ -188,21 +198,6 @@ def _latent(config: Mapping[str, Any]) -> dict[str, int]:
     return {
         "A": _number(config, "q_lora_rank"), "B": heads * (plain + rotary), "R": rank,
         "C": rank + rotary, "U": heads * (plain + value), "O": heads * value,
-    }  # fmt: skip
-
-
-def _linear(config: Mapping[str, Any]) -> dict[str, int]:
-    """The sizes of linear attention: the gated delta net."""
-    keys, values = (_number(config, f"linear_num_{kind}_heads") for kind in ("key", "value"))
-    if keys and values % keys:
-        raise UsageError(
-            f"{values} value heads of linear attention are not a multiple of {keys} key heads",
-            remedy="pass the config that the model was trained with",
-        )
-    width = _number(config, "linear_value_head_dim")
-    return {
-        "Y": keys * _number(config, "linear_key_head_dim"), "Z": values * width, "N": values,
-        "W": width, "J": _number(config, "linear_conv_kernel_dim"),
     }  # fmt: skip
 
 

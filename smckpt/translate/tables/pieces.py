@@ -131,7 +131,11 @@ class Side:
         row, degrees = tensor.row, self.degrees
         tps, columns = self._ranks(tensor, held)
         shared = row.of_experts and held.whole is None
-        cut = row.tp is not None and not self._repeated(row, held)
+        # each rank may have the whole embedding: all of the vocabulary, without padding
+        repeated = row.how == "vocabulary" and held.whole is None and degrees.tp > 1 and all(
+            shape[0] == self.dims.sizes["V"] for shape in held.shards.values()
+        )  # fmt: skip
+        cut = row.tp is not None and not repeated
         if cut:
             self._cut[held.name] = _dimension(row, row.tp or 0)
         vocabulary = size = self.dims.sizes["V"]
@@ -257,12 +261,6 @@ class Side:
                 remedy="save expert-parallel parameters on meshes of their own ranks",
             )
         return (degrees.tp if self.layout.joined else 1), 1
-
-    def _repeated(self, row: LayoutRow, held: RankTensors) -> bool:
-        """Whether each rank has the whole embedding: all of the vocabulary, without padding."""
-        if row.how != "vocabulary" or held.whole is not None or self.degrees.tp == 1:
-            return False
-        return all(shape[0] == self.dims.sizes["V"] for shape in held.shards.values())
 
     def _check(self, key: TensorKey, held: RankTensors, ours: Shape, along: int | None) -> None:
         found, expected = held.whole, ours

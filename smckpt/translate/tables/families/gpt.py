@@ -174,10 +174,6 @@ def _opt(config: Mapping[str, Any]) -> dict[str, Any]:
     return {"max_position_embeddings": count + 2} if isinstance(count, int) else {}
 
 
-def _bloom(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {"intermediate_size": 4 * config["hidden_size"]}
-
-
 def _falcon(config: Mapping[str, Any]) -> dict[str, Any]:
     """Falcon's three forms: parallel attention and MLP with a norm each (40B), parallel with a
     shared norm (7B), or one after the other with a norm before each (RW)."""
@@ -236,6 +232,7 @@ FAMILIES = (
         "bloom", _BLOOM_TOP + rows("transformer.h.{i}.", _BLOOM),
         keys={"hidden_size": "n_embed", "num_hidden_layers": "n_layer",
               "num_attention_heads": "n_head"},
-        defaults={"tie_word_embeddings": True}, derive=_bloom, hf_tp=None,
+        defaults={"tie_word_embeddings": True},
+        derive=lambda config: {"intermediate_size": 4 * config["hidden_size"]}, hf_tp=None,
     ),
 )  # fmt: skip

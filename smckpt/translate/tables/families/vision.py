@@ -94,10 +94,6 @@ _PROJECTOR = (
 )
 
 
-def _positions(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {"max_position_embeddings": config.get("num_position_embeddings")}
-
-
 def _deepstack(config: Mapping[str, Any]) -> dict[str, Any]:
     layers = config.get("deepstack_visual_indexes")
     return {"num_hidden_layers": len(layers) if isinstance(layers, list) else 0}
@@ -124,7 +120,9 @@ def _renamed(family: str, *changes: tuple[str, str]) -> tuple[Row, ...]:
 
 _TOWER_OF_QWEN3 = {
     "vision": Family("Qwen3's vision tower", _QWEN3, keys=_KEYS, defaults=_VIDEO,
-                     derive=_positions, section="vision_config"),
+                     derive=lambda config: {
+                         "max_position_embeddings": config.get("num_position_embeddings")
+                     }, section="vision_config"),
     "deepstack": Family("Qwen3's deepstack", _DEEPSTACK, keys=_KEYS, defaults=_VIDEO,
                         derive=_deepstack, section="vision_config"),
 }  # fmt: skip

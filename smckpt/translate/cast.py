@@ -64,7 +64,16 @@ def cast(values: Array, source: str, target: str) -> Array:
 
 def _to_bfloat16(values: Array) -> Array:
     if values.dtype.itemsize == 8:
-        values = _to_odd_float32(values)
+        # float64 to float32, with inexact results rounded to the odd neighbour, so that the next
+        # rounding is exact: rounding to nearest twice can fall on the wrong side of a tie
+        with np.errstate(over="ignore", invalid="ignore"):
+            nearest = values.astype(np.float32)
+            back = nearest.astype(np.float64)
+            inexact = (back != values) & ~np.isnan(values)
+            even = (nearest.view(np.uint32) & np.uint32(1)) == 0
+            toward = np.where(values > back, np.float32(np.inf), np.float32(-np.inf))
+            other = np.nextafter(nearest, toward)
+        values = np.where(inexact & even, other, nearest)
     single = np.ascontiguousarray(values, np.float32)
     bits = single.view(np.uint32)
     # Half of the last kept place, minus one if that place is even, so that a tie rounds down.
@@ -78,22 +87,6 @@ def _to_bfloat16(values: Array) -> Array:
     if nan.any():  # a NaN whose payload is cut off must not become infinity
         out[nan] = (bits[nan] >> np.uint32(16)) | np.uint32(0x0040)
     return out
-
-
-def _to_odd_float32(values: Array) -> Array:
-    """float64 to float32, with inexact results rounded to the odd neighbour, so that the next
-    rounding is exact.
-
-    Rounding to nearest twice can fall on the wrong side of a tie.
-    """
-    with np.errstate(over="ignore", invalid="ignore"):
-        nearest = values.astype(np.float32)
-        back = nearest.astype(np.float64)
-        inexact = (back != values) & ~np.isnan(values)
-        even = (nearest.view(np.uint32) & np.uint32(1)) == 0
-        toward = np.where(values > back, np.float32(np.inf), np.float32(-np.inf))
-        other = np.nextafter(nearest, toward)
-    return np.where(inexact & even, other, nearest)
 
 
 class NonFinite:

@@ -82,12 +82,6 @@ def equal_values(given: Any, meant: Any) -> bool:
     return bool(given == meant)
 
 
-def _groups(values: Mapping[str, Any]) -> Any:
-    if values.get("group_query_attention") is False or not values.get("num_query_groups"):
-        return values.get("num_attention_heads")
-    return values["num_query_groups"]
-
-
 def _head_size(values: Mapping[str, Any]) -> Any:
     heads, hidden = values.get("num_attention_heads"), values.get("hidden_size")
     if values.get("kv_channels") is not None or not heads or not hidden:
@@ -162,7 +156,9 @@ FACTS: Sequence[Fact] = (
           lambda m: m.dims.sizes["F"] if {"down", "fc2"} & m.roles else None),
     _fact("num_attention_heads", "num_attention_heads", lambda m: m.dims.sizes["H"]),
     _fact("num_query_groups", "num_key_value_heads",
-          lambda m: None if m.latent else m.dims.sizes["G"], _groups),
+          lambda m: None if m.latent else m.dims.sizes["G"],
+          lambda values: (values.get("group_query_attention") is not False
+                          and values.get("num_query_groups")) or values.get("num_attention_heads")),
     _fact("kv_channels", "head_dim", lambda m: None if m.latent else m.dims.sizes["D"], _head_size),
     _fact("multi_latent_attention", "model_type", lambda m: m.latent),
     _fact("qk_head_dim", "qk_nope_head_dim", _of_latent("qk_nope_head_dim")),

@@ -250,21 +250,21 @@ class Output:
             UsageError: it is not empty and `overwrite` is False.
             StorageError: there is too little space, or the directory cannot be used.
         """
-        present = self._present(overwrite)
+        present = self.present(overwrite)
         self.at(TEMPLATES).refuse_links()  # before anything is removed
         # The index first: after that no mixture of two models can be loaded.
         for name in sorted(filter(_WEIGHTS.match, present), key=lambda n: not n.endswith(".json")):
             self.storage.delete(name)
         if self.storage.is_file_system:  # of an export that was killed before its index had a name
             self.storage.discard_unfinished([INDEX])
-        self._check_space()
+        self.check_space()
 
     def writer(self, file: OutputFile, chunks: int) -> FileWriter:
         """The writer of `file`. The first call makes it and writes the header."""
         with self._lock:
             if file.name not in self._open:
                 name = self._stored(file)
-                writer = self._begun(file, name)
+                writer = self.begun(file, name)
                 self._open[file.name] = writer
                 self._chunks[file.name] = chunks
                 self._made.append(name)
@@ -344,7 +344,7 @@ class Output:
         for storage in (self.storage, *self._folders.values()):
             storage.close()
 
-    def _present(self, overwrite: bool) -> list[str]:
+    def present(self, overwrite: bool) -> list[str]:
         present = [f.name for f in self.storage.list()]
         if (present or self.storage.list_dirs()) and not overwrite:
             raise UsageError(
@@ -355,7 +355,7 @@ class Output:
             )
         return present
 
-    def _check_space(self) -> None:
+    def check_space(self) -> None:
         if not is_local(self.url):
             return
         there = local_path(self.url)
@@ -374,7 +374,7 @@ class Output:
         """The CRC-64/NVME of a file that this process wrote, in hexadecimal."""
         return self._open[file.name].crc64
 
-    def _begun(self, file: OutputFile, name: str) -> SummedFile:
+    def begun(self, file: OutputFile, name: str) -> SummedFile:
         return SummedFile(self.storage.create_file(name, file.size), file.size)
 
     def _finish(self, file: OutputFile) -> None:

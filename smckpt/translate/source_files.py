@@ -173,7 +173,19 @@ class SourceFiles:
         with lock:
             if self._checked[record] is None:
                 return
-            found = self._crc_mapped(record) if is_local(record.path) else self._crc_read(record)
+            found = 0
+            mapped = self._map(record) if is_local(record.path) else None
+            for low in range(0, record.nbytes, _WINDOW):
+                high = min(low + _WINDOW, record.nbytes)
+                if mapped is None:
+                    found = checksums.crc32(self._range(record, low, high), found)
+                    continue
+                at, stop = record.offset + low, record.offset + high
+                with memoryview(mapped) as memory:
+                    found = checksums.crc32(memory[at:stop], found)
+                if record.nbytes - low > _WINDOW:
+                    page = at - at % mmap.PAGESIZE
+                    mapped.madvise(mmap.MADV_DONTNEED, page, stop - page)
             if found != record.crc:
                 raise CorruptCheckpointError(
                     f"bytes {record.offset} to {record.offset + record.nbytes} differ from the "
@@ -246,26 +258,6 @@ class SourceFiles:
         if record.offset + record.nbytes > len(mapped):
             _shorter(record, len(mapped))
         return mapped
-
-    def _crc_mapped(self, record: ArchiveRecord) -> int:
-        mapped = self._map(record)
-        crc, at, end = 0, record.offset, record.offset + record.nbytes
-        with memoryview(mapped) as memory:
-            while at < end:
-                stop = min(end, at + _WINDOW)
-                crc = checksums.crc32(memory[at:stop], crc)
-                page = at - at % mmap.PAGESIZE
-                if end - at > _WINDOW:
-                    mapped.madvise(mmap.MADV_DONTNEED, page, stop - page)
-                at = stop
-        return crc
-
-    def _crc_read(self, record: ArchiveRecord) -> int:
-        crc = 0
-        for at in range(0, record.nbytes, _WINDOW):
-            stop = min(at + _WINDOW, record.nbytes)
-            crc = checksums.crc32(self._range(record, at, stop), crc)
-        return crc
 
 
 def _parts(copy: Copy, itemsize: int) -> Iterator[Copy]:

@@ -295,12 +295,25 @@ _MOST = 1 << 28  # bytes of a file beside the checkpoint
 def _write_trainer(whole: WholeState, target: NewTarget) -> tuple[str, ...]:
     keys, ranks = whole.keys, whole.catalogue.object_ranks
     beside = dict(_beside(whole.catalogue.readers.storage(whole.catalogue.url).without_links()))
-    adapter = _is_adapter(whole, beside)
+    # the configs of adapters; one adapter of LoRA can be written, as PEFT saves it
+    configs = [name for name in beside if name.rpartition("/")[2] == _ADAPTER]
+    if configs:
+        config = json.loads(beside[configs[0]])
+        others = [name for name in whole.nested("model") if not _OF_LORA.fullmatch(name)]
+        plain = config.get("peft_type") == "LORA" and not config.get("use_dora")
+        if configs != [_ADAPTER] or not plain or others or is_sharded(whole, "model"):
+            what = f"it has {', '.join(others[:8])}" if others else f"the adapters are {configs}"
+            raise StateError(
+                "of adapters (PEFT), only the Trainer's own checkpoints of a single one of LoRA, "
+                f"without DoRA or FSDP, are written; {what}",
+                remedy="resume with SmckptTrainer",
+                path=whole.catalogue.url,
+            )
     changed: tuple[str, ...] = ()
     if is_sharded(whole, "model"):
         for key in {"model", "optimizer"} & keys:
             changed += write_sharded(whole, key, target, 0)
-    elif adapter:
+    elif configs:
         write_safetensors(
             whole, "model", target, "adapter_model.safetensors",  # PEFT leaves its name out
             lambda name: name.replace(".modules_to_save.default.", ".").replace(".default", ""),
@@ -343,29 +356,6 @@ def _beside(storage: Storage, folder: str = "") -> Iterator[tuple[str, bytes]]:
     for name in storage.list_dirs():
         if not is_stock(name) and not name.startswith("."):
             yield from _beside(storage.join(name), f"{folder}{name}/")
-
-
-def _is_adapter(whole: WholeState, beside: dict[str, bytes]) -> bool:
-    """Whether the model is one adapter of LoRA, as PEFT saves it.
-
-    Raises:
-        StateError: it is another adapter, or more than one.
-    """
-    configs = [name for name in beside if name.rpartition("/")[2] == _ADAPTER]
-    if not configs:
-        return False
-    config = json.loads(beside[configs[0]])
-    others = [name for name in whole.nested("model") if not _OF_LORA.fullmatch(name)]
-    plain = config.get("peft_type") == "LORA" and not config.get("use_dora")
-    if configs != [_ADAPTER] or not plain or others or is_sharded(whole, "model"):
-        what = f"it has {', '.join(others[:8])}" if others else f"the adapters are {configs}"
-        raise StateError(
-            "of adapters (PEFT), only the Trainer's own checkpoints of a single one of LoRA, "
-            f"without DoRA or FSDP, are written; {what}",
-            remedy="resume with SmckptTrainer",
-            path=whole.catalogue.url,
-        )
-    return True
 
 
 _PREPARED = re.compile(r"(model|optimizer)(_\d+)?")

@@ -104,8 +104,8 @@ class CheckpointOutput(Output):
     def prepare(self, *, overwrite: bool) -> None:
         """Refuse a directory that is not empty. With `overwrite`, an old checkpoint there is
         removed after this one is committed."""
-        self._present(overwrite)
-        self._check_space()
+        self.present(overwrite)
+        self.check_space()
 
     def put_parts(self, topology: ParallelState, metadata: Mapping[str, Any]) -> None:
         """Write the part of each rank."""
@@ -132,7 +132,7 @@ class CheckpointOutput(Output):
             writer.abort()
         super().abandon()
 
-    def _begun(self, file: OutputFile, name: str) -> SummedFile:
+    def begun(self, file: OutputFile, name: str) -> SummedFile:
         return self._writers[file.name].file(file.size)
 
 

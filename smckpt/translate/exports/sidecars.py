@@ -180,7 +180,18 @@ def config_beside(
     try:
         if CONFIG not in cached and not any(file.name == CONFIG for file in strict.list(CONFIG)):
             return None, ()
-        folder = _copied(strict, Path(copies()), cached)
+        folder = Path(copies())
+        for name, blob in cached.items():
+            if is_beside_config(name):
+                (folder / name).write_bytes(_read(blob))
+        for file in strict.list():
+            if is_beside_config(file.name):
+                (folder / file.name).write_bytes(strict.read(file.name, most=_MOST))
+        if TEMPLATES in strict.list_dirs():
+            templates = strict.join(TEMPLATES)
+            for file in templates.list():
+                (folder / TEMPLATES).mkdir(exist_ok=True)
+                (folder / TEMPLATES / file.name).write_bytes(templates.read(file.name, most=_MOST))
     finally:
         strict.close()
     try:
@@ -205,23 +216,6 @@ def _in_cache(url: str) -> dict[str, Path]:
             if blob.is_file() and not blob.is_symlink():
                 found[path.name] = blob
     return found
-
-
-def _copied(storage: Storage, folder: Path, cached: Mapping[str, Path]) -> Path:
-    """Copy the files that belong to a config."""
-    for name, blob in cached.items():
-        if is_beside_config(name):
-            (folder / name).write_bytes(_read(blob))
-    for file in storage.list():
-        if is_beside_config(file.name):
-            (folder / file.name).write_bytes(storage.read(file.name, most=_MOST))
-    if TEMPLATES not in storage.list_dirs():
-        return folder
-    templates = storage.join(TEMPLATES)
-    for file in templates.list():
-        (folder / TEMPLATES).mkdir(exist_ok=True)
-        (folder / TEMPLATES / file.name).write_bytes(templates.read(file.name, most=_MOST))
-    return folder
 
 
 def notes_on_absent(settings: ModelConfig | None) -> tuple[str, ...]:

@@ -361,7 +361,12 @@ def read_lora_configs(source: Any, names: Sequence[str]) -> list[LoraConfig]:
     """
     if len(names) > 1:
         if isinstance(source, (str, os.PathLike)):
-            lost = [n for n in names if not _has_own(Path(os.fspath(source)), n)]
+            # `save_pretrained` puts `default` at the top, another one in a folder of its name
+            top = Path(os.fspath(source))
+            config_of = {n: top / n / ADAPTER_CONFIG for n in names}
+            if "default" in config_of and not config_of["default"].is_file():
+                config_of["default"] = top / ADAPTER_CONFIG
+            lost = [n for n in names if not config_of[n].is_file()]
         else:
             lost = [n for n in names if not isinstance(source, Mapping) or n not in source]
         if lost:
@@ -371,13 +376,6 @@ def read_lora_configs(source: Any, names: Sequence[str]) -> list[LoraConfig]:
                 "for each",
             )
     return [read_lora_config(source, name) for name in names or (None,)]
-
-
-def _has_own(directory: Path, adapter: str) -> bool:
-    """Whether a directory of PEFT's `save_pretrained` has this adapter: `default` lies at its top,
-    another one in a folder of its name."""
-    at_top = adapter == "default" and (directory / ADAPTER_CONFIG).is_file()
-    return at_top or (directory / adapter / ADAPTER_CONFIG).is_file()
 
 
 def read_lora_config(source: Any, adapter: str | None = None) -> LoraConfig:

@@ -160,7 +160,13 @@ class MergedSource:
     ) -> None:
         """Compute elements [start, stop) of a target, some rows at a time."""
         wide, dtype = target.source_dtype, target.base.dtype
-        parts = [self._parts_of(change, target) for change in target.changes]
+        parts = []  # a change, its matrices for the target's rows, DoRA's vector, columns' lengths
+        for change in target.changes:
+            left, right, *more = self._pair(change)
+            if target.turned:
+                left, right = right.transpose(0, 2, 1), left.transpose(0, 2, 1)
+            lengths = self._column_lengths(change, target) if change.of_columns else None
+            parts.append((change, left, right, more[0] if more else None, lengths))
         by_rows = any(map(_by_rows, target.changes))
         first, at, left_at = target.box.offsets
         _, height, columns = target.box.sizes
@@ -193,17 +199,6 @@ class MergedSource:
                     rows *= (magnitude[here] / _lengths(rows, 1))[:, None]
             result[low - start : high - start] = total[low - begin : high - begin]
             row = last
-
-    def _parts_of(
-        self, change: Change, target: Merged
-    ) -> tuple[Change, Array, Array, Array | None, Array | None]:
-        """A change, with the matrices to multiply for the target's rows, DoRA's vector, and the
-        lengths of columns if it needs them."""
-        left, right, *more = self._pair(change)
-        if target.turned:
-            left, right = right.transpose(0, 2, 1), left.transpose(0, 2, 1)
-        lengths = self._column_lengths(change, target) if change.of_columns else None
-        return change, left, right, more[0] if more else None, lengths
 
     def _pair(self, change: Change) -> tuple[Array, ...]:
         """The two matrices to multiply, for each expert, and DoRA's vector if there is one. The

@@ -315,7 +315,13 @@ class _NewFile:
         with open(self.making.create(self.name, read=True), "rb+", buffering=0) as out:
             if wholes:
                 publish, whole = writers[wholes[-1]]
-                nbytes += _copy_whole(self.source, publish, self.name, whole.size, out.fileno())
+                memory = memoryview(bytearray(min(_PIECE, max(whole.size, 1))))
+                with closing(self.source.join(publish.folder)) as storage:
+                    for low in range(0, whole.size, len(memory)):
+                        view = memory[: min(len(memory), whole.size - low)]
+                        storage.read_into(self.name, low, [view])
+                        _write(out.fileno(), view, low)
+                nbytes += whole.size
                 later = writers[wholes[-1] + 1 :]
             elif base is not None:
                 with _opened(base, self.name) as old:
@@ -325,16 +331,6 @@ class _NewFile:
             _check(out.fileno(), self.file, path)
             os.fsync(out.fileno())
         return nbytes
-
-
-def _copy_whole(source: Storage, publish: Publish, name: str, size: int, fd: int) -> int:
-    memory = memoryview(bytearray(min(_PIECE, max(size, 1))))
-    with closing(source.join(publish.folder)) as storage:
-        for low in range(0, size, len(memory)):
-            view = memory[: min(len(memory), size - low)]
-            storage.read_into(name, low, [view])
-            _write(fd, view, low)
-    return size
 
 
 def _copy_file(old: BinaryIO, new: BinaryIO) -> None:

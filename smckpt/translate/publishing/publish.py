@@ -146,7 +146,17 @@ def publish(
         made = work.write_manifest(number, None if full else chain[-1].identity)
         on_failure.pop_all()
         if full:
-            _delete_old(root, number)
+            # What publishes wrote before the last full one but this one is deleted. That stays, for
+            # those who are reading its chain.
+            kept = False
+            for each in reversed([each for each in numbers_in(root) if each < number]):
+                try:
+                    found = read_publish(root, each)
+                    if kept:
+                        _delete(root, each, found)
+                    kept = kept or (found is not None and found.base is None)
+                except CorruptCheckpointError as error:
+                    log.warning("publish %d stays: %s", each, error)
         return work.report(made, full, work.nbytes, began)
 
 
@@ -311,7 +321,9 @@ class _Publishing:
             text = text.ljust(-(-len(text) // 8) * 8)
             head = len(text).to_bytes(8, "little") + text
             size = len(head) + at
-            self._write(delta_name, size, self._patches(head, changed))
+            first: _Fill = len(head), lambda view: view.__setitem__(slice(None), head)
+            blocks = (self._blocks(name, tensor) for name, tensor in changed.values())
+            self._write(delta_name, size, itertools.chain([first], *blocks))
             self._written = delta_name, size
 
     def write_manifest(self, number: int, base: str | None) -> Publish:
@@ -349,13 +361,6 @@ class _Publishing:
             whole + sum(_nbytes(tensor) for _, tensor in self.changed.values()),
             time.monotonic() - began,
         )  # fmt: skip
-
-    def _patches(
-        self, head: bytes, changed: Mapping[str, tuple[str, PublishedTensor]]
-    ) -> Iterator[_Fill]:
-        yield len(head), lambda view: view.__setitem__(slice(None), head)
-        for name, tensor in changed.values():
-            yield from self._blocks(name, tensor)
 
     def _copied(self, name: str, file: PublishedFile) -> Iterator[_Fill]:
         tensors = sorted(file.tensors.values(), key=lambda tensor: tensor.begin)
@@ -409,20 +414,6 @@ _Fill = tuple[int, Callable[[memoryview], None]]
 
 def _nbytes(tensor: PublishedTensor) -> int:
     return sum(n for number, _, n in spans(tensor.begin, tensor.end) if number in tensor.blocks)
-
-
-def _delete_old(root: Storage, number: int) -> None:
-    """Delete what publishes wrote before the last full one but this one. That stays, for those who
-    are reading its chain."""
-    kept = False
-    for each in reversed([each for each in numbers_in(root) if each < number]):
-        try:
-            found = read_publish(root, each)
-            if kept:
-                _delete(root, each, found)
-            kept = kept or (found is not None and found.base is None)
-        except CorruptCheckpointError as error:
-            log.warning("publish %d stays: %s", each, error)
 
 
 def _delete(root: Storage, number: int, found: Publish | None) -> None:

@@ -144,8 +144,15 @@ def open_source(
     root = find_source(os.fspath(checkpoint), source)
     if isinstance(root, ArchiveRecord):
         return RankFilesFound({root.path: root}, source, format=ONE_FILE)
-    if root is None or _is_ours(root, source):
+    if root is None:
         return None
+    if any(parse_name(name) for name in root.files):
+        if root.packed or not holds_dcp(root.files):
+            return None
+        # a save that was never committed leaves DCP's checkpoint in the same directory as it was
+        with suppress(CheckpointNotFoundError):
+            choose_commit(source.access.open(root.url))
+            return None
     packed = root.packed
     root = _iteration(root)
     found = (
@@ -160,20 +167,6 @@ def open_source(
             path=root.url,
         )
     return found
-
-
-def _is_ours(folder: Folder, source: SourceFiles) -> bool:
-    """Whether the files are smckpt's. A save that was never committed leaves DCP's checkpoint in
-    the same directory as it was."""
-    if not any(parse_name(name) for name in folder.files):
-        return False
-    if folder.packed or not holds_dcp(folder.files):
-        return True
-    try:
-        choose_commit(source.access.open(folder.url))
-    except CheckpointNotFoundError:
-        return False
-    return True
 
 
 def _hub_directory(folder: Folder) -> RankFilesFound | ForeignCheckpoint | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from smckpt.checkpoint.reading.catalogue import Catalogue, LogicalTensor, Stored
 from smckpt.checkpoint.reading.plan import plan_logical
@@ -136,29 +136,26 @@ class CheckpointTensors:
         self._stage = stage
         self._coordinates = {(t, c) for c in range(degrees.columns) for t in range(degrees.tp)}
         self.held: Mapping[str, RankTensors] = {
-            name: self._hold(name, rows)
+            name: held
             for name, tensor in tensors.items()
-            if (rows := self._of_stage(name, tensor))
+            if (held := self._hold(name, catalogue.pieces.by_name[tensor.name])) is not None
         }
 
-    def _of_stage(self, name: str, tensor: LogicalTensor) -> _Rows:
-        """The rows of a tensor that the stage's ranks saved."""
-        rows = self._catalogue.pieces.by_name[tensor.name]
-        if self._state is None or self._stage is None:
-            return rows
-        out = []
-        for row, fqn in rows:
-            stages = {self._state.ranker.get_pp_rank(r) for r in row.geometry.ranks}
-            if len(stages) > 1 and not row.geometry.per_rank:
-                raise TopologyError(
-                    f"{name} is distributed over the pipeline stages {sorted(stages)}",
-                    remedy="save the model on meshes of one stage each", path=self.url,
-                )  # fmt: skip
-            if self._stage in stages:
-                out.append((row, fqn))
-        return out
-
-    def _hold(self, name: str, rows: _Rows) -> RankTensors:
+    def _hold(self, name: str, rows: _Rows) -> RankTensors | None:
+        """rows: of all stages; None: the stage's ranks saved none of them."""
+        if self._state is not None and self._stage is not None:
+            every, rows = rows, []
+            for row, fqn in every:
+                stages = {self._state.ranker.get_pp_rank(r) for r in row.geometry.ranks}
+                if len(stages) > 1 and not row.geometry.per_rank:
+                    raise TopologyError(
+                        f"{name} is distributed over the pipeline stages {sorted(stages)}",
+                        remedy="save the model on meshes of one stage each", path=self.url,
+                    )  # fmt: skip
+                if self._stage in stages:
+                    rows.append((row, fqn))
+        if not rows:
+            return None
         shards: dict[tuple[int, int], Shape] = {}
         whole: Shape | None = None
         dtype = rows[0][0].dtype
@@ -269,10 +266,21 @@ class CheckpointTensors:
         plan = ReadPlan()
         for block in blocks:
             left = block.copy.numel
-            for source, itemsize, copy in self._found(block):
-                slots = self._slots_of(source)
-                plan.copies.append(StoredCopy(slots, copy, block.buffer, itemsize))
-                left -= copy.numel
+            rows = self._rows[block.source]
+            if not rows[0][0].geometry.explicit:
+                rows = rows[:1]  # the others are copies
+            for row, fqn in rows:
+                sources = self._meeting(row, fqn, block.copy)
+                # a per-rank tensor: take the first rank with these coordinates
+                if row.geometry.per_rank:
+                    sources = [s for s in sources if self._is_of(s, block.source)][:1]
+                for source in sources:
+                    what = f"{block.source.name} is sharded over ranks"
+                    copy = cut(block, source.piece, self.url, what, "save it without FSDP")
+                    if copy is not None:
+                        slots, itemsize = self._slots_of(source), DTYPES[row.dtype].itemsize
+                        plan.copies.append(StoredCopy(slots, copy, block.buffer, itemsize))
+                        left -= copy.numel
             if left:
                 raise CorruptCheckpointError(
                     f"{block.source.name}: {left} elements of a part are missing, or several "
@@ -293,22 +301,6 @@ class CheckpointTensors:
         if key not in self._slots:
             self._slots[key] = self._catalogue.slots(source.row, source.holders)
         return self._slots[key]
-
-    def _found(self, block: Block) -> Iterator[tuple[SavedPiece, int, Copy]]:
-        """For each saved piece: the elements of a block that it has, and its bytes per element."""
-        rows = self._rows[block.source]
-        if not rows[0][0].geometry.explicit:
-            rows = rows[:1]  # the others are copies
-        for row, fqn in rows:
-            sources = self._meeting(row, fqn, block.copy)
-            # a per-rank tensor: take the first rank with these coordinates
-            if row.geometry.per_rank:
-                sources = [s for s in sources if self._is_of(s, block.source)][:1]
-            for source in sources:
-                what = f"{block.source.name} is sharded over ranks"
-                found = cut(block, source.piece, self.url, what, "save it without FSDP")
-                if found is not None:
-                    yield source, DTYPES[row.dtype].itemsize, found
 
     def _meeting(self, row: Entry, fqn: str, copy: Copy) -> list[SavedPiece]:
         """The saved pieces that may have elements of the copy."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import re
 from collections.abc import Collection, Iterable, Mapping
@@ -267,7 +268,10 @@ def _find_prefix(tensors: Mapping[str, LogicalTensor], url: str) -> str:
     models = sorted(key for key, held in nested.items() if _like_a_model(held))
     if top and (not models or "" in places_of_models(top)):
         return ""
-    prefixes = {_outer_prefix(at_prefix) for at_prefix in places_of_models(tensors)}
+    prefixes = {  # without the names that belong to the model itself: PEFT's, or a tower's sibling
+        ".".join(itertools.takewhile(lambda part: part not in _NO_ATTRIBUTES, prefix.split(".")))
+        for prefix in places_of_models(tensors)
+    }
     if len(prefixes) == 1:
         return prefixes.pop()
     loose = [name for name in top if _like_a_model([tensors[name]])]
@@ -290,13 +294,6 @@ def _known_path(tensors: Iterable[LogicalTensor], above: Path) -> Path:
     keys = {t.path[len(above)] for t in held}
     key = next((key for key in _MODELS if key in keys), None)
     return () if key is None else (_known_path(held, (*above, key)) or (*above, key))
-
-
-def _outer_prefix(at_prefix: str) -> str:
-    """A place without the names that belong to the model itself: PEFT's, or a tower's sibling."""
-    parts = at_prefix.split(".")
-    own = next((at for at, part in enumerate(parts) if part in _NO_ATTRIBUTES), len(parts))
-    return ".".join(parts[:own])
 
 
 def _like_a_model(held: list[LogicalTensor]) -> bool:

@@ -94,11 +94,6 @@ _PROJECTOR = (
 )
 
 
-def _deepstack(config: Mapping[str, Any]) -> dict[str, Any]:
-    layers = config.get("deepstack_visual_indexes")
-    return {"num_hidden_layers": len(layers) if isinstance(layers, list) else 0}
-
-
 def _siglip(config: Mapping[str, Any]) -> dict[str, Any]:
     """A picture is square; the projector's output has the language model's size."""
     side, patch, text = (config.get(k) for k in ("image_size", "patch_size", "text_config"))
@@ -124,7 +119,11 @@ _TOWER_OF_QWEN3 = {
                          "max_position_embeddings": config.get("num_position_embeddings")
                      }, section="vision_config"),
     "deepstack": Family("Qwen3's deepstack", _DEEPSTACK, keys=_KEYS, defaults=_VIDEO,
-                        derive=_deepstack, section="vision_config"),
+                        derive=lambda config: {
+                            "num_hidden_layers": len(layers) if isinstance(
+                                layers := config.get("deepstack_visual_indexes"), list
+                            ) else 0
+                        }, section="vision_config"),
 }  # fmt: skip
 _QWEN3_TEXT = ("model.", "model.language_model.")
 _QWEN3_EXPERTS = (

@@ -176,11 +176,7 @@ def extend_torch_config(
     Raises:
         UsageError: torch is extended already.
     """
-    from torch.distributed.fsdp import (
-        FullStateDictConfig,
-        FullyShardedDataParallel,
-        StateDictType,
-    )
+    from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel, StateDictType
 
     kind: Any = FullStateDictConfig
     if is_extended():

@@ -35,13 +35,7 @@ from smckpt.state_dict.tags import (
     set_tag,
     tag_of,
 )
-from smckpt.state_dict.tensors import (
-    dtensor_parts,
-    flagged,
-    flags_of,
-    is_dtensor,
-    is_flattening,
-)
+from smckpt.state_dict.tensors import dtensor_parts, flagged, flags_of, is_dtensor, is_flattening
 from smckpt.state_dict.views import ModelView
 
 __all__ = [

@@ -19,12 +19,7 @@ from torch import nn
 from smckpt.errors import CheckpointError, KeysMismatchError, TensorMismatchError, UsageError
 from smckpt.full.move import MoveJob, MovePlan, MoveTask, follow, lead
 from smckpt.full.ranks import LiveTensors, live_tensors
-from smckpt.full.wire import (
-    Array,
-    ArrayMetadata,
-    Wire,
-    arrays_of,
-)
+from smckpt.full.wire import Array, ArrayMetadata, Wire, arrays_of
 from smckpt.layout.strided import Box, Copy, Piece, Strided
 from smckpt.meeting.round import over_group
 from smckpt.state_dict.views import ModelView

@@ -52,47 +52,19 @@ __all__ = [
 ]
 
 _HOMES = {
-    "conversion.convert": (
-        "ConvertReport",
-        "convert",
-    ),
-    "exports.export": (
-        "ExportReport",
-        "export_hf",
-    ),
-    "exports.imports": (
-        "ImportReport",
-        "import_hf",
-    ),
+    "conversion.convert": ("ConvertReport", "convert"),
+    "exports.export": ("ExportReport", "export_hf"),
+    "exports.imports": ("ImportReport", "import_hf"),
     "exports.options": ("ExportOptions", "ImportOptions"),
-    "exports.verify_hf": (
-        "HFReport",
-        "verify_hf",
-    ),
+    "exports.verify_hf": ("HFReport", "verify_hf"),
     "models.adapter": ("Adapter",),
     "models.model_source": ("Parallel",),
-    "publishing.apply": (
-        "ApplyReport",
-        "apply_published",
-    ),
-    "publishing.publish": (
-        "PublishReport",
-        "publish",
-    ),
-    "publishing.servers": (
-        "ReloadReport",
-        "reload_weights",
-    ),
+    "publishing.apply": ("ApplyReport", "apply_published"),
+    "publishing.publish": ("PublishReport", "publish"),
+    "publishing.servers": ("ReloadReport", "reload_weights"),
     "tables.families": ("register_family",),
-    "tables.layouts": (
-        "get_layout",
-        "register_layout",
-    ),
-    "tables.table": (
-        "Family",
-        "LayoutRow",
-        "TensorLayout",
-    ),
+    "tables.layouts": ("get_layout", "register_layout"),
+    "tables.table": ("Family", "LayoutRow", "TensorLayout"),
 }
 
 

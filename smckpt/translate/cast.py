@@ -23,12 +23,7 @@ __all__ = ["CASTABLE", "NonFinite", "cast", "refuse_nonfinite", "stored_type"]
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 
 # torch's name → the NumPy type that holds an element's bits
-CASTABLE: dict[str, str] = {
-    "float64": "<f8",
-    "float32": "<f4",
-    "float16": "<f2",
-    "bfloat16": "<u2",
-}
+CASTABLE: dict[str, str] = {"float64": "<f8", "float32": "<f4", "float16": "<f2", "bfloat16": "<u2"}
 
 
 def stored_type(dtype: str) -> np.dtype[Any]:

@@ -236,11 +236,7 @@ def write_sharded(whole: WholeState, key: str, target: NewTarget, number: int) -
 
 
 def write_safetensors(
-    whole: WholeState,
-    key: str,
-    target: NewTarget,
-    name: str,
-    renamed: Callable[[str], str] = str,
+    whole: WholeState, key: str, target: NewTarget, name: str, renamed: Callable[[str], str] = str
 ) -> None:
     """Write the tensors of a model's state dict.
 

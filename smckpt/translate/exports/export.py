@@ -41,11 +41,7 @@ from smckpt.translate.models.contents import HUB, ExportContents, find_contents
 from smckpt.translate.models.model_source import Parallel
 from smckpt.translate.prediction import with_prediction_layers
 from smckpt.translate.stream import write_chunks
-from smckpt.translate.tables.degrees import (
-    check_paths,
-    refuse_given,
-    refuse_store,
-)
+from smckpt.translate.tables.degrees import check_paths, refuse_given, refuse_store
 from smckpt.translate.tables.vocabulary import check_tokenizer, note_on_ids
 
 __all__ = ["ExportReport", "export_hf"]

@@ -29,11 +29,7 @@ from smckpt.translate.models.contents import (
     renamed,
     whole_tensors,
 )
-from smckpt.translate.models.lora import (
-    ADAPTER_CONFIG,
-    read_lora_configs,
-    sort,
-)
+from smckpt.translate.models.lora import ADAPTER_CONFIG, read_lora_configs, sort
 from smckpt.translate.models.merged import (
     Adapters,
     Change,

@@ -34,7 +34,7 @@ from smckpt.translate.sources.rank_files import TensorReader
 from smckpt.translate.tables.pieces import Block, RankTensors, TensorKey
 from smckpt.translate.tables.table import Family
 
-__all__ = ["Dequantized", "dequantized", "names_quantization", "open_release", "weights_of"]
+__all__ = ["Dequantized", "dequantized", "open_release", "weights_of"]
 
 
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
@@ -187,11 +187,6 @@ class Dequantized:
 
     def close(self) -> None:
         self._reader.close()
-
-
-def names_quantization(settings: ModelConfig | None) -> bool:
-    """Whether the config says that the weights are quantized in a way that is read here."""
-    return settings is not None and _quantization(settings).get("quant_method") in _METHODS
 
 
 def dequantized(

@@ -18,14 +18,8 @@ from typing import Any, BinaryIO
 from smckpt.calls import alone
 from smckpt.checkpoint.records.crc import crc64
 from smckpt.checkpoint.records.files import decode_body
-from smckpt.checkpoint.records.headers import read_header
 from smckpt.checkpoint.records.sealed import FORMAT_VERSION, open_json, seal_json
-from smckpt.errors import (
-    CheckpointError,
-    CorruptCheckpointError,
-    StorageError,
-    UsageError,
-)
+from smckpt.errors import CheckpointError, CorruptCheckpointError, StorageError, UsageError
 from smckpt.storage import Storage, StoreOptions, access_to
 from smckpt.storage.disk.directory import Directory
 from smckpt.storage.disk.posix_read import open_file
@@ -38,6 +32,7 @@ from smckpt.translate.publishing.published import (
     PublishedFile,
     PublishedTensor,
     chain_to,
+    header_of,
     is_folder,
     spans,
     state_after,
@@ -355,8 +350,7 @@ def _patch(
     name, size = publish.delta
     nbytes = 0
     with closing(source.join(publish.folder)) as storage:
-        path = file_url(storage.url, name)
-        slots = read_header(lambda low, high: storage.read(name, low, high - low), size, path).slots
+        slots = header_of(storage, name, size).slots
         for key, tensor in tensors.items():
             at = slots[key].offset if key in slots else size
             for number, low, length in spans(tensor.begin, tensor.end):

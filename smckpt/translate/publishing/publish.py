@@ -16,14 +16,8 @@ from typing import Any
 
 from smckpt.calls import alone
 from smckpt.checkpoint.records.crc import BLOCK, combine, crc64
-from smckpt.checkpoint.records.headers import Header, read_header
 from smckpt.checkpoint.records.strict_json import strict_json
-from smckpt.errors import (
-    CheckpointNotFoundError,
-    CorruptCheckpointError,
-    StorageError,
-    UsageError,
-)
+from smckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, StorageError, UsageError
 from smckpt.storage import Storage, StoreOptions, access_to
 from smckpt.storage.urls import file_url, normal_url
 from smckpt.translate.files import INDEX, SINGLE, UNFINISHED, aligned
@@ -37,6 +31,7 @@ from smckpt.translate.publishing.published import (
     PublishedTensor,
     chain_to,
     folder_of,
+    header_of,
     is_folder,
     numbers_in,
     put_files,
@@ -220,7 +215,7 @@ def _scanned(model: Storage) -> dict[str, PublishedFile]:
 
 
 def _scan(model: Storage, name: str, size: int) -> PublishedFile:
-    header = _header(model, name, size) if name.endswith(_WEIGHTS) else None
+    header = header_of(model, name, size) if name.endswith(_WEIGHTS) else None
     places = {"": (0, size)}
     if header is not None:
         places = {
@@ -241,12 +236,6 @@ def _scan(model: Storage, name: str, size: int) -> PublishedFile:
                 whole = combine(whole, value, len(block))
         tensors[key] = PublishedTensor(begin, end, blocks)
     return PublishedFile(size, whole, head, True, tensors)
-
-
-def _header(model: Storage, name: str, size: int) -> Header:
-    return read_header(
-        lambda low, high: model.read(name, low, high - low), size, file_url(model.url, name)
-    )
 
 
 class _Publishing:
@@ -306,7 +295,9 @@ class _Publishing:
         if changed := self.changed:  # the tensors, or their blocks, as one safetensors file
             table: dict[str, Any] = {"__metadata__": {"format": "pt", "smckpt.unit": self.unit}}
             sizes = {name: self.scanned[name].size for name, _ in changed.values()}
-            headers = {name: _header(self.model, name, size).slots for name, size in sizes.items()}
+            headers = {
+                name: header_of(self.model, name, size).slots for name, size in sizes.items()
+            }
             at = 0
             for key, (name, tensor) in changed.items():
                 nbytes = _nbytes(tensor)

@@ -19,6 +19,7 @@ from msgspec import Meta
 
 from smckpt.checkpoint.records.crc import BLOCK, crc64, hex64
 from smckpt.checkpoint.records.files import decode_body, read_body, read_file
+from smckpt.checkpoint.records.headers import Header, read_header
 from smckpt.checkpoint.records.sealed import FORMAT_VERSION, seal_json
 from smckpt.decoding import Checksum, Count
 from smckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, StorageError
@@ -36,6 +37,7 @@ __all__ = [
     "PublishedTensor",
     "chain_to",
     "folder_of",
+    "header_of",
     "is_folder",
     "numbers_in",
     "put_files",
@@ -172,6 +174,12 @@ def spans(begin: int, end: int) -> Iterator[tuple[int, int, int]]:
     """The blocks of bytes [begin, end): number, first byte, length."""
     for number, low in enumerate(range(begin, end, BLOCK)):
         yield number, low, min(BLOCK, end - low)
+
+
+def header_of(storage: Storage, name: str, size: int) -> Header:
+    """The header of a safetensors file."""
+    path = file_url(storage.url, name)
+    return read_header(lambda low, high: storage.read(name, low, high - low), size, path)
 
 
 def numbers_in(root: Storage) -> list[int]:

@@ -145,9 +145,7 @@ class _Client:
 
     def sglang(self, model_path: str) -> None:
         answer = self._ask(
-            "POST",
-            "/update_weights_from_disk",
-            {"model_path": model_path, "flush_cache": True},
+            "POST", "/update_weights_from_disk", {"model_path": model_path, "flush_cache": True}
         )
         if not isinstance(answer, Mapping) or answer.get("success") is not True:
             raise self._failed("/update_weights_from_disk", json.dumps(answer))

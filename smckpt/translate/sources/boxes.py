@@ -11,14 +11,7 @@ from smckpt.checkpoint.reading.catalogue import LogicalTensor
 from smckpt.errors import CorruptCheckpointError, TensorMismatchError, TopologyError
 from smckpt.layout.entries import DTYPES, Path, dotted
 from smckpt.layout.mesh import Shape
-from smckpt.layout.strided import (
-    Box,
-    Copy,
-    Piece,
-    Strided,
-    covered,
-    row_major_strides,
-)
+from smckpt.layout.strided import Box, Copy, Piece, Strided, covered, row_major_strides
 from smckpt.translate.source_files import ArchiveRecord, SourceFiles
 from smckpt.translate.sources.source_facts import SourceFacts
 from smckpt.translate.tables.names import places_of_optimizers

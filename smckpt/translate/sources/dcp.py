@@ -17,7 +17,7 @@ from smckpt.checkpoint.records.strict_json import strict_json
 from smckpt.errors import CorruptCheckpointError, UsageError
 from smckpt.layout.entries import DTYPES, Path
 from smckpt.layout.mesh import MOST_DIMS, Shape
-from smckpt.layout.strided import Box, row_major_strides
+from smckpt.layout.strided import Box
 from smckpt.storage.urls import is_plain_name
 from smckpt.translate.pickled import Global, Inert, read_pickle
 from smckpt.translate.source_files import ArchiveRecord, Folder, SourceFiles
@@ -30,7 +30,7 @@ from smckpt.translate.sources.megatron import (
     unstacked,
 )
 from smckpt.translate.sources.source_facts import yaml_beside
-from smckpt.translate.sources.torch_files import is_safetensors
+from smckpt.translate.sources.torch_files import is_safetensors, stored_slot
 from smckpt.translate.torch_archive import StoredTensor, open_archive, read_value
 
 __all__ = ["DCP", "open_dcp", "open_shards", "read_metadata"]
@@ -374,7 +374,6 @@ def _header(folder: Folder, file: ArchiveRecord) -> Header:
 
 
 def _parts(file: ArchiveRecord, header: Header) -> list[tuple[str, Box, StoredTensor]]:
-    codes = {d.code: d.name for d in DTYPES.values() if d.code is not None}
     out = []
     try:
         places = strict_json(header.metadata[_PLACES])
@@ -382,11 +381,7 @@ def _parts(file: ArchiveRecord, header: Header) -> list[tuple[str, Box, StoredTe
             offsets = places[name]["saved_offsets"]
             if len(offsets) != len(slot.shape) or any(type(n) is not int or n < 0 for n in offsets):
                 raise ValueError(f"{name} is at {offsets}")
-            record = file.part(slot.offset, slot.nbytes)
-            strides = row_major_strides(slot.shape)
-            stored = StoredTensor(codes[slot.code], slot.shape, strides, 0, record)
-            box = Box(tuple(offsets), slot.shape)
-            out.append((name, box, stored))
+            out.append((name, Box(tuple(offsets), slot.shape), stored_slot(file, slot)))
     except (ValueError, LookupError, TypeError) as error:
         raise CorruptCheckpointError(
             f"its {_PLACES} is damaged: {error}", remedy="fetch the file again", path=file.path

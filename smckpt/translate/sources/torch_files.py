@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from smckpt.checkpoint.reading.catalogue import LogicalTensor
-from smckpt.checkpoint.records.headers import read_header
+from smckpt.checkpoint.records.headers import StoredSlot, read_header
 from smckpt.checkpoint.records.objects import refuse_inflating
 from smckpt.errors import CorruptCheckpointError, StateError, UsageError
 from smckpt.layout.containers import container_kind
@@ -36,6 +36,7 @@ __all__ = [
     "is_safetensors",
     "load_inert",
     "open_state",
+    "stored_slot",
     "stored_state",
     "torch_root",
 ]
@@ -262,7 +263,6 @@ def safetensors_of(source: SourceFiles, file: ArchiveRecord) -> dict[str, Stored
         UsageError: it is a file of a checkpoint of smckpt.
         CorruptCheckpointError: it is damaged.
     """
-    codes = {d.code: d.name for d in DTYPES.values() if d.code is not None}
     try:
         header = read_header(partial(source.read, file), file.nbytes, file.path)
     except CorruptCheckpointError as error:
@@ -276,10 +276,15 @@ def safetensors_of(source: SourceFiles, file: ArchiveRecord) -> dict[str, Stored
                 remedy="export the checkpoint's directory",
                 path=file.path,
             )
-        record = file.part(slot.offset, slot.nbytes)
-        strides = row_major_strides(slot.shape)
-        out[name] = StoredTensor(codes[slot.code], slot.shape, strides, 0, record)
+        out[name] = stored_slot(file, slot)
     return out
+
+
+def stored_slot(file: ArchiveRecord, slot: StoredSlot) -> StoredTensor:
+    """Where a tensor of a safetensors file is."""
+    (dtype,) = (d.name for d in DTYPES.values() if d.code == slot.code)
+    record = file.part(slot.offset, slot.nbytes)
+    return StoredTensor(dtype, slot.shape, row_major_strides(slot.shape), 0, record)
 
 
 def _odd_tensor(value: Any) -> str:

@@ -13,14 +13,7 @@ from typing import Any
 from smckpt.errors import UsageError
 from smckpt.storage.urls import is_local
 
-__all__ = [
-    "Degrees",
-    "check_counts",
-    "check_flags",
-    "check_paths",
-    "refuse_given",
-    "refuse_store",
-]
+__all__ = ["Degrees", "check_counts", "check_flags", "check_paths", "refuse_given", "refuse_store"]
 
 
 @dataclass(frozen=True)

@@ -220,11 +220,7 @@ FAMILIES = (
         derive=_next,
         hf_tp={**HF_TP, "l_q": 0, "l_beta": 0, "l_o": 0},
     ),
-    replace(
-        _mixture("llama4_text", *ATTENTION, *_LLAMA4),
-        derive=_llama4,
-        packed=_LLAMA4_PACKED,
-    ),
+    replace(_mixture("llama4_text", *ATTENTION, *_LLAMA4), derive=_llama4, packed=_LLAMA4_PACKED),
     _mixture("olmoe", *ATTENTION, *WIDE_NORMS, *_QWEN_EXPERTS),
     replace(
         _mixture("granitemoe", *ATTENTION, *_GRANITE),

@@ -22,7 +22,6 @@ from smckpt.checkpoint.commits import gather
 from smckpt.checkpoint.commits.part import part_body, table_of, tables_digest
 from smckpt.checkpoint.records.crc import crc64, hex64
 from smckpt.checkpoint.records.format import Manifest, crc_name, data_name, part_name
-from smckpt.checkpoint.records.prefixes import PrefixStores
 from smckpt.checkpoint.records.rows import encode_rows
 from smckpt.checkpoint.records.sealed import seal_json
 from smckpt.layout.entries import Entry
@@ -127,9 +126,9 @@ def main() -> None:
         shutil.rmtree(given.dir, ignore_errors=True)
         given.dir.mkdir(parents=True)
         listed, nbytes, planned = parts(given.dir, given.model, count, given.each)
-        stores = PrefixStores(Access().open(str(given.dir)), None)
+        storage = Access().open(str(given.dir))
         began = time.process_time()
-        found = gather.gather_parts(stores, ATTEMPT, range(count), listed)
+        found = gather.gather_parts(storage, ATTEMPT, range(count), listed)
         manifest = Manifest(
             checkpoint_id="bench", kind="SHARDED", step=1, attempt=ATTEMPT, session=ATTEMPT[:12],
             number=0, fencing_token=1, group_ranks=tuple(range(count)), committed_at=1, record=None,

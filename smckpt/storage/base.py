@@ -22,7 +22,7 @@ from typing import Any
 from smckpt.decoding import decode
 from smckpt.errors import UsageError
 from smckpt.registry import Registry
-from smckpt.storage.budget import Share
+from smckpt.storage.budget import Share, Spread
 from smckpt.storage.faults import guard, guarded, name_taken, owner_of, too_long
 from smckpt.storage.urls import file_url, join_url, normal_url, scheme_of
 
@@ -92,6 +92,7 @@ class Access:
     options: scheme → the JSON fields that stores of this scheme understand. A store whose scheme
         has no fields takes its options from the environment.
     share: this process's part of the requests per second that a store answers to the whole job.
+    spread: the prefixes over which a new save spreads the ranks' files.
     named: the URLs that the user named. What is written or deleted below one of them is not reached
         through a symbolic link.
     read_from: the URLs of directories whose files belong together, such as a checkpoint's. What is
@@ -100,6 +101,7 @@ class Access:
 
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     share: Share = field(default_factory=Share)
+    spread: Spread | None = None
     named: tuple[str, ...] = ()
     read_from: tuple[str, ...] = ()
 
@@ -126,9 +128,9 @@ class Access:
             )
         return store
 
-    def holding(self, share: Share) -> Access:
-        """The same options with another share."""
-        return dataclasses.replace(self, share=share)
+    def holding(self, share: Share, spread: Spread | None = None) -> Access:
+        """The same options with another share, and the prefixes of a save."""
+        return dataclasses.replace(self, share=share, spread=spread)
 
     def to_json(self) -> dict[str, Any]:
         """A form for another process, with the stores that were registered in this process."""
@@ -136,6 +138,7 @@ class Access:
             "stores": dict(_STORES.registered),
             "options": {scheme: dict(fields) for scheme, fields in self.options.items()},
             "share": dataclasses.asdict(self.share),
+            "spread": self.spread and dataclasses.asdict(self.spread),
             "named": list(self.named),
             "read_from": list(self.read_from),
         }
@@ -179,6 +182,8 @@ class Storage(ABC):
     prefixes: int = 1
     #: The location below which these prefixes are made; None: the parent of the step's directory.
     prefix_root: str | None = None
+    #: Over which prefixes the ranks' files of this checkpoint are; None: over none.
+    spread: Spread | None = None
 
     @property
     def retries(self) -> int | None:
@@ -351,8 +356,7 @@ class Storage(ABC):
         """Remove unfinished files with these names. Finished files stay."""
 
     def stored_crc64(self, name: str) -> int | None:
-        """The CRC-64/NVME of a whole file that the store itself computed and keeps. None: the store
-        keeps none, so only reading the file can tell.
+        """The CRC-64/NVME of a whole file, if the store itself computed and keeps it.
 
         Raises:
             CheckpointNotFoundError: no such file.
@@ -361,8 +365,8 @@ class Storage(ABC):
         return None
 
     def sync(self) -> None:  # noqa: B027
-        """Make deletions here durable, before what they make invalid is deleted too. An object
-        store does that at once. A missing directory is no error.
+        """Make deletions here durable. An object store does that at once. A missing directory is no
+        error.
 
         Raises:
             StorageError: the store refused.
@@ -406,6 +410,14 @@ class Storage(ABC):
         (those of a cache of models are)."""
         return self
 
+    def holder(self, name: str) -> Storage:
+        """The store of the one directory in which a file of this name is."""
+        return self
+
+    def path_of(self, name: str) -> str:
+        """Where a file is, for messages."""
+        return file_url(self.holder(name).url, name)
+
     def join(self, name: str) -> Storage:
         """The sub-directory `name`. It need not exist yet. "a/b" goes two levels down."""
         if name == ".." or name.startswith("../"):
@@ -430,11 +442,8 @@ class Storage(ABC):
             UsageError: it is not a plain file name.
         """
         if not name or "/" in name or "\0" in name or name in (".", ".."):
-            raise UsageError(
-                f"{name!r} is not a plain file name",
-                remedy="pass a name without directory",
-                path=self.url,
-            )
+            what, remedy = f"{name!r} is not a plain file name", "pass a name without directory"
+            raise UsageError(what, remedy=remedy, path=self.url)
 
 
 # -- which stores there are ---------------------------------------------------------------------
@@ -483,9 +492,9 @@ def _imported(scheme: str, factory: str) -> Callable[[str, Access], Storage]:
     try:
         make: Callable[[str, Access], Storage] = getattr(importlib.import_module(module), name)
     except Exception as error:  # the module is somebody else's
-        what = f"{type(error).__name__}: {error}"
         raise UsageError(
-            f"cannot import {factory}, which makes the stores of {scheme}://: {what}",
+            f"cannot import {factory}, which makes the stores of {scheme}://: "
+            f"{type(error).__name__}: {error}",
             remedy="install what it needs, or put its module on PYTHONPATH",
         ) from error
     return make

@@ -11,10 +11,15 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Annotated
+
+from msgspec import Meta
 
 from smckpt.errors import UsageError
+from smckpt.storage.urls import join_url, normal_url, parent_url, relative_url
 
 __all__ = [
     "MAX_PARTS",
@@ -23,6 +28,7 @@ __all__ = [
     "RateLimits",
     "SaveCost",
     "Share",
+    "Spread",
     "TokenBucket",
     "part_size",
     "rank_rate",
@@ -110,6 +116,42 @@ class Share:
     def times(self, prefixes: int) -> Share:
         """The same share of `prefixes` prefixes that are used in turn."""
         return Share(self.writes * prefixes, self.reads * prefixes, self.phase)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Ranks' files under several stable prefixes. For a checkpoint in `<root>/<rest>/`, rank r's
+    files are in `<root>/<prefix of r modulo n>/<rest>/`: S3 splits a bucket by the beginnings of
+    busy keys, over tens of minutes. So the prefix comes before every part of the path that changes
+    from save to save.
+
+    Args:
+        up: how many levels above the checkpoint's directory the prefixes are; no path has more
+            than 256.
+        prefixes: how many.
+    """
+
+    up: Annotated[int, Meta(ge=0, le=256)]
+    prefixes: Annotated[int, Meta(ge=2, le=256)]
+
+    def root(self, directory: str) -> str:
+        """The location below which all files of a checkpoint in `directory` are."""
+        root = normal_url(directory)
+        for _ in range(self.up):
+            root = parent_url(root)
+        return root
+
+    def directories(self, directory: str) -> list[str]:
+        """Those of ranks 0, 1, … n - 1. For any n, the first n prefixes are spread evenly over all
+        names: 00, 80, 40, c0, 20, …"""
+        root = self.root(directory)
+        rest = relative_url(directory, root)
+        turns = (int(f"{turn:08b}"[::-1], 2) for turn in range(self.prefixes))
+        return [join_url(join_url(root, f"{turn:02x}-smckpt"), rest) for turn in turns]
+
+    def fullest(self, ranks: Iterable[int]) -> int:
+        """The largest number of `ranks` that have their files in one directory."""
+        return max(Counter(rank % self.prefixes for rank in ranks).values(), default=1)
 
 
 @dataclass(frozen=True)

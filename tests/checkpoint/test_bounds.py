@@ -24,13 +24,13 @@ from smckpt.checkpoint.commits.leases import take_lease
 from smckpt.checkpoint.reading.committed import open_catalogue
 from smckpt.checkpoint.records.format import FileRecord
 from smckpt.checkpoint.records.objects import decode_object
-from smckpt.checkpoint.records.prefixes import PrefixSharding
 from smckpt.checkpoint.records.rows import decode_rows
 from smckpt.checkpoint.upkeep.transfer import copy_checkpoint
 from smckpt.checkpoint.upkeep.verify import verify_checkpoint
 from smckpt.decoding import decode
 from smckpt.errors import CheckpointError, CorruptCheckpointError
 from smckpt.storage import Access, open_storage
+from smckpt.storage.budget import Spread
 from tests.support.forge import Change, find, reforge
 from tests.support.limits import seconds, within
 from tests.support.saves import Group
@@ -262,9 +262,9 @@ def test_a_torch_payload_that_is_no_archive_is_refused() -> None:
 
 
 def test_prefixes_lie_at_most_so_far_above() -> None:
-    assert decode(PrefixSharding, {"up": 256, "prefixes": 2}) == PrefixSharding(256, 2)
+    assert decode(Spread, {"up": 256, "prefixes": 2}) == Spread(256, 2)
     with pytest.raises(ValueError, match=r"\$\.up"):
-        decode(PrefixSharding, {"up": 257, "prefixes": 2})
+        decode(Spread, {"up": 257, "prefixes": 2})
 
 
 def test_a_file_has_at_most_so_many_bytes() -> None:

@@ -16,13 +16,13 @@ from smckpt.checkpoint.commits.contents import contents_of, what_is_missing
 from smckpt.checkpoint.commits.discover import find_checkpoints
 from smckpt.checkpoint.commits.pins import remove_newest
 from smckpt.checkpoint.reading.committed import open_catalogue
-from smckpt.checkpoint.records.prefixes import PrefixSharding
 from smckpt.checkpoint.upkeep.repair import RepairReport, repair_checkpoint
 from smckpt.checkpoint.upkeep.transfer import copy_checkpoint
 from smckpt.checkpoint.upkeep.verify import verify_checkpoint
 from smckpt.errors import CheckpointError, CorruptCheckpointError, UsageError
 from smckpt.manager.doctor import examine
 from smckpt.storage import Access
+from smckpt.storage.budget import Spread
 from smckpt.storage.disk import directory
 from tests.support.copies import contents
 from tests.support.limits import seconds, within
@@ -57,8 +57,8 @@ def test_the_directory_that_is_named_may_be_a_link(step: Path) -> None:
 
 
 def test_a_removal_follows_no_link_under_the_name_of_a_prefix(tmp_path: Path) -> None:
-    prefix_sharding = PrefixSharding(1, 2)
-    Group(tmp_path / "here" / "run", (0, 1), prefix_sharding=prefix_sharding).save()
+    spread = Spread(1, 2)
+    Group(tmp_path / "here" / "run", (0, 1), spread=spread).save()
     (tmp_path / "here" / "00-smckpt").rename(tmp_path / "theirs")
     (tmp_path / "here" / "00-smckpt").symlink_to(tmp_path / "theirs")
     before = contents(tmp_path)

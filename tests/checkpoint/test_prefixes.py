@@ -18,7 +18,7 @@ from smckpt.checkpoint.commits.sweep import sweep
 from smckpt.checkpoint.reading.committed import open_catalogue
 from smckpt.checkpoint.records.files import read_file
 from smckpt.checkpoint.records.format import Manifest, data_name
-from smckpt.checkpoint.records.prefixes import PrefixSharding, is_prefix, prefix_sharding_for
+from smckpt.checkpoint.records.prefixes import is_prefix, spread_of
 from smckpt.checkpoint.records.sealed import open_json
 from smckpt.checkpoint.upkeep.transfer import copy_checkpoint
 from smckpt.checkpoint.upkeep.verify import verify_checkpoint
@@ -26,42 +26,39 @@ from smckpt.cli.app import app
 from smckpt.decoding import decode
 from smckpt.errors import FormatVersionError, UsageError
 from smckpt.storage import Access, access_to, open_storage
+from smckpt.storage.budget import Spread
 from smckpt.storage.s3.config import StoreOptions
 from tests.support.copies import contents
 from tests.support.saves import Group, hybrid, state_of
 
 A, B = "aaaaaaaaaaaa", "bbbbbbbbbbbb"
-FOUR = PrefixSharding(1, 4)
+FOUR = Spread(1, 4)
 
 
 def sharded_over(prefixes: int = 8, **options: str) -> StoreOptions:
     return StoreOptions.from_mapping({"prefixes": prefixes, **options})
 
 
-def group_at(
-    url: str, session: str = A, prefix_sharding: PrefixSharding | None = FOUR, ranks: int = 4
-) -> Group:
+def group_at(url: str, session: str = A, spread: Spread | None = FOUR, ranks: int = 4) -> Group:
     state = state_of(hybrid(range(ranks), 2 if ranks > 1 else 1))
-    return Group(url, range(ranks), session=session, state=state, prefix_sharding=prefix_sharding)  # type: ignore[arg-type]
+    return Group(url, range(ranks), session=session, state=state, spread=spread)  # type: ignore[arg-type]
 
 
 # -- the way ----------------------------------------------------------------------------------
 
 
 def test_the_prefixes_stand_before_the_step_and_are_the_same_at_each():
-    directories = [
-        PrefixSharding(1, 8).directories(f"s3://b/run/step-{step}") for step in (100, 200)
-    ]
+    directories = [Spread(1, 8).directories(f"s3://b/run/step-{step}") for step in (100, 200)]
     assert [
         directory.replace("step-100", "step-200") for directory in directories[0]
     ] == directories[1]
     assert directories[0][:3] == [f"s3://b/run/{n}-smckpt/step-100/" for n in ("00", "80", "40")]
     assert len(set(directories[0])) == 8
-    assert PrefixSharding(1, 16).directories("s3://b/run/step-100")[:8] == directories[0], (
+    assert Spread(1, 16).directories("s3://b/run/step-100")[:8] == directories[0], (
         "more keep the first ones"
     )
     assert (
-        PrefixSharding(2, 8).directory_of("s3://b/run/step-1/tp0", 9)
+        Spread(2, 8).directories("s3://b/run/step-1/tp0")[9 % 8]
         == "s3://b/run/80-smckpt/step-1/tp0/"
     )
     assert all(is_prefix(directory.split("/")[4]) for directory in directories[0])
@@ -69,20 +66,14 @@ def test_the_prefixes_stand_before_the_step_and_are_the_same_at_each():
 
 @pytest.mark.parametrize("key", ["a/b//c", "a//", "/a", "..x/y/.", "a/./b"])
 def test_keys_stay_what_they_are_byte_for_byte(key):
-    assert (
-        PrefixSharding(1, 2)
-        .directories(f"s3://b/top/{key}/step")[0]
-        .endswith(f"{key}/00-smckpt/step/")
-    )
+    assert Spread(1, 2).directories(f"s3://b/top/{key}/step")[0].endswith(f"{key}/00-smckpt/step/")
 
 
 def test_the_root_is_above_the_step_or_where_the_options_say():
     def root(url: str, groups: int = 1, **options: str) -> str:
-        prefix_sharding = prefix_sharding_for(
-            open_storage(url, storage=sharded_over(**options)), groups
-        )
-        assert prefix_sharding is not None
-        return prefix_sharding.directories(url)[0]
+        spread = spread_of(open_storage(url, storage=sharded_over(**options)), groups)
+        assert spread is not None
+        return spread.directories(url)[0]
 
     assert root("s3://b/run/step-1") == "s3://b/run/00-smckpt/step-1/"
     assert root("s3://b/run/step-1/tp0", 2) == "s3://b/run/00-smckpt/step-1/tp0/"
@@ -99,21 +90,21 @@ def test_the_root_is_above_the_step_or_where_the_options_say():
 
 def test_a_disk_and_a_single_prefix_are_not_sharded():
     access = access_to("s3://b", storage=sharded_over())
-    assert prefix_sharding_for(access.open("/run/step-1")) is None
-    assert prefix_sharding_for(open_storage("s3://b/run/step-1", storage=StoreOptions())) is None
+    assert spread_of(access.open("/run/step-1")) is None
+    assert spread_of(open_storage("s3://b/run/step-1", storage=StoreOptions())) is None
     for options in ({"prefixes": 0}, {"prefixes": 257}, {"prefix_root": "run"}):
         with pytest.raises(UsageError, match="prefix"):
             StoreOptions.from_mapping(options)
 
 
 @pytest.mark.parametrize(
-    "prefix_sharding",
+    "spread",
     [{"up": -1, "prefixes": 2}, {"up": "../..", "prefixes": 2}, {"up": 1, "prefixes": 1},
      {"up": 1, "prefixes": 257}, {"up": True, "prefixes": 2}],
 )  # fmt: skip
-def test_a_manifest_that_says_anything_but_two_numbers_is_refused(prefix_sharding):
+def test_a_manifest_that_says_anything_but_two_numbers_is_refused(spread):
     with pytest.raises(ValueError, match=r"\$\.(up|prefixes)"):
-        decode(PrefixSharding, prefix_sharding)
+        decode(Spread, spread)
 
 
 # -- a checkpoint that is sharded --------------------------------------------------------------
@@ -143,18 +134,18 @@ def test_only_the_manifest_lies_in_the_directory_and_readers_need_no_option(
     [name] = [name for name in names if name.startswith("manifest-")]
     body = open_json(open_storage(step).read(name), name)
     assert body["format"] == [2, 1], "a reader that does not know of this must refuse it"
-    assert read_file(Manifest, open_storage(step), name).prefix_sharding == FOUR
+    assert read_file(Manifest, open_storage(step), name).spread == FOUR
 
 
 def test_what_is_not_sharded_is_written_as_ever(s3_root: str) -> None:
-    group_at(s3_root, prefix_sharding=None).save()
+    group_at(s3_root, spread=None).save()
     manifest = choose_commit(open_storage(s3_root)).manifests[0][1]
     assert manifest.format == (1, 1)
     assert "spread" not in manifest.to_json()
 
 
 def test_damage_is_named_where_it_lies(step: str) -> None:
-    store = open_storage(PrefixSharding(1, 4).directory_of(step, 3))
+    store = open_storage(Spread(1, 4).directories(step)[3])
     [data] = [info for info in store.list("data-") if info.name.endswith("safetensors")]
     body = bytearray(store.read(data.name))
     body[-1] ^= 1
@@ -234,7 +225,7 @@ def test_a_removal_takes_what_is_named_and_nothing_else_under_the_shared_prefixe
     step: str, s3_root: str
 ) -> None:
     group_at(f"{s3_root}/run/step-200", B).save()
-    stranger = open_storage(PrefixSharding(1, 4).directory_of(step, 0))
+    stranger = open_storage(Spread(1, 4).directories(step)[0])
     stranger.put("notes.txt", b"not ours")
     stranger.put(data_name(f"{B}-00000007", 0, 0), b"an attempt under way")
     remove_newest(open_storage(step))
@@ -249,17 +240,15 @@ def test_a_sweep_finds_what_earlier_saves_left_under_their_prefixes_and_its_own(
     s3_root: str,
 ) -> None:
     url = f"{s3_root}/run/step-100"
-    group_at(f"{s3_root}/other/step-1", "d" * 12, PrefixSharding(0, 4)).save()
+    group_at(f"{s3_root}/other/step-1", "d" * 12, Spread(0, 4)).save()
     copy_checkpoint(f"{s3_root}/other/step-1", url)  # its manifest says how, and no lease
     dead = group_at(url, "cccccccccccc")
     dead.fencing_token = 1
     dead.write(3)  # it took no lease: as this run shards
-    elder = group_at(
-        url, A, PrefixSharding(2, 4)
-    )  # of a run with other options, which says its lease
+    elder = group_at(url, A, Spread(2, 4))  # of a run with other options, which says its lease
     elder.lease()
     elder.write(0)
-    begun = open_storage(PrefixSharding(2, 4).directory_of(url, 5))
+    begun = open_storage(Spread(2, 4).directories(url)[1])
     begun.create_file(data_name(f"{A}-00000001", 5, 0), 200 << 20)  # killed in mid upload
     ours = group_at(url, B)
     ours.save()

@@ -24,7 +24,6 @@ from smckpt.checkpoint.records.format import (
     parse_name,
     record_name,
 )
-from smckpt.checkpoint.records.prefixes import PrefixStores
 from smckpt.errors import CorruptCheckpointError, StorageError, UsageError
 from smckpt.storage import Access, open_storage
 from tests.support.saves import Group, hybrid, state_of
@@ -309,7 +308,7 @@ def test_discarding_takes_one_attempt_and_nothing_else(tmp_path):
     group.save()
     before = names(tmp_path)
     group.write(1)
-    assert discard_attempt(PrefixStores(open_storage(str(tmp_path)), None), f"{A}-00000001") == 6
+    assert discard_attempt(open_storage(str(tmp_path)), f"{A}-00000001") == 6
     assert names(tmp_path) == before
 
 

@@ -161,4 +161,4 @@ def check_the_rest(s3_root: str, told: list[tuple[float, str, float]]) -> None:
     dcp_homes = {way.rpartition("/")[0] for way in contents(f"{s3_root}/dcp")}
     assert dcp_homes == {"step-1", "00-smckpt/step-1", "80-smckpt/step-1"}
     commit = choose_commit(open_storage(f"{s3_root}/groups/step-1"))
-    assert {m.prefix_sharding.up for _, m in commit.manifests if m.prefix_sharding} == {2}
+    assert {m.spread.up for _, m in commit.manifests if m.spread} == {2}

@@ -20,7 +20,6 @@ import numpy as np
 from smckpt.checkpoint.commits.commit import publish_record, take_lease
 from smckpt.checkpoint.records.format import GroupManifest, record_name
 from smckpt.checkpoint.records.objects import encode_object
-from smckpt.checkpoint.records.prefixes import PrefixSharding
 from smckpt.checkpoint.records.sealed import (
     FORMAT_VERSION,
     PART_VERSION,
@@ -32,6 +31,7 @@ from smckpt.layout.geometry import BoxGeometry, Geometry, MeshGeometry, PerRankG
 from smckpt.layout.mesh import Mesh, Placement
 from smckpt.layout.strided import Box
 from smckpt.storage import Access
+from smckpt.storage.budget import Spread
 from tests.support.launch import run_ranks
 from tests.support.saves import Group, pattern
 
@@ -152,12 +152,12 @@ def objects_of(rank: int) -> dict[str, tuple[list[str | int], Any]]:
     }
 
 
-def make(root: Path, prefix_sharding: PrefixSharding | None) -> None:
+def make(root: Path, spread: Spread | None) -> None:
     groups = [
         Group(
             root / f"shard{number}",
             ranks,
-            prefix_sharding=prefix_sharding,
+            spread=spread,
             session=f"{number}{number}1122334455",
             state=lambda rank: (
                 entries_of(rank),
@@ -193,7 +193,7 @@ def common(group: Group, number: int) -> dict[str, Any]:
         "checkpoint_id": f"/checkpoints/{group.directory.name}",
         "step": 70 * number,
         "topology": {"world_size": 4, "hybrid_shard_degree": 2},
-        "metadata": {"note": "spread" if group.prefix_sharding else "in one place", "loss": 0.125},
+        "metadata": {"note": "spread" if group.spread else "in one place", "loss": 0.125},
         "optimizers": {"optimizer": {"form": "id", "ids": [["a.weight"], ["a.bias"]]}},
         "objects": encoded_objects,
     }
@@ -233,15 +233,15 @@ if __name__ == "__main__":
         run_ranks(save_parts, 2, "/tmp/checkpoints/run")  # the path is in the files
         shutil.move("/tmp/checkpoints/run", parts)
     # Beside the groups' directories, so that all lies in the checkpoint's.
-    for version, prefix_sharding in (
+    for version, spread in (
         (FORMAT_VERSION, None),
-        (PREFIX_SHARDING_VERSION, PrefixSharding(1, 4)),
+        (PREFIX_SHARDING_VERSION, Spread(1, 4)),
     ):
         directory = ROOT / f"format-{version[0]}.{version[1]}"
         if directory.exists():
             print(f"{directory} exists: fixtures of a version that landed are kept as they are")
             continue
-        make(directory / "checkpoint", prefix_sharding)
+        make(directory / "checkpoint", spread)
         (directory / "expected.json").write_text(json.dumps(expected(), indent=1) + "\n")
         total = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
         print(f"{directory}: {total} bytes")

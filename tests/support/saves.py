@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from smckpt.checkpoint.commits.commit import publish_manifest, take_lease
-from smckpt.checkpoint.records.prefixes import PrefixSharding
 from smckpt.checkpoint.records.rows import encode_rows
 from smckpt.checkpoint.records.sealed import FORMAT_VERSION
 from smckpt.engine.background.commands import ArenaFile, PartWritten
@@ -19,6 +18,7 @@ from smckpt.layout.geometry import MeshGeometry, PerRankGeometry
 from smckpt.layout.image import Layout, compile_layout
 from smckpt.layout.mesh import Mesh, Placement
 from smckpt.storage import Access
+from smckpt.storage.budget import Spread
 
 # What a rank holds: its entries, and each one's bytes by key.
 State = Callable[[int], "tuple[list[Entry], dict[str, bytes]]"]
@@ -84,8 +84,13 @@ class Group:
     host: str = "host"
     fencing_token: int | None = None
     numbers: Any = field(default_factory=itertools.count)
-    prefix_sharding: PrefixSharding | None = None
+    spread: Spread | None = None
     access: Access = field(default_factory=Access)
+
+    @property
+    def spreading(self) -> Access:
+        """The access of the saves."""
+        return self.access.holding(self.access.share, self.spread)
 
     def write(self, number: int, **part: Any) -> dict[str, Any]:
         """Write all parts of a save; the arguments for `publish_manifest`.
@@ -108,7 +113,6 @@ class Group:
             "ranks": list(self.ranks),
             "parts": parts,
             "record": None,
-            "prefix_sharding": self.prefix_sharding,
         }
 
     def write_rank(
@@ -139,12 +143,10 @@ class Group:
             **{key: value(rank) if callable(value) else value for key, value in part.items()},
         }
         return write_part(
-            self.access,
+            self.spreading,
             memoryview(image_of(layout, data)),  # type: ignore[arg-type]
             threads=1,
-            directory=self.prefix_sharding.directory_of(str(self.directory), rank)
-            if self.prefix_sharding
-            else str(self.directory),
+            directory=str(self.directory),
             attempt=body["attempt"],
             rank=rank,
             files=[ArenaFile(f.arena_offset, f.size) for f in layout.files],
@@ -154,11 +156,10 @@ class Group:
     def lease(self) -> int:
         if self.fencing_token is None:
             lease = take_lease(
-                self.access,
+                self.spreading,
                 str(self.directory),
                 self.session,
                 self.host,
-                prefix_sharding=self.prefix_sharding,
             )
             self.fencing_token = lease["fencing_token"]
         return self.fencing_token
@@ -167,4 +168,4 @@ class Group:
         """Write and publish the next save; what `publish_manifest` returns."""
         self.lease()
         payload = self.write(next(self.numbers), **part)
-        return publish_manifest(self.access, **{**payload, "record": record})
+        return publish_manifest(self.spreading, **{**payload, "record": record})

@@ -36,7 +36,7 @@ from smckpt.checkpoint.records.format import (
     parse_name,
     record_name,
 )
-from smckpt.checkpoint.records.prefixes import PrefixSharding, PrefixStores
+from smckpt.checkpoint.records.prefixes import open_spread
 from smckpt.checkpoint.records.sealed import (
     FORMAT_VERSION,
     PREFIX_SHARDING_VERSION,
@@ -73,20 +73,19 @@ def publish_manifest(
     ranks: Sequence[int],
     parts: Mapping[str, Mapping[str, str]],
     record: str | None,
-    prefix_sharding: PrefixSharding | None = None,
 ) -> dict[str, Any]:
     """Read all parts back, check that they belong together, and create the manifest.
 
     When it returns for a group whose `record` is None, the checkpoint is committed.
 
     Args:
+        access: its `spread` is that of the ranks' files.
         directory: URL of the group's directory.
         attempt, session, number: those of the save.
         fencing_token: of the lease of `directory`, or of the record's directory.
         ranks: the ranks of the group.
         parts: rank (as text) → {"part": name, "crc64": hex, "host": name}.
         record: the relative path from `directory` to the record that will commit it, or None.
-        prefix_sharding: of the ranks' files.
 
     Returns:
         "manifest" (name), "crc64" (hex, of the file), "bytes" (of all data files), "step", "kind",
@@ -98,19 +97,16 @@ def publish_manifest(
         CorruptCheckpointError: a part reads back with other bytes than were written.
         StateError, UsageError: the parts do not belong together.
     """
-    storage = access.open(directory)
-    stores = PrefixStores(storage, prefix_sharding)
+    storage = open_spread(access, directory)
     try:  # also where it was taken before: the directory may have been removed meanwhile
-        mark_lease(storage, fencing_token, session, prefix_sharding, ranks)
+        mark_lease(storage, fencing_token, session, ranks)
     except StorageError as error:
-        _take_back(stores, fencing_token, attempt, error)
+        _take_back(storage, fencing_token, attempt, error)
     # This comes before the parts are read. A run that gives up this attempt fences it before it
     # deletes, so either we see the fence here or it sees our lease and leaves the files alone.
-    _refuse_fenced(stores, fencing_token, attempt)
-    manifest = gathered_manifest(
-        stores, session, number, fencing_token, ranks, parts, record, prefix_sharding
-    )
-    _refuse_fenced(stores, fencing_token, attempt)
+    _refuse_fenced(storage, fencing_token, attempt)
+    manifest = gathered_manifest(storage, session, number, fencing_token, ranks, parts, record)
+    _refuse_fenced(storage, fencing_token, attempt)
     return create_manifest(storage, manifest)
 
 
@@ -139,14 +135,13 @@ def commit_alone(
 
 
 def gathered_manifest(
-    stores: PrefixStores,
+    storage: Storage,
     session: str,
     number: int,
     fencing_token: int,
     ranks: Sequence[int],
     parts: Mapping[str, Mapping[str, str]],
     record: str | None,
-    over: PrefixSharding | None,
 ) -> Manifest:
     """Read all parts back, check that they belong together, and make their manifest of them; the
     arguments are those of `publish_manifest`. Nothing is written.
@@ -155,7 +150,7 @@ def gathered_manifest(
         As `gather_parts`.
     """
     attempt = f"{session}-{number:08d}"
-    gathered = gather_parts(stores, attempt, ranks, parts)
+    gathered = gather_parts(storage, attempt, ranks, parts)
     made = {
         **gathered.head,
         "attempt": attempt,
@@ -167,10 +162,10 @@ def gathered_manifest(
         "record": record,
         "parts": gathered.parts,
         "layout": gathered.layout,
-        "prefix_sharding": over,
+        "spread": storage.spread,
         "optimizers": gathered.optimizers,
-        "replaces": checksum_of_dcp(stores.directory),
-        "format": PREFIX_SHARDING_VERSION if over else FORMAT_VERSION,
+        "replaces": checksum_of_dcp(storage),
+        "format": PREFIX_SHARDING_VERSION if storage.spread else FORMAT_VERSION,
     }
     return decode(Manifest, made)
 
@@ -192,27 +187,24 @@ def create_manifest(storage: Storage, manifest: Manifest) -> dict[str, Any]:
     }
 
 
-def _refuse_fenced(stores: PrefixStores, fencing_token: int, attempt: str) -> None:
+def _refuse_fenced(storage: Storage, fencing_token: int, attempt: str) -> None:
     """If a later run owns the directory, delete what we wrote, because nobody else would find
     it."""
-    error = later_run(stores.directory, fencing_token, [stores.directory.url], attempt)
+    error = later_run(storage, fencing_token, [storage.url], attempt)
     if error is not None:
-        _take_back(stores, fencing_token, attempt, error)
+        _take_back(storage, fencing_token, attempt, error)
 
 
-def _take_back(
-    stores: PrefixStores, fencing_token: int, attempt: str, error: StorageError
-) -> NoReturn:
+def _take_back(storage: Storage, fencing_token: int, attempt: str, error: StorageError) -> NoReturn:
     """Delete what we wrote, unless it is committed, or a repair has claimed it to commit it: the
     first of the two that raises the fence decides."""
-    storage = stores.directory
     try:
         raised = raise_fence(storage, attempt)
         tokens = _committed_under(storage, attempt)
         if (not raised and claimed(storage, attempt)) or max(tokens, default=0) > fencing_token:
             error = taken_over(attempt, storage.url)
         elif not tokens:
-            discard_attempt(stores, attempt)
+            discard_attempt(storage, attempt)
         if raised:
             release(storage, attempt)
     except CheckpointError as other:

@@ -17,7 +17,7 @@ from smckpt.checkpoint.commits.choose import choose_commit
 from smckpt.checkpoint.records.crc import BLOCK
 from smckpt.checkpoint.records.files import read_file
 from smckpt.checkpoint.records.format import FileRecord, Manifest, Record, parse_name
-from smckpt.checkpoint.records.prefixes import PrefixStores, found_prefix_sharding
+from smckpt.checkpoint.records.prefixes import files_of
 from smckpt.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -25,7 +25,7 @@ from smckpt.errors import (
     UsageError,
 )
 from smckpt.storage import Storage
-from smckpt.storage.urls import file_url, join_url, parent_url
+from smckpt.storage.urls import join_url, parent_url
 
 __all__ = [
     "Contents",
@@ -140,20 +140,17 @@ def what_is_missing(storage: Storage, identity: str | None = None) -> str:
             path=storage.url,
         )
     for group in contents.groups:
-        directory = contents.storage.join(group.directory)
         manifest = group.manifest
-        found = found_prefix_sharding(directory, manifest.prefix_sharding, manifest.parts[0].name)
-        at = PrefixStores(directory, found)
-        stores = {at.of(part.rank).url: at.of(part.rank) for part in manifest.parts}
-        sizes = {url: {i.name: i.size for i in store.list()} for url, store in stores.items()}
+        files = files_of(contents.storage.join(group.directory), manifest)
+        stores = {files.holder(part.name) for part in manifest.parts}
+        here = {info.name: info.size for store in stores for info in store.list()}
         for part in manifest.parts:
-            here = sizes[at.of(part.rank).url]
             expected: dict[str, int | None] = {part.name: None}
             for file in part.files:
                 expected[file.name] = file.size
                 expected[file.crc_name] = 8 * -(-file.size // BLOCK)
             for name, size in expected.items():
-                path = file_url(at.of(part.rank).url, name)
+                path = files.path_of(name)
                 of = f"group {group.directory}, " if group.directory else ""
                 of = f" ({of}rank {part.rank} on {part.host})"
                 if name not in here:

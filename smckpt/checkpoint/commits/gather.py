@@ -12,7 +12,6 @@ from typing import Any, NoReturn
 from smckpt.checkpoint.commits.part import tables_digest
 from smckpt.checkpoint.records.crc import BLOCK, crc64, hex64
 from smckpt.checkpoint.records.format import FileRecord, PartRecord
-from smckpt.checkpoint.records.prefixes import PrefixStores
 from smckpt.checkpoint.records.rows import RowMerger, decode_rows
 from smckpt.checkpoint.records.sealed import MAX_JSON_BYTES, open_sections, sound
 from smckpt.decoding import decode
@@ -50,7 +49,7 @@ class Gathered:
 
 
 def gather_parts(
-    stores: PrefixStores, attempt: str, ranks: Sequence[int], parts: Mapping[str, Mapping[str, str]]
+    storage: Storage, attempt: str, ranks: Sequence[int], parts: Mapping[str, Mapping[str, str]]
 ) -> Gathered:
     """Read all parts and check all files that they name.
 
@@ -63,7 +62,6 @@ def gather_parts(
         CorruptCheckpointError: a part or file reads back with other bytes than were written.
         StateError, UsageError: the parts do not belong together.
     """
-    storage = stores.directory
     if sorted(map(int, parts)) != sorted(ranks):
         raise StateError(
             f"ranks {sorted(map(int, parts))} wrote, but the group is {sorted(ranks)}",
@@ -73,7 +71,7 @@ def gather_parts(
     group = _Group(storage, attempt)
     with ThreadPoolExecutor(min(READERS, len(parts))) as pool:
         for batch in _batches(sorted(map(int, parts))):
-            read = pool.map(lambda rank: _read(stores.of(rank), rank, parts[str(rank)]), batch)
+            read = pool.map(lambda rank: _read(storage, rank, parts[str(rank)]), batch)
             for rank, found in zip(batch, read, strict=True):
                 group.add(rank, found)
     group.merge()
@@ -203,7 +201,7 @@ class _Group:
 def _read(storage: Storage, rank: int, listed: Mapping[str, str]) -> _Read | str:
     """Read the part of a rank, or return the name of the file that is missing here."""
     name = listed["part"]
-    path = file_url(storage.url, name)
+    path = storage.path_of(name)
     where: dict[str, Any] = {"path": path, "rank": rank, "host": listed["host"]}
 
     def read() -> bytes:
@@ -246,7 +244,7 @@ def _check_size(storage: Storage, name: str, size: int, where: Mapping[str, Any]
         raise StorageError(
             f"{name} has {found} bytes, but {size} were written",
             remedy="check the file system; the save was not committed",
-            **{**where, "path": file_url(storage.url, name)},
+            **{**where, "path": storage.path_of(name)},
         )
 
 

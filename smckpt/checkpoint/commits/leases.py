@@ -28,7 +28,7 @@ from smckpt.checkpoint.records.format import (
     parse_name,
     probe_name,
 )
-from smckpt.checkpoint.records.prefixes import PrefixSharding, PrefixStores
+from smckpt.checkpoint.records.prefixes import open_spread, spread_over
 from smckpt.checkpoint.records.sealed import FORMAT_VERSION, seal_json
 from smckpt.decoding import Count
 from smckpt.errors import (
@@ -38,6 +38,7 @@ from smckpt.errors import (
     UsageError,
 )
 from smckpt.storage import Access, Storage
+from smckpt.storage.budget import Spread
 from smckpt.storage.urls import file_url, join_url, normal_url, relative_url
 
 __all__ = [
@@ -47,7 +48,6 @@ __all__ = [
     "later_run",
     "leases_at",
     "mark_lease",
-    "places_at",
     "probe",
     "raise_fence",
     "release",
@@ -65,8 +65,8 @@ _WITH_TOKEN = ("epoch-", "manifest-", "record-")
 class Lease:
     """One lease. url: of its directory. groups: the directories that it covers, relative to that;
     none if it covers its own. before: the sessions that had files in the directory when it was
-    made. prefix_sharding: of its session's files. ranks: the ranks that save under it. taken_at:
-    nanoseconds since 1970."""
+    made. spread: the prefixes of its session's files. ranks: the ranks that save under it.
+    taken_at: nanoseconds since 1970."""
 
     name: str
     url: str
@@ -74,7 +74,7 @@ class Lease:
     session: str
     groups: tuple[str, ...] = ()
     before: frozenset[str] = frozenset()
-    prefix_sharding: PrefixSharding | None = None
+    spread: Spread | None = None
     ranks: frozenset[Rank] = frozenset()
     taken_at: Count = 0
 
@@ -93,19 +93,18 @@ def take_lease(
     session: str,
     host: str,
     groups: Sequence[str] = (),
-    prefix_sharding: PrefixSharding | None = None,
     ranks: Sequence[int] = (),
     since: int = 0,
 ) -> dict[str, Any]:
     """Take the lease of a directory for a session, exclusively, with the next fencing token.
 
     Args:
+        access: its `spread` is that of the ranks' files.
         directory: URL of the group's directory, or of the parent in which a record will be.
         session: the session that publishes under this lease.
         host: the caller's, for people who read the file.
         groups: URLs of the groups' directories, for a record's parent. The token is above theirs
             too, so that it means the same in all of them.
-        prefix_sharding: of the ranks' files.
         ranks: the ranks of all groups that save under this lease.
         since: when this job began, in nanoseconds since 1970.
 
@@ -117,7 +116,7 @@ def take_lease(
             groups of it have one checkpoint_id, and would supersede each other in turn.
         StorageError: others take every lease, or the store refused.
     """
-    storage = access.open(directory)
+    storage = access.open(directory) if groups else open_spread(access, directory)
     inside = [access.open(url) for url in groups]
     ways = [relative_url(group.url, storage.url) for group in inside]
     remarks: dict[str, None] = {}
@@ -127,15 +126,7 @@ def take_lease(
         fencing_token = max(fencing_token, *map(_latest_token, (storage, *inside))) + 1
         for store in (storage, *inside) if ranks else ():
             remarks |= _refuse_shared(store, groups or [directory], session, ranks, since)
-        if _create_lease(
-            storage,
-            fencing_token,
-            session,
-            host,
-            ways,
-            prefix_sharding,
-            ranks,
-        ):
+        if _create_lease(storage, fencing_token, session, host, ways, ranks):
             return {
                 "fencing_token": fencing_token,
                 **({"remark": "; ".join(remarks)} if remarks else {}),
@@ -185,11 +176,7 @@ def _refuse_shared(
 
 
 def mark_lease(
-    storage: Storage,
-    fencing_token: int,
-    session: str,
-    prefix_sharding: PrefixSharding | None = None,
-    ranks: Sequence[int] = (),
+    storage: Storage, fencing_token: int, session: str, ranks: Sequence[int] = ()
 ) -> None:
     """Put a copy of the parent's lease into this group's directory, or check that it is there.
 
@@ -201,9 +188,7 @@ def mark_lease(
     try:
         owner = _read_lease(storage, lease_name(fencing_token)).session
     except CheckpointNotFoundError:
-        if _create_lease(
-            storage, fencing_token, session, socket.gethostname(), [], prefix_sharding, ranks
-        ):
+        if _create_lease(storage, fencing_token, session, socket.gethostname(), [], ranks):
             return
         try:
             owner = _read_lease(storage, lease_name(fencing_token)).session
@@ -279,7 +264,7 @@ def later_run(
         scope: URLs of the directories that we publish for.
         attempt: if given, also look for a fence of this attempt, whose files a sweep may delete.
     """
-    names = set(storage.names())
+    names = set(storage.holder("").names())  # ranks' files elsewhere tell nothing
     if attempt and fence_name(attempt) in names:
         if claimed(storage, attempt):
             return taken_over(attempt, storage.url)
@@ -375,30 +360,18 @@ def _latest_token(storage: Storage) -> int:
     return max((found.fencing_token for found in parsed if found is not None), default=0)
 
 
-def places_at(storage: Storage, shardings: Iterable[PrefixSharding | None]) -> list[Storage]:
-    """All stores in which files of this directory may be: its own, and those under the prefixes of
-    `shardings`."""
-    directories = {storage.url: storage}
-    for prefix_sharding in shardings:
-        for store in PrefixStores(storage, prefix_sharding).all():
-            directories.setdefault(store.url, store)
-    return list(directories.values())
-
-
 def _create_lease(
     storage: Storage,
     fencing_token: int,
     session: str,
     host: str,
     groups: Sequence[str],
-    prefix_sharding: PrefixSharding | None,
     ranks: Sequence[int],
 ) -> bool:
-    names: list[str] = []
-    for store in places_at(storage, [] if groups else [prefix_sharding]):
-        names += store.names()
-        with contextlib.suppress(StorageError):  # no permission to list: a sweep will log it
-            names += store.list_unfinished()
+    everywhere = spread_over(storage, [storage.spread, None])
+    names = [*everywhere.names()]
+    with contextlib.suppress(StorageError):  # no permission to list: a sweep will log it
+        names += everywhere.list_unfinished()
     before = sessions_at(names) - {session}
     body = {
         "format": list(FORMAT_VERSION),
@@ -409,7 +382,7 @@ def _create_lease(
         "groups": list(groups),
         "before": sorted(before),
         **({"ranks": sorted(ranks)} if ranks else {}),
-        **({"spread": asdict(prefix_sharding)} if prefix_sharding else {}),
+        **({"spread": asdict(storage.spread)} if storage.spread else {}),
     }
     return storage.put_exclusive(lease_name(fencing_token), seal_json(body))
 

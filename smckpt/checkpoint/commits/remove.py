@@ -12,15 +12,11 @@ from msgspec import Meta
 from smckpt.checkpoint.commits.contents import Contents
 from smckpt.checkpoint.commits.leases import leases_at
 from smckpt.checkpoint.records.format import ATTEMPTS, Rank, name_of, parse_name, parse_temporary
-from smckpt.checkpoint.records.prefixes import (
-    PrefixSharding,
-    PrefixStores,
-    delete_at,
-    found_prefix_sharding,
-)
+from smckpt.checkpoint.records.prefixes import files_of, spread_over
 from smckpt.decoding import Count
 from smckpt.errors import CheckpointError
 from smckpt.storage import Storage
+from smckpt.storage.budget import Spread
 
 __all__ = [
     "Removal",
@@ -61,7 +57,7 @@ class RemovalGroup:
     fencing_token: Count
     session: str
     parts: tuple[tuple[Rank, Annotated[tuple[str, ...], Meta(min_length=1)]], ...]
-    prefix_sharding: PrefixSharding | None
+    prefix_sharding: Spread | None  # the word of the mark
 
     def __post_init__(self) -> None:
         name_of(self.manifest, "manifest")
@@ -100,17 +96,13 @@ def removal_of(contents: Contents) -> Removal:
     """
     groups = []
     for group in contents.groups:
-        store = contents.storage.join(group.directory)
-        store.refuse_links()
         manifest = group.manifest
+        files = files_of(contents.storage.join(group.directory), manifest)
+        files.refuse_links()
         parts = []
         for part in manifest.parts:
             names = [part.name, *(f.name for f in part.files), *(f.crc_name for f in part.files)]
             parts.append((part.rank, tuple(names)))
-        first = manifest.parts[0].name
-        sharding = found_prefix_sharding(store, manifest.prefix_sharding, first)
-        for sharded in PrefixStores(store, sharding).all():
-            sharded.refuse_links()
         groups.append(
             RemovalGroup(
                 group.directory,
@@ -118,7 +110,7 @@ def removal_of(contents: Contents) -> Removal:
                 manifest.fencing_token,
                 manifest.session,
                 tuple(parts),
-                sharding,
+                files.spread,
             )
         )
     return Removal(contents.record, tuple(groups))
@@ -165,49 +157,41 @@ def carry_out(top: Storage, removal: Removal, seen: Collection[str] | None = Non
         UsageError: a directory is a link, which would lead to somebody else's files.
         StorageError: the store refused.
     """
-    directories = [top.join(group.directory) for group in removal.groups]
-    sharded = [
-        PrefixStores(store, group.prefix_sharding)
-        for store, group in zip(directories, removal.groups, strict=True)
+    groups = [
+        (spread_over(top.join(group.directory), [group.prefix_sharding]), group)
+        for group in removal.groups
     ]
-    for stores in sharded:  # all places, before anything is deleted
-        for store in stores.all():
-            store.refuse_links()
+    for store, _ in groups:  # all places, before anything is deleted
+        store.refuse_links()
     if removal.record is not None:
         top.delete(removal.record)
         top.sync()
-    pairs = list(zip(directories, sharded, removal.groups, strict=True))
-    delete_at((store, (group.manifest,)) for store, _, group in pairs)
-    for store in directories:  # a power failure could bring a manifest back without its files
+    for store, group in groups:
+        store.delete(group.manifest)
+    for store, _ in groups:  # a power failure could bring a manifest back without its files
         store.sync()
-    ranks = [(at.of(rank), names) for _, at, group in pairs for rank, names in group.parts]
-    delete_at((store, names[:1]) for store, names in ranks)
-    delete_at((store, names[1:]) for store, names in ranks)
-    left = {store.url: store.names() for store in _directories(top, directories, sharded, seen)}
-    if seen is not None:
-        gone = {name for store, names in ranks if store.url == top.url for name in names}
-        gone |= {group.manifest for group in removal.groups if not group.directory}
-        left[top.url] = sorted({*seen} - gone - {removal.record})
-    _tidy(top, removal, directories, sharded, left)
-
-
-def _directories(
-    top: Storage,
-    directories: Sequence[Storage],
-    sharded: Sequence[PrefixStores],
-    seen: Collection[str] | None,
-) -> list[Storage]:
-    """All directories that may hold files of the checkpoint, without `top` if that was seen."""
-    every = (*directories, *(store for stores in sharded for store in stores.all()), top)
-    found = {store.url: store for store in every}
-    return [store for url, store in found.items() if seen is None or url != top.url]
+    for store, group in groups:
+        store.delete_many([names[0] for _, names in group.parts])
+    for store, group in groups:
+        store.delete_many([name for _, names in group.parts for name in names[1:]])
+    directories = [store for store, _ in groups]
+    left: dict[str, Collection[str]] = {}
+    for store in {one.url: one for one in (top, *directories)}.values():
+        if seen is None or store.url != top.url or store.spread is not None:
+            # with files of saves that did not spread theirs
+            left[store.url] = spread_over(store, [store.spread, None]).names()
+        else:
+            inside = [group for group in removal.groups if not group.directory]
+            gone = {name for group in inside for _, names in group.parts for name in names}
+            gone |= {removal.record or "", *(group.manifest for group in inside)}
+            left[store.url] = sorted({*seen} - gone)
+    _tidy(top, removal, directories, left)
 
 
 def _tidy(
     top: Storage,
     removal: Removal,
     directories: Sequence[Storage],
-    sharded: Sequence[PrefixStores],
     left: Mapping[str, Collection[str]],
 ) -> None:
     """Remove the lease under which the checkpoint was made, and directories that are empty now.
@@ -219,7 +203,7 @@ def _tidy(
         left: the names that are left in each directory, by URL.
     """
     urls = {store.url for store in directories}
-    names = {n for stores in sharded for store in stores.all() for n in left[store.url]}
+    names = {name for store in directories for name in left[store.url]}
     written = [p for p in map(parse_name, names) if p is not None and p.kind in _WRITTEN]
     fencing_token = max(group.fencing_token for group in removal.groups)
     ours = not any(p.fencing_token == fencing_token for p in written)
@@ -248,11 +232,10 @@ def _tidy(
                 store.delete(name)
     if ATTEMPTS in left[top.url]:
         top.delete(ATTEMPTS)
-    for stores in sharded:
-        for store in stores.all()[1:]:
-            store.remove_directory()
+    for store in directories:
+        store.remove_directory()
     for group in removal.groups:
-        subpath = group.directory.split("/") if group.directory else []
-        for depth in range(len(subpath), 0, -1):
+        subpath = group.directory.split("/")
+        for depth in range(len(subpath) - 1, 0, -1):
             top.join("/".join(subpath[:depth])).remove_directory()
     top.remove_directory()

@@ -9,7 +9,7 @@ the files that they name, so a half-deleted checkpoint cannot be taken for a who
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,6 @@ from smckpt.checkpoint.commits.leases import (
     claimed,
     later_run,
     leases_at,
-    places_at,
     raise_fence,
 )
 from smckpt.checkpoint.records.crc import crc64, hex64
@@ -31,7 +30,7 @@ from smckpt.checkpoint.records.format import (
     parse_name,
     parse_temporary,
 )
-from smckpt.checkpoint.records.prefixes import PrefixSharding, PrefixStores, delete_at
+from smckpt.checkpoint.records.prefixes import spread_over
 from smckpt.checkpoint.records.sealed import MAX_JSON_BYTES
 from smckpt.errors import (
     CheckpointError,
@@ -40,7 +39,8 @@ from smckpt.errors import (
     StorageError,
     UsageError,
 )
-from smckpt.storage import Access, FileInfo, Storage
+from smckpt.storage import Access, Storage
+from smckpt.storage.budget import Spread
 from smckpt.storage.urls import file_url, join_url, parent_url, relative_url
 
 __all__ = ["discard_attempt", "sweep", "sweep_records"]
@@ -85,21 +85,26 @@ def sweep(
     storage = access.open(directory)
     if later_run(storage, fencing_token, [storage.url]) is not None:
         return {"deleted": 0}
-    here = storage.list()
     kept = [read_file(Manifest, storage, name) for name in keep]
     leases = [lease for lease in leases_at(storage) if storage.url in lease.scope]
-    others = [info.name for info in here if info.name not in keep]
-    shardings = [*(m.prefix_sharding for m in kept), *_old_shardings(storage, others, leases)]
-    files = _Files(here, places_at(storage, shardings))
+    old = _old_spreads(storage, keep, leases)
+    files = spread_over(storage, [*(manifest.spread for manifest in kept), *old, None])
+    sizes = {info.name: info.size for info in files.list()}
+    begun: Sequence[str] = ()
+    unseen: StorageError | None = None
+    try:
+        begun = files.list_unfinished()
+    except StorageError as error:  # the others are deleted nevertheless
+        unseen = error
     for name, manifest in zip(keep, kept, strict=True):
-        _refuse_unwhole(storage, name, manifest, files.sizes)
+        _refuse_unwhole(storage, name, manifest, sizes)
     deleted = 0
     if record_directory is not None:
         deleted += int(
             sweep_records(access, record_directory, keep_records, fencing_token)["deleted"]
         )
     attempts = _Attempts.of(storage, kept, fencing_token, leases)
-    given_up = _give_up(storage, [*files.sizes, *files.begun], attempts)
+    given_up = _give_up(storage, [*sizes, *begun], attempts)
 
     def over(name: str) -> ParsedName | None:
         parsed = parse_name(name) or parse_temporary(name)
@@ -108,19 +113,19 @@ def sweep(
         gone = attempts.over(name, parsed) or (parsed.session, parsed.number) in given_up
         return parsed if gone else None
 
-    doomed = [(parsed.kind, name) for name in files.sizes if (parsed := over(name)) is not None]
-    written = {(p.session, p.number) for _, p in _written(files.sizes)}
-    for name in {*files.sizes, *(fence_name(f"{s}-{n:08d}") for s, n in given_up)}:
+    doomed = [(parsed.kind, name) for name in sizes if (parsed := over(name)) is not None]
+    written = {(p.session, p.number) for _, p in _written(sizes)}
+    for name in {*sizes, *(fence_name(f"{s}-{n:08d}") for s, n in given_up)}:
         fence = parse_name(name)
         if fence is not None and fence.kind == "fence":
             done = (fence.session, fence.number) not in written - given_up
             doomed += [("fence", name)] if done else []
     steps = [name for kind, name in doomed if kind == "manifest"]
     deleted += _delete_cut_records(storage, steps, kept)
-    files.discard_unfinished([name for name in files.begun if over(name)])
-    deleted += _delete(files.delete, storage.sync, doomed)
-    if files.unseen is not None:
-        raise files.unseen
+    files.discard_unfinished([name for name in begun if over(name)])
+    deleted += _delete(files, doomed)
+    if unseen is not None:
+        raise unseen
     return {"deleted": deleted}
 
 
@@ -154,7 +159,7 @@ def sweep_records(
         for lease in leases_at(storage)
         if lease.fencing_token < fencing_token and lease.scope & scope
     ]
-    return {"deleted": _delete(storage.delete_many, storage.sync, doomed)}
+    return {"deleted": _delete(storage, doomed)}
 
 
 def _delete_cut_records(storage: Storage, doomed: Sequence[str], kept: Sequence[Manifest]) -> int:
@@ -190,43 +195,11 @@ def _delete_cut_records(storage: Storage, doomed: Sequence[str], kept: Sequence[
     return deleted
 
 
-def discard_attempt(stores: PrefixStores, attempt: str) -> int:
+def discard_attempt(storage: Storage, attempt: str) -> int:
     """Delete the files of an attempt that is not committed and never will be. Returns how many."""
-    deleted = 0
-    for store in stores.all():
-        names = [info.name for info in store.list()]
-        ours = [(p.kind, n) for n, p in _written(names) if f"{p.session}-{p.number:08d}" == attempt]
-        deleted += _delete(store.delete_many, store.sync, ours)
-    return deleted
-
-
-class _Files:
-    """The files in the stores of a directory; its own store is the first. sizes: of whole files, by
-    name. begun: names of unfinished files. unseen: why the unfinished files are not known; the
-    sweep logs that, and deletes the others."""
-
-    def __init__(self, here: Sequence[FileInfo], directories: Sequence[Storage]) -> None:
-        self._places = directories
-        self._at: dict[str, list[Storage]] = {}
-        self.sizes: dict[str, int] = {}
-        self.begun: list[str] = []
-        self.unseen: StorageError | None = None
-        for turn, store in enumerate(directories):
-            for info in store.list() if turn else here:
-                self.sizes[info.name] = info.size
-                self._at.setdefault(info.name, []).append(store)
-            try:
-                self.begun += store.list_unfinished()
-            except StorageError as error:
-                self.unseen = error
-
-    def delete(self, names: Sequence[str]) -> None:
-        directories = self._places[:1]
-        delete_at((store, [name]) for name in names for store in self._at.get(name, directories))
-
-    def discard_unfinished(self, names: Sequence[str]) -> None:
-        for store in self._places:
-            store.discard_unfinished(names)
+    names = _written(info.name for info in storage.list())
+    ours = [(p.kind, n) for n, p in names if f"{p.session}-{p.number:08d}" == attempt]
+    return _delete(storage, ours)
 
 
 @dataclass(frozen=True)
@@ -323,18 +296,17 @@ def _give_up(
     return frozenset((session, number) for session, number in found if session not in awake)
 
 
-def _old_shardings(
-    storage: Storage, names: Iterable[str], leases: Iterable[Lease]
-) -> Iterator[PrefixSharding | None]:
-    """The prefix shardings of sessions before this one. Their leases record them. For a checkpoint
-    that was copied here, its manifest does."""
+def _old_spreads(
+    storage: Storage, keep: Sequence[str], leases: Iterable[Lease]
+) -> Iterator[Spread | None]:
+    """The prefixes of sessions before this one. Their leases record them. For a checkpoint that was
+    copied here, its manifest does."""
     for lease in leases:
-        yield lease.prefix_sharding
-    for name in names if storage.shards_prefixes else ():
-        parsed = parse_name(name)
-        if parsed is not None and parsed.kind == "manifest":
-            with contextlib.suppress(CheckpointError):  # damaged: it is deleted nevertheless
-                yield read_file(Manifest, storage, name).prefix_sharding
+        yield lease.spread
+    manifests = storage.names("manifest-") if storage.shards_prefixes else ()
+    for name in set(manifests).difference(keep):
+        with contextlib.suppress(CheckpointError):  # damaged: it is deleted nevertheless
+            yield read_file(Manifest, storage, name).spread
 
 
 def _refuse_unwhole(
@@ -373,22 +345,15 @@ def _urls(storage: Storage, record: Record) -> frozenset[str]:
     return frozenset(join_url(storage.url, group.directory) for group in record.groups)
 
 
-def _delete(
-    delete: Callable[[Sequence[str]], None],
-    sync: Callable[[], None],
-    doomed: Iterable[tuple[str, str]],
-) -> int:
+def _delete(storage: Storage, doomed: Iterable[tuple[str, str]]) -> int:
     """Delete (kind, name) in order of `_ORDER`, all names of a kind together. Records and manifests
-    are durably gone before their files go. Returns how many.
-
-    Args:
-        sync: makes deletions durable.
-    """
+    are durably gone before their files go. Returns how many."""
     by_kind: dict[str, list[str]] = {kind: [] for kind in _ORDER}
     for kind, name in doomed:
         by_kind[kind].append(name)
     for kind, names in by_kind.items():
-        delete(names)
+        if names:
+            storage.delete_many(names)
         if names and kind in ("record", "manifest"):
-            sync()
+            storage.sync()
     return sum(map(len, by_kind.values()))

@@ -17,7 +17,7 @@ from smckpt.checkpoint.reading.catalogue import Catalogue, Stored
 from smckpt.checkpoint.reading.sources import SavedPieces
 from smckpt.checkpoint.records.format import Manifest, PartRecord
 from smckpt.checkpoint.records.headers import Header, read_header
-from smckpt.checkpoint.records.prefixes import found_prefix_sharding
+from smckpt.checkpoint.records.prefixes import files_of
 from smckpt.checkpoint.records.rows import decode_containers, decode_rows
 from smckpt.errors import CorruptCheckpointError
 from smckpt.layout.entries import DTYPES, Entry, Path
@@ -34,13 +34,12 @@ __all__ = [
 
 @dataclass(frozen=True)
 class CommittedGroup:
-    """One group's manifest and its directory. directories: rank r's files are in number r modulo
-    their count."""
+    """One group's manifest, its directory, and the store of its ranks' files."""
 
     directory: str
     manifest: Manifest
     rows: tuple[Entry, ...]
-    directories: tuple[str, ...]
+    storage: Storage
 
 
 class Found:
@@ -157,7 +156,7 @@ class CommittedCatalogue(Catalogue):
     def parts(self) -> dict[int, tuple[str, PartRecord]]:
         """Rank → the directory of its files, and its part."""
         return {
-            part.rank: (member.directories[part.rank % len(member.directories)], part)
+            part.rank: (member.storage.holder(part.name).url, part)
             for member in self.members
             for part in member.manifest.parts
         }
@@ -304,7 +303,8 @@ def catalogue_of(storage: Storage, commit: Commit) -> CommittedCatalogue:
     members = tuple(_member(storage.at(where), manifest) for where, manifest in commit.manifests)
     # All ranks read at once, from all prefixes, so this rank takes its share of all prefixes'
     # requests.
-    share = storage.access.share.times(min(len(member.directories) for member in members))
+    spreads = [member.storage.spread for member in members]
+    share = storage.access.share.times(min(s.prefixes if s else 1 for s in spreads))
     return CommittedCatalogue(
         storage.url, commit, members, Found(Readers(storage.access.holding(share)))
     )
@@ -313,17 +313,13 @@ def catalogue_of(storage: Storage, commit: Commit) -> CommittedCatalogue:
 def _tops(commit: Commit) -> Iterator[str]:
     """The directories below which all files of a commit are."""
     for where, manifest in commit.manifests:
-        record, sharding = manifest.record, manifest.prefix_sharding
+        record, spread = manifest.record, manifest.spread
         yield where if record is None else parent_url(join_url(where, record))
-        if sharding is not None:
-            yield sharding.root(where)
+        if spread is not None:
+            yield spread.root(where)
 
 
 def _member(storage: Storage, manifest: Manifest) -> CommittedGroup:
     directory = storage.url
     rows = tuple(decode_rows(manifest.layout, manifest.group_ranks, directory))
-    prefix_sharding = manifest.prefix_sharding
-    if prefix_sharding is not None:
-        prefix_sharding = found_prefix_sharding(storage, prefix_sharding, manifest.parts[0].name)
-    directories = prefix_sharding.directories(directory) if prefix_sharding else [directory]
-    return CommittedGroup(directory, manifest, rows, tuple(directories))
+    return CommittedGroup(directory, manifest, rows, files_of(storage, manifest))

@@ -12,7 +12,6 @@ from smckpt.checkpoint.records.sealed import MAX_JSON_BYTES, open_json, sound
 from smckpt.decoding import decode
 from smckpt.errors import CorruptCheckpointError
 from smckpt.storage import Storage
-from smckpt.storage.urls import file_url
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -58,14 +57,14 @@ def read_file(
             name.
     """
     body, _ = read_body(storage, name, crc, most=most)
-    return decode_body(kind, body, file_url(storage.url, name), remedy)
+    return decode_body(kind, body, storage.path_of(name), remedy)
 
 
 def read_body(
     storage: Storage, name: str, crc: str | None = None, *, most: int = MAX_JSON_BYTES
 ) -> tuple[dict[str, Any], bytes]:
     """The body of a file, and its bytes. The arguments and errors are those of `read_file`."""
-    path = file_url(storage.url, name)
+    path = storage.path_of(name)
 
     def read() -> tuple[dict[str, Any], bytes]:
         data = storage.read(name, most=most)

@@ -15,10 +15,10 @@ from typing import Annotated, Any, Literal, TypedDict
 
 from msgspec import Meta
 
-from smckpt.checkpoint.records.prefixes import PrefixSharding
 from smckpt.checkpoint.records.sealed import FORMAT_VERSION
 from smckpt.decoding import Checksum, Count
 from smckpt.errors import CheckpointError, UsageError
+from smckpt.storage.budget import Spread
 from smckpt.topology import ParallelState
 
 __all__ = [
@@ -79,7 +79,6 @@ Kind = Literal["LOCAL", "SHARDED", "FULL"]
 # Fields whose key in a file is another word, which the format keeps.
 KEYS = {
     "fencing_token": "epoch",
-    "prefix_sharding": "spread",
     "taken_at": "claimed_at",
     "rank_runs": "group_ranks",
 }
@@ -247,8 +246,8 @@ class PartRecord:
 @dataclass(frozen=True)
 class Manifest:
     """All parts of a group. `record` is the relative path to the record that commits it, or None if
-    the manifest itself is the commit. committed_at: nanoseconds since 1970. prefix_sharding: how
-    the ranks' files are spread over prefixes outside the directory; None if all files are in it.
+    the manifest itself is the commit. committed_at: nanoseconds since 1970. spread: the prefixes
+    outside the directory under which the ranks' files are; None if all files are in it.
     replaces: checksum of the metadata of DCP's checkpoint that was in the directory, or None."""
 
     checkpoint_id: str
@@ -263,7 +262,7 @@ class Manifest:
     record: str | None
     parts: tuple[PartRecord, ...]
     layout: dict[str, Any]
-    prefix_sharding: PrefixSharding | None = None
+    spread: Spread | None = None
     optimizers: dict[str, SavedOptimizer] = field(default_factory=dict)
     topology: dict[str, Any] | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
@@ -287,8 +286,8 @@ class Manifest:
 
     def to_json(self) -> dict[str, Any]:
         body = {**_plain(self), "parts": [asdict(part) for part in self.parts]}
-        prefix_sharding = body.pop("spread")
-        return body if prefix_sharding is None else {**body, "spread": asdict(prefix_sharding)}
+        spread = body.pop("spread")
+        return body if spread is None else {**body, "spread": asdict(spread)}
 
 
 @dataclass(frozen=True)

@@ -1,74 +1,29 @@
-"""Prefix sharding: ranks' files are under several stable prefixes if one prefix does not answer
-enough requests a second.
+"""A checkpoint's directory whose ranks' files are under several prefixes (`Spread`), as one store.
 
-S3 splits a bucket by the beginnings of busy keys, over tens of minutes. So the prefix must come
-before every part of the path that changes from save to save, and must be the same each time.
-
-For a checkpoint in `<root>/<rest>/`, rank r's files are in `<root>/<prefix of r modulo n>/<rest>/`.
-Manifests and records stay in the directory itself, where readers look. The paths follow from two
-numbers, so a manifest cannot point anywhere else.
+Manifests, records and leases stay in the directory itself, where readers look. The paths of the
+ranks' files follow from two numbers, so a manifest cannot point anywhere else.
 """
 
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Annotated
+from collections.abc import Callable, Collection, Iterable, Sequence
+from itertools import chain
 
-from msgspec import Meta
+from smckpt.checkpoint.records.format import Manifest, parse_name
+from smckpt.errors import UsageError
+from smckpt.storage import Access, FileInfo, FileWriter, Storage
+from smckpt.storage.budget import Spread
+from smckpt.storage.urls import normal_url, parent_url, relative_url
 
-from smckpt.errors import CheckpointNotFoundError, UsageError
-from smckpt.storage import Storage
-from smckpt.storage.urls import join_url, normal_url, parent_url, relative_url
+__all__ = ["files_of", "is_prefix", "open_spread", "spread_of", "spread_over"]
 
-__all__ = [
-    "PrefixSharding",
-    "PrefixStores",
-    "delete_at",
-    "found_prefix_sharding",
-    "is_prefix",
-    "prefix_sharding_for",
-]
-
-MAX_PREFIXES = 256
-MAX_UP = 256  # levels; no path has more
 _PREFIX = re.compile(r"[0-9a-f]{2}-smckpt")
-
-
-@dataclass(frozen=True)
-class PrefixSharding:
-    """prefixes: how many. up: how many levels above a checkpoint's directory they are."""
-
-    up: Annotated[int, Meta(ge=0, le=MAX_UP)]
-    prefixes: Annotated[int, Meta(ge=2, le=MAX_PREFIXES)]
-
-    def directories(self, directory: str) -> list[str]:
-        """The directories of ranks 0, 1, … n - 1 for a checkpoint in `directory`."""
-        root = self.root(directory)
-        rest = relative_url(directory, root)
-        return [join_url(join_url(root, _prefix(turn)), rest) for turn in range(self.prefixes)]
-
-    def root(self, directory: str) -> str:
-        """The location below which all files of a checkpoint in `directory` are."""
-        root = normal_url(directory)
-        for _ in range(self.up):
-            root = parent_url(root)
-        return root
-
-    def directory_of(self, directory: str, rank: int) -> str:
-        """The directory of a rank's files."""
-        return self.directories(directory)[rank % self.prefixes]
-
-    def fullest(self, ranks: Iterable[int]) -> int:
-        """The largest number of `ranks` that have their files in one directory."""
-        return max(Counter(rank % self.prefixes for rank in ranks).values(), default=1)
-
-
-def _prefix(turn: int) -> str:
-    """For any n, the first n names are spread evenly over all names: 00, 80, 40, c0, 20, …"""
-    return f"{int(f'{turn:08b}'[::-1], 2):02x}-smckpt"
+_OF_RANKS = ("part-", "data-")  # how names of ranks' files begin
+_ATTRIBUTES = (
+    "write_threads", "read_threads", "request_bytes", "rereads", "exclusive", "one_process",
+    "read_once", "is_file_system", "shards_prefixes", "prefixes", "prefix_root",
+)  # fmt: skip
 
 
 def is_prefix(name: str) -> bool:
@@ -76,9 +31,9 @@ def is_prefix(name: str) -> bool:
     return _PREFIX.fullmatch(name) is not None
 
 
-def prefix_sharding_for(storage: Storage, groups: int = 1) -> PrefixSharding | None:
-    """The prefix sharding of a save that the options of the directory's store ask for; None if they
-    ask for none.
+def spread_of(storage: Storage, groups: int = 1) -> Spread | None:
+    """The prefixes of a save that the options of the directory's store ask for; None if they ask
+    for none.
 
     Args:
         groups: how many groups make the step. A single group saves to the step's directory. Several
@@ -92,7 +47,7 @@ def prefix_sharding_for(storage: Storage, groups: int = 1) -> PrefixSharding | N
     if storage.prefix_root is None:
         wanted, at = (1 if groups == 1 else 2), storage.url
         up = next((u for u in range(wanted) if _is_bucket(at, u)), wanted)
-        return PrefixSharding(up, storage.prefixes)
+        return Spread(up, storage.prefixes)
     root, at, up = normal_url(storage.prefix_root), storage.url, 0
     while at != root and not _is_bucket(at, 0):
         at, up = parent_url(at), up + 1
@@ -102,7 +57,7 @@ def prefix_sharding_for(storage: Storage, groups: int = 1) -> PrefixSharding | N
             remedy="pass the location that contains all of the run's checkpoints",
             path=storage.url,
         )
-    return PrefixSharding(up, storage.prefixes)
+    return Spread(up, storage.prefixes)
 
 
 def _is_bucket(url: str, up: int) -> bool:
@@ -110,53 +65,190 @@ def _is_bucket(url: str, up: int) -> bool:
     return normal_url(url).partition("://")[2].count("/") - 1 <= up
 
 
-class PrefixStores:
-    """The stores of a group's rank files. Without prefix sharding, each is the directory's own
-    store."""
+def open_spread(access: Access, directory: str) -> Storage:
+    """The directory of a new save, whose files are spread as the access says."""
+    return spread_over(access.open(directory), [access.spread])
 
-    def __init__(self, storage: Storage, prefix_sharding: PrefixSharding | None) -> None:
-        self.directory = storage
-        self._stores: list[Storage] = []
-        if prefix_sharding is not None:
-            root = storage.at(prefix_sharding.root(storage.url))
-            urls = prefix_sharding.directories(storage.url)
-            self._stores = [root.join(relative_url(url, root.url)) for url in urls]
 
-    def of(self, rank: int) -> Storage:
-        return self._stores[rank % len(self._stores)] if self._stores else self.directory
+def files_of(storage: Storage, manifest: Manifest) -> Storage:
+    """The directory of a manifest, with the ranks' files in their present place. A copy on a file
+    system has all files in its directory; any one of them tells. A file system that shows a
+    bucket's keys has them under the prefixes."""
+    if manifest.spread is None:
+        return storage
+    if not storage.shards_prefixes:
+        here = set(storage.names(*_OF_RANKS))
+        for part in manifest.parts:
+            if not here.isdisjoint([part.name, *(file.name for file in part.files)]):
+                return storage
+    return spread_over(storage, [manifest.spread])
 
-    def all(self) -> list[Storage]:
-        """The directory's store, then the others."""
-        return [self.directory, *self._stores]
+
+def spread_over(storage: Storage, spreads: Iterable[Spread | None]) -> Storage:
+    """A directory whose ranks' files may be under the prefixes of one of `spreads`, or in the
+    directory itself for None. New ones are written by the first."""
+    directory, each = storage.holder(""), tuple(dict.fromkeys(spreads))
+    return directory if each == (None,) else _SpreadStorage(directory, each)
+
+
+class _SpreadStorage(Storage):
+    """Each verb goes to the store that has the file of that name; listings merge all stores."""
+
+    def __init__(self, directory: Storage, spreads: Sequence[Spread | None]) -> None:
+        super().__init__(directory.url, directory.access)
+        self.spread = spreads[0]
+        self._directory, self._spreads = directory, spreads
+        # for each spread, the directories of ranks 0, 1, …
+        self._ranks = [[self.url] if s is None else s.directories(self.url) for s in spreads]
+        self._stores = {self.url: directory}
+        self._seen: dict[str, set[str]] = {}  # name → where listings have seen it
+        for name in _ATTRIBUTES:
+            setattr(self, name, getattr(directory, name))
+
+    @property
+    def retries(self) -> int | None:
+        each = [store.retries for store in tuple(self._stores.values())]
+        return None if None in each else sum(count or 0 for count in each)
+
+    def holder(self, name: str) -> Storage:
+        return self._store(next(iter(self._urls(name))))
+
+    def create_file(self, name: str, size: int, *, replace: bool = False) -> FileWriter:
+        return self.holder(name).create_file(name, size, replace=replace)
+
+    def put_exclusive(self, name: str, data: bytes) -> bool:
+        return self.holder(name).put_exclusive(name, data)
+
+    def put(self, name: str, data: bytes) -> None:
+        self.holder(name).put(name, data)
+
+    def overwrite(self, name: str, data: bytes) -> None:
+        self.holder(name).overwrite(name, data)
+
+    def rename(self, name: str, new: str) -> None:
+        self.holder(name).rename(name, new)
+
+    def read_into(
+        self,
+        name: str,
+        offset: int,
+        buffers: Sequence[memoryview],
+        seen: Callable[[memoryview], None] | None = None,
+    ) -> None:
+        self.holder(name).read_into(name, offset, buffers, seen)
+
+    def read(
+        self, name: str, offset: int = 0, length: int | None = None, *, most: int | None = None
+    ) -> bytes:
+        return self.holder(name).read(name, offset, length, most=most)
+
+    def fetch(self, name: str, target: memoryview) -> None:
+        self.holder(name).fetch(name, target)
+
+    def size(self, name: str) -> int:
+        return self.holder(name).size(name)
+
+    def stored_crc64(self, name: str) -> int | None:
+        return self.holder(name).stored_crc64(name)
+
+    def try_out(self, name: str) -> str:
+        return self.holder(name).try_out(name)
+
+    def list(self, prefix: str = "") -> list[FileInfo]:
+        found: dict[str, FileInfo] = {}
+        for store in self._listed(prefix):
+            found |= {
+                info.name: info for info in store.list(prefix) if self._is_of(info.name, store)
+            }
+        return [found[name] for name in sorted(found)]
+
+    def names(self, *prefixes: str, all_kinds: bool = False) -> Sequence[str]:
+        found: set[str] = set()
+        for store in self._listed(*prefixes or ("",)):
+            names = store.names(*prefixes, all_kinds=all_kinds)
+            found.update(name for name in names if self._is_of(name, store))
+        return sorted(found)
+
+    def list_dirs(self) -> Sequence[str]:
+        return self._directory.list_dirs()
+
+    def list_unfinished(self) -> Sequence[str]:
+        return sorted({name for store in self._all() for name in store.list_unfinished()})
+
+    def delete(self, name: str) -> None:
+        self.delete_many([name])
+
+    def delete_many(self, names: Collection[str]) -> None:
+        together: dict[str, list[str]] = {}
+        for name in names:
+            for url in self._seen.get(name) or self._urls(name):
+                together.setdefault(url, []).append(name)
+        for url, some in together.items():
+            self._store(url).delete_many(some)
+
+    def discard_unfinished(self, names: Collection[str]) -> None:
+        for store in self._all():
+            store.discard_unfinished(names)
+
+    def sync(self) -> None:
+        for store in self._all():
+            store.sync()
+
+    def remove_directory(self) -> None:
+        for store in reversed(self._all()):
+            store.remove_directory()
+
+    def refuse_links(self) -> None:
+        for store in self._all():
+            store.refuse_links()
+
+    def reading_from(self, *urls: str) -> Storage:
+        return _SpreadStorage(self._directory.reading_from(*urls), self._spreads)
+
+    def without_links(self) -> Storage:
+        return _SpreadStorage(self._directory.without_links(), self._spreads)
+
+    def with_links(self) -> Storage:
+        return _SpreadStorage(self._directory.with_links(), self._spreads)
+
+    def at(self, url: str) -> Storage:
+        return self._directory.at(url)
 
     def close(self) -> None:
-        for storage in self.all():
-            storage.close()
+        for store in tuple(self._stores.values()):
+            store.close()
 
+    # -- where files are ---------------------------------------------------------------------------
 
-def found_prefix_sharding(
-    storage: Storage, prefix_sharding: PrefixSharding | None, part: str
-) -> PrefixSharding | None:
-    """The prefix sharding of a committed checkpoint in its present place. A copy on a file system
-    has all files in its directory. A file system that shows a bucket's keys has them under the
-    prefixes.
+    def _urls(self, name: str) -> dict[str, None]:
+        """The directories in which a file of this name may be."""
+        parsed = parse_name(name)
+        if parsed is None or parsed.rank < 0:
+            return {self.url: None}
+        return dict.fromkeys(ranks[parsed.rank % len(ranks)] for ranks in self._ranks)
 
-    Args:
-        part: the name of one of the checkpoint's part records.
-    """
-    if prefix_sharding is None or storage.shards_prefixes:
-        return prefix_sharding
-    try:
-        storage.size(part)
-    except CheckpointNotFoundError:
-        return prefix_sharding
-    return None
+    def _is_of(self, name: str, store: Storage) -> bool:
+        """Whether a file that a store has is one of this checkpoint's."""
+        urls = self._urls(name)
+        if store.url in urls and len(urls) > 1:
+            self._seen.setdefault(name, set()).add(store.url)
+        return store.url in urls
 
+    def _store(self, url: str) -> Storage:
+        if url not in self._stores:
+            spread = next(
+                s for s, ranks in zip(self._spreads, self._ranks, strict=True) if s and url in ranks
+            )
+            root = self._directory.at(spread.root(self.url))
+            self._stores[url] = root.join(relative_url(url, root.url))
+        return self._stores[url]
 
-def delete_at(doomed: Iterable[tuple[Storage, Sequence[str]]]) -> None:
-    """Delete files in any order, those of one store together."""
-    at: dict[str, tuple[Storage, list[str]]] = {}
-    for store, names in doomed:
-        at.setdefault(store.url, (store, []))[1].extend(names)
-    for store, together in at.values():
-        store.delete_many(together)
+    def _all(self) -> Sequence[Storage]:
+        """The directory's store, then the others."""
+        return [self._store(url) for url in dict.fromkeys(chain([self.url], *self._ranks))]
+
+    def _listed(self, *prefixes: str) -> Sequence[Storage]:
+        """Those that may have files whose names begin with one of `prefixes`."""
+        if any(a.startswith(b) or b.startswith(a) for a in prefixes for b in _OF_RANKS):
+            return self._all()
+        return [self._directory]

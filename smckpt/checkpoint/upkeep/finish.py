@@ -80,8 +80,8 @@ def _manifest(
     pointer = None if record is None else relative_url(record, one.storage.url)
     try:
         return gathered_manifest(
-            one.stores, one.session, one.number, fencing_token, one.group_ranks, one.parts(),
-            pointer, one.prefix_sharding,
+            one.storage, one.session, one.number, fencing_token, one.group_ranks, one.parts(),
+            pointer,
         )  # fmt: skip
     except CheckpointError:
         raise
@@ -115,17 +115,16 @@ def commit_unfinished(
     """
     session = step.attempts[0].session if step.alone else step.lead or secrets.token_hex(6)
     urls = [one.storage.url for one in step.attempts]
-    sharding = step.attempts[0].prefix_sharding
+    access = top.access.holding(top.access.share, step.attempts[0].storage.spread)
     lease = take_lease(
-        top.access, top.url, session, socket.gethostname(),
+        access, top.url, session, socket.gethostname(),
         groups=[] if step.alone else urls,
-        prefix_sharding=sharding,
         ranks=step.ranks,
         since=time.time_ns(),
     )  # fmt: skip
     token = int(lease["fencing_token"])
     for one in step.attempts:
-        mark_lease(one.storage, token, one.session, one.prefix_sharding, one.group_ranks)
+        mark_lease(one.storage, token, one.session, one.group_ranks)
     with _claimed(step):
         _refuse_changed(top, step, groups)
         refuse = _refusing(top, token, urls)

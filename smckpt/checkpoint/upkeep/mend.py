@@ -19,7 +19,7 @@ from smckpt.checkpoint.reading.blocks import BlockReader, SavedFile, Scratch
 from smckpt.checkpoint.reading.read import Progress
 from smckpt.checkpoint.records.crc import BLOCK, combined, crc64, hex64, packed_sums, unpacked_sums
 from smckpt.checkpoint.records.format import FileRecord, PartRecord
-from smckpt.checkpoint.records.prefixes import PrefixStores
+from smckpt.checkpoint.records.prefixes import files_of, spread_over
 from smckpt.checkpoint.records.sealed import MAX_JSON_BYTES, sound
 from smckpt.checkpoint.upkeep.scan import PIECE, ScannedFile, Sink, scan
 from smckpt.errors import CheckpointError, CorruptCheckpointError, StorageError
@@ -113,9 +113,10 @@ class Donors:
     def __init__(self, copies: Sequence[Storage], others: Sequence[Contents]) -> None:
         self._copies = copies
         self._others = [
-            (_stores_of(contents.storage, group), part.rank, file)
+            (files.holder(file.name), file)
             for contents in others
             for group in contents.groups
+            for files in [files_of(contents.storage.join(group.directory), group.manifest)]
             for part in group.manifest.parts
             for file in part.files
         ]
@@ -123,10 +124,10 @@ class Donors:
         self._known: dict[tuple[str, str], tuple[int, ...]] = {}
 
     def small(
-        self, group: GroupContents, rank: int, name: str, right: Callable[[bytes], bool]
+        self, group: GroupContents, name: str, right: Callable[[bytes], bool]
     ) -> bytes | None:
         """The bytes of a part, or of a file of checksums, that a copy has."""
-        for storage in self._named(group, rank):
+        for storage in self._named(group, name):
             try:
                 data = storage.read(name, most=MAX_JSON_BYTES)
             except CheckpointError:
@@ -136,29 +137,29 @@ class Donors:
         return None
 
     def of_block(
-        self, group: GroupContents, rank: int, record: FileRecord, number: int, value: int
+        self, group: GroupContents, record: FileRecord, number: int, value: int
     ) -> Donor | None:
         """A file that has a block of `record`, and was read to make sure."""
         length = min(BLOCK, record.size - number * BLOCK)
-        for donor in self._donors_of(group, rank, record):
+        for donor in self._donors_of(group, record):
             likely = donor.name == record.name or self._sum(donor, number) == value
             if likely and donor.block(number, length, value) is not None:
                 return donor
         return None
 
-    def _donors_of(self, group: GroupContents, rank: int, record: FileRecord) -> Iterator[Donor]:
-        for storage in self._named(group, rank):
+    def _donors_of(self, group: GroupContents, record: FileRecord) -> Iterator[Donor]:
+        for storage in self._named(group, record.name):
             yield Donor(storage, record.name, record.crc_name, record.size)
-        for stores, other, file in self._others:
+        for storage, file in self._others:
             if file.name != record.name:
-                yield Donor(stores.of(other), file.name, file.crc_name, file.size)
+                yield Donor(storage, file.name, file.crc_name, file.size)
 
-    def _named(self, group: GroupContents, rank: int) -> Iterator[Storage]:
-        """Where the copies may have the files of a rank: in the group's directory, under its
-        prefixes, or all in one place."""
+    def _named(self, group: GroupContents, name: str) -> Iterator[Storage]:
+        """Where the copies may have a rank's file: in the group's directory, under its prefixes, or
+        all in one place."""
         for copy in self._copies:
             donor = copy.join(group.directory) if group.directory else copy
-            found = (donor, PrefixStores(donor, group.manifest.prefix_sharding).of(rank), copy)
+            found = (donor, spread_over(donor, [group.manifest.spread]).holder(name), copy)
             yield from {one.url: one for one in found}.values()
 
     def _sum(self, donor: Donor, number: int) -> int | None:
@@ -189,9 +190,9 @@ def damages_of(
     readers: dict[BlockReader, GroupContents] = {}
     scratch = Scratch()
     for group in contents.groups:
-        stores = _stores_of(contents.storage, group)
+        files = files_of(contents.storage.join(group.directory), group.manifest)
         for part in group.manifest.parts:
-            storage = stores.of(part.rank)
+            storage = files.holder(part.name)
             found += _of_part(storage, group, part, donors)
             for file in part.files:
                 saved = SavedFile(storage.url, file, part.rank)
@@ -214,18 +215,6 @@ class _Scanned(Sink):
         self.files[file.reader] = file
 
 
-def _stores_of(top: Storage, group: GroupContents) -> PrefixStores:
-    """Where a group's files are. A copy on a file system has all files in its directory; any one of
-    them tells."""
-    donor = top.join(group.directory)
-    sharding = group.manifest.prefix_sharding
-    if sharding is not None and not donor.shards_prefixes:
-        names = set(donor.names("part-", "data-"))
-        if any(p.name in names or p.files[0].name in names for p in group.manifest.parts):
-            sharding = None
-    return PrefixStores(donor, sharding)
-
-
 def _of_part(
     storage: Storage, group: GroupContents, part: PartRecord, donors: Donors
 ) -> Iterator[Damage]:
@@ -241,7 +230,7 @@ def _of_part(
         return
     except CheckpointError as error:
         what = error.message
-    found = donors.small(group, part.rank, part.name, right)
+    found = donors.small(group, part.name, right)
     yield Damage(storage, part.name, part.rank, what, data=found)
 
 
@@ -263,7 +252,7 @@ def _of_file(
         data = packed_sums(own) if whole and _belong(own, record) else None
         if data is None:
             data = donors.small(
-                group, saved.rank, name,
+                group, name,
                 lambda data: len(data) == 8 * count and _belong(unpacked_sums(data), record),
             )  # fmt: skip
         yield Damage(storage, name, saved.rank, file.unproven.message, data=data)
@@ -282,7 +271,7 @@ def _of_file(
         what = "is missing"
     elif not whole:
         what = f"has {file.there} bytes, but {record.size} were written"
-    places = pool.map(lambda n: donors.of_block(group, saved.rank, record, n, sums[n]), bad)
+    places = pool.map(lambda n: donors.of_block(group, record, n, sums[n]), bad)
     found = {n: donor for n, donor in zip(bad, places, strict=True) if donor is not None}
     missing = _ranges(record, [number for number in bad if number not in found])
     yield damaged(what, _ranges(record, bad), sums=sums, found=found, missing=missing)

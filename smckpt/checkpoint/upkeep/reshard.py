@@ -23,7 +23,6 @@ from smckpt.checkpoint.reading.plan import Planner, followed_rank
 from smckpt.checkpoint.reading.plan_local import ParallelCoordinates
 from smckpt.checkpoint.reading.read import Meter, Progress, ReadPlan, execute
 from smckpt.checkpoint.records.format import new_attempt
-from smckpt.checkpoint.records.prefixes import PrefixStores
 from smckpt.checkpoint.records.rows import encode_rows
 from smckpt.checkpoint.upkeep.compare import tensors_apart
 from smckpt.checkpoint.upkeep.difference import leaves_of, value_difference
@@ -123,7 +122,7 @@ def write_resharded(
         writer.write()
         identity = writer.commit()
     except BaseException:
-        discard_attempt(PrefixStores(storage, None), writer.attempt)
+        discard_attempt(storage, writer.attempt)
         raise
     finally:
         catalogue.readers.close()

@@ -30,7 +30,7 @@ from smckpt.checkpoint.reading.read import Progress
 from smckpt.checkpoint.records.crc import BLOCK, crc64, hex64
 from smckpt.checkpoint.records.files import read_body
 from smckpt.checkpoint.records.format import FileRecord, PartRecord
-from smckpt.checkpoint.records.prefixes import PrefixStores, found_prefix_sharding
+from smckpt.checkpoint.records.prefixes import files_of, spread_over
 from smckpt.checkpoint.upkeep.scan import (
     Pages,
     ScannedFile,
@@ -223,13 +223,14 @@ class _Copy(Sink):
     # -- one file each ---------------------------------------------------------------------------
 
     def _part(self, group: _GroupCopy, part: PartRecord) -> None:
-        data = _bytes(group.from_.of(part.rank), part.name, part.crc64)
-        self._put(group, group.to.of(part.rank), part.name, data)
+        data = _bytes(group.from_, part.name, part.crc64)
+        self._put(group, part.name, data)
 
     def _sums(self, group: _GroupCopy, file: _FileCopy) -> None:
-        self._put(group, file.target, file.record.crc_name, file.reader.stored_sums())
+        self._put(group, file.record.crc_name, file.reader.stored_sums())
 
-    def _put(self, group: _GroupCopy, target: Storage, name: str, data: bytes) -> None:
+    def _put(self, group: _GroupCopy, name: str, data: bytes) -> None:
+        target = group.to
         if group.there.get(name) == len(data) and target.read(name) == data:
             self._count(0)
             return
@@ -270,12 +271,9 @@ class _GroupCopy:
         self.group, self.source, self.target = group, source, target
         self.there: dict[str, int] = {}
         self.unfinished: frozenset[str] = frozenset()
-        prefix_sharding = group.manifest.prefix_sharding
-        self.from_ = PrefixStores(
-            source, found_prefix_sharding(source, prefix_sharding, group.manifest.parts[0].name)
-        )
+        self.from_ = files_of(source, group.manifest)
         # On a file system, files need not be spread over prefixes.
-        self.to = PrefixStores(target, prefix_sharding if target.shards_prefixes else None)
+        self.to = spread_over(target, [group.manifest.spread if target.shards_prefixes else None])
         scratch = Scratch()
         self.files = [
             _FileCopy(self, self._reader(part.rank, file, scratch))
@@ -284,19 +282,14 @@ class _GroupCopy:
         ]
 
     def _reader(self, rank: int, file: FileRecord, scratch: Scratch) -> BlockReader:
-        store = self.from_.of(rank)
+        store = self.from_.holder(file.name)
         return BlockReader(store, SavedFile(store.url, file, rank), True, scratch)
 
     def look(self) -> None:
         """Look which files the target has, whole or begun by a copy that was killed."""
-        directories = self.to.all()
-        self.there = {
-            info.name: info.size for directory in directories for info in directory.list()
-        }
+        self.there = {info.name: info.size for info in self.to.list()}
         try:
-            self.unfinished = frozenset(
-                n for directory in directories for n in directory.list_unfinished()
-            )
+            self.unfinished = frozenset(self.to.list_unfinished())
         # we may lack the right to list uploads, although we may write
         except StorageError as error:
             log.warning("unfinished uploads may stay and cost storage: %s", error)
@@ -310,7 +303,7 @@ class _FileCopy:
     def __init__(self, group: _GroupCopy, reader: BlockReader) -> None:
         self.reader = reader
         self.record: FileRecord = reader.file.summed
-        self.target = group.to.of(reader.file.rank)
+        self.target = group.to
         self._group = group
         self._unfinished = False
 
@@ -348,7 +341,7 @@ class _FileCopy:
 
 def _bytes(storage: Storage, name: str, crc: str | None = None) -> bytes:
     """The bytes of a JSON file whose own checksum, and the given one, are right."""
-    with not_missing(file_url(storage.url, name)):
+    with not_missing(storage.path_of(name)):
         return read_body(storage, name, crc)[1]
 
 

@@ -18,10 +18,10 @@ from smckpt.checkpoint.reading.blocks import not_missing
 from smckpt.checkpoint.records.crc import BLOCK, crc64, hex64
 from smckpt.checkpoint.records.files import decode_body, read_body
 from smckpt.checkpoint.records.format import Part, parse_name, part_name
-from smckpt.checkpoint.records.prefixes import PrefixSharding, PrefixStores, is_prefix
+from smckpt.checkpoint.records.prefixes import is_prefix, spread_over
 from smckpt.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
 from smckpt.storage import Storage
-from smckpt.storage.urls import file_url, join_url, parent_url, relative_url
+from smckpt.storage.urls import join_url, parent_url, relative_url
 
 __all__ = ["Refusal", "UnfinishedSave", "UnfinishedStep", "unfinished_step"]
 
@@ -34,8 +34,7 @@ class UnfinishedSave:
 
     Args:
         subpath: the directory, relative to the step's.
-        storage: of the directory.
-        prefix_sharding: of the ranks' files.
+        storage: of the directory and its ranks' files.
         token: the latest fencing token of its session here; 0 if the session took no lease.
         group_ranks: the ranks that were to write.
         absent: those of them that wrote no part.
@@ -44,7 +43,6 @@ class UnfinishedSave:
 
     subpath: str
     storage: Storage = field(repr=False)
-    prefix_sharding: PrefixSharding | None
     session: str
     number: int
     token: int
@@ -58,10 +56,6 @@ class UnfinishedSave:
     def name(self) -> str:
         return f"{self.session}-{self.number:08d}"
 
-    @property
-    def stores(self) -> PrefixStores:
-        return PrefixStores(self.storage, self.prefix_sharding)
-
     def parts(self) -> dict[str, dict[str, str]]:
         """What the ranks would have reported: rank → name, checksum and host of its part.
 
@@ -69,15 +63,13 @@ class UnfinishedSave:
             CorruptCheckpointError: a part is damaged or says something impossible, or one of its
                 files is missing or has another size.
         """
-        stores, named = self.stores, {}
-        sizes: dict[str, dict[str, int]] = {}
+        named = {}
+        sizes = {info.name: info.size for info in self.storage.list("data-")}
         for rank in self.group_ranks:
-            name, store = part_name(self.name, rank), stores.of(rank)
-            with not_missing(file_url(store.url, name)):
-                part, data = read_whole_part(store, name)
-            if store.url not in sizes:
-                sizes[store.url] = {info.name: info.size for info in store.list("data-")}
-            _refuse_cut(part, store.url, sizes[store.url])
+            name = part_name(self.name, rank)
+            with not_missing(self.storage.path_of(name)):
+                part, data = read_whole_part(self.storage, name)
+            _refuse_cut(part, self.storage, sizes)
             named[str(rank)] = {"part": name, "crc64": hex64(crc64(data)), "host": part.host}
         return named
 
@@ -155,30 +147,27 @@ def attempts_at(storage: Storage, subpath: str) -> list[UnfinishedSave]:
     """The saves that left parts in a directory, newest first as far as numbers tell."""
     leases = [lease for lease in leases_at(storage) if storage.url in lease.scope]
     tokens = {lease.session: lease.fencing_token for lease in leases}  # oldest first
-    shardings = dict.fromkeys([None, *(lease.prefix_sharding for lease in leases)])
     found: dict[tuple[str, int], UnfinishedSave] = {}
-    for over in shardings:
-        stores = PrefixStores(storage, over)
+    for spread in dict.fromkeys([None, *(lease.spread for lease in leases)]):
+        files = spread_over(storage, [spread])
         wrote: dict[tuple[str, int], set[int]] = {}
-        for store in {one.url: one for one in stores.all()}.values():
-            for info in store.list("part-"):
-                parsed = parse_name(info.name)
-                if parsed is not None and stores.of(parsed.rank).url == store.url:
-                    wrote.setdefault((parsed.session, parsed.number), set()).add(parsed.rank)
+        for info in files.list("part-"):
+            if (parsed := parse_name(info.name)) is not None:
+                wrote.setdefault((parsed.session, parsed.number), set()).add(parsed.rank)
         for (session, number), ranks in wrote.items():
             name, token = part_name(f"{session}-{number:08d}", min(ranks)), tokens.get(session, 0)
             with contextlib.suppress(CheckpointNotFoundError):  # deleted meanwhile
                 try:
-                    part, _ = read_whole_part(stores.of(min(ranks)), name)
+                    part, _ = read_whole_part(files, name)
                 except CorruptCheckpointError as error:
                     found[session, number] = UnfinishedSave(
-                        subpath, storage, over, session, number, token,
+                        subpath, files, session, number, token,
                         None, None, (), (), str(error),
                     )  # fmt: skip
                     continue
                 absent = tuple(rank for rank in part.group_ranks if rank not in ranks)
                 found[session, number] = UnfinishedSave(
-                    subpath, storage, over, session, number, token,
+                    subpath, files, session, number, token,
                     part.kind, part.step, part.group_ranks, absent,
                 )  # fmt: skip
     return sorted(found.values(), key=lambda one: (one.token, one.number), reverse=True)
@@ -191,10 +180,10 @@ def read_whole_part(storage: Storage, name: str) -> tuple[Part, bytes]:
         CorruptCheckpointError: it is damaged, or does not say what its name says.
     """
     body, data = read_body(storage, name)
-    return decode_body(Part, body, file_url(storage.url, name)), data
+    return decode_body(Part, body, storage.path_of(name)), data
 
 
-def _refuse_cut(part: Part, directory: str, sizes: Mapping[str, int]) -> None:
+def _refuse_cut(part: Part, storage: Storage, sizes: Mapping[str, int]) -> None:
     for file in part.files:
         for name, size in ((file.name, file.size), (file.crc_name, 8 * -(-file.size // BLOCK))):
             if sizes.get(name) != size:
@@ -202,7 +191,7 @@ def _refuse_cut(part: Part, directory: str, sizes: Mapping[str, int]) -> None:
                 raise CorruptCheckpointError(
                     f"{name} {there}; rank {part.rank} wrote {size} bytes",
                     remedy=_OLDER,
-                    path=file_url(directory, name),
+                    path=storage.path_of(name),
                 )
 
 

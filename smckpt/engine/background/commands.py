@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
 from smckpt.checkpoint.records.format import GroupManifest
-from smckpt.checkpoint.records.prefixes import PrefixSharding
 from smckpt.meeting.keys import to_text
 
 __all__ = [
@@ -166,7 +165,6 @@ class TakeLease(Command[LeaseTaken]):
     session: str
     host: str
     groups: tuple[str, ...]
-    prefix_sharding: PrefixSharding | None
     ranks: tuple[int, ...]
     since: int
 
@@ -195,7 +193,6 @@ class PublishManifest(Command[Published]):
     ranks: tuple[int, ...]
     parts: dict[str, dict[str, str]]
     record: str | None
-    prefix_sharding: PrefixSharding | None
 
 
 @dataclass(frozen=True)

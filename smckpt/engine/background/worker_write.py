@@ -16,6 +16,7 @@ from typing import Any
 from smckpt.checkpoint.commits.part import PartWriter, SummedFile
 from smckpt.checkpoint.records.crc import BLOCK
 from smckpt.checkpoint.records.numbers import count_nonfinite
+from smckpt.checkpoint.records.prefixes import open_spread
 from smckpt.engine.background.commands import ArenaFile, PartWritten, Watched
 from smckpt.storage import Access
 
@@ -61,6 +62,7 @@ def write_part(
     Args:
         arena: the memory that holds `files`; None if there are none.
         threads: how many threads write.
+        access: its `spread` says under which prefixes the files are.
         directory: URL of the checkpoint.
         attempt: the attempt of this save, which is in every file's name.
         rank: the writer.
@@ -72,7 +74,7 @@ def write_part(
         CheckpointError: the store refused. What was written is removed.
     """
     began = time.perf_counter()
-    storage = access.open(directory)
+    storage = open_spread(access, directory)
     writer = PartWriter(storage, attempt, rank)
     counts = [
         _Counts([one for one in watched if one.file == number]) for number in range(len(files))

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from smckpt.checkpoint.records.format import GroupManifest, record_name
-from smckpt.checkpoint.records.prefixes import PrefixSharding
 from smckpt.engine.background.commands import (
     Probe,
     Published,
@@ -65,14 +64,14 @@ class HostView:
 
 @dataclass(frozen=True)
 class Written:
-    """A rank's durable part. crc64: the checksum of the part record, in hex. looked: what the rank
-    saw, for alarms."""
+    """A rank's durable part. prefixes: those of its files, as a text, for comparison. crc64: the
+    checksum of the part record, in hex. looked: what the rank saw, for alarms."""
 
     rank: int
     host: str
     coordinator: int
     moment: Moment
-    prefix_sharding: PrefixSharding | None
+    prefixes: str
     part: str
     crc64: str
     looked: Observed | None = None
@@ -250,10 +249,7 @@ class Committer:
             return self._commit_step(meeting, job, written, timeout)
         parts = self._checked(job, written())
         alarms = self._judged(job, parts)
-        ranks, prefix_sharding = self.group.ranks, job.prefix_sharding()
-        fencing_token = self._token(
-            meeting, job, job.request.directory, ranks, timeout, prefix_sharding=prefix_sharding
-        )
+        fencing_token = self._token(meeting, job, job.request.directory, self.group.ranks, timeout)
         published = self._publish(meeting, job, parts, fencing_token, None, timeout)
         return Committed(published.manifest, fencing_token, published.bytes, alarms=alarms)
 
@@ -284,11 +280,10 @@ class Committer:
         self._directories[job.request.directory] = None
         if len(self._directories) > LEASES_KEPT:
             del self._directories[next(iter(self._directories))]
-        shardings = sorted({str(part.prefix_sharding) for part in written.values()})
-        if len(shardings) > 1:
+        prefixes = sorted({part.prefixes for part in written.values()})
+        if len(prefixes) > 1:
             raise UsageError(
-                "the ranks of the group shard their files over different prefixes: "
-                f"{shardings[:4]}",
+                f"the ranks of the group shard their files over different prefixes: {prefixes[:4]}",
                 remedy="give all ranks the same options of the store (prefixes, prefix_root)",
                 path=job.request.directory,
             )
@@ -308,7 +303,6 @@ class Committer:
         ranks: Sequence[int],
         timeout: float,
         groups: Sequence[str] = (),
-        prefix_sharding: PrefixSharding | None = None,
     ) -> int:
         """The fencing token under which this session publishes in `directory`; its lease is taken
         once."""
@@ -320,7 +314,6 @@ class Committer:
                     session=meeting.id,
                     host=socket.gethostname(),
                     groups=tuple(groups),
-                    prefix_sharding=prefix_sharding,
                     ranks=tuple(ranks),
                     since=self._since,
                 ),
@@ -357,7 +350,6 @@ class Committer:
                     for p in parts.values()
                 },
                 record=record,
-                prefix_sharding=job.prefix_sharding(),
             ),
             timeout=timeout,
             access=job.as_coordinator(),

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from smckpt.calls import changed
-from smckpt.checkpoint.records.prefixes import PrefixSharding, prefix_sharding_for
+from smckpt.checkpoint.records.prefixes import spread_of
 from smckpt.engine.groups import Partition
 from smckpt.engine.saving.alarms import Alarms, Last
 from smckpt.engine.saving.moment import Moment
@@ -24,7 +24,7 @@ from smckpt.layout.image import DEFAULT_MAX_FILE_BYTES
 from smckpt.meeting.group import Group
 from smckpt.staging.copies import Stager
 from smckpt.storage import Access, Storage
-from smckpt.storage.budget import Share
+from smckpt.storage.budget import Share, Spread
 from smckpt.topology import ParallelState
 
 __all__ = [
@@ -137,7 +137,7 @@ class SaveRequest:
 
     def __post_init__(self) -> None:
         if self.directory:
-            prefix_sharding_for(self.storage)  # raises here, before anything is staged
+            spread_of(self.storage)  # raises here, before anything is staged
 
     @property
     def storage(self) -> Storage:
@@ -369,24 +369,26 @@ class SaveJob:
     def attempt(self, session: str) -> str:
         return f"{session}-{self.handle.number:08d}"
 
-    def prefix_sharding(self) -> PrefixSharding | None:
-        """How the options of the call shard the ranks' files over prefixes."""
+    @property
+    def spread(self) -> Spread | None:
+        """The prefixes of the ranks' files that the options of the call ask for."""
         if not self.request.directory:
             return None
-        return prefix_sharding_for(self.request.storage, len(self.partition.groups))
+        return spread_of(self.request.storage, len(self.partition.groups))
 
-    def as_one_of_all(self, group: Group, prefixes: int = 1) -> Access:
+    def as_one_of_all(self, group: Group) -> Access:
         """The access for work that every rank does at once, with this rank's share of the
         budget."""
-        share = Share.of_rank(group.rank, group.world_size, prefixes)
-        return self.request.access.holding(share)
+        spread = self.spread
+        share = Share.of_rank(group.rank, group.world_size, spread.prefixes if spread else 1)
+        return self.request.access.holding(share, spread)
 
     def as_coordinator(self) -> Access:
         """The access for work that only the coordinator of a group does."""
-        prefixes = self.request.storage.prefixes if self.request.directory else 1
-        groups = len(self.partition.groups)
+        spread, groups = self.spread, len(self.partition.groups)
+        prefixes = spread.prefixes if spread else 1
         share = Share.of_coordinator(self.partition.mine, groups, prefixes)
-        return self.request.access.holding(share)
+        return self.request.access.holding(share, spread)
 
     def finish(self, error: CheckpointError | None) -> None:
         self.handle.finish(self.handle.timings or self.timings(), error)

@@ -273,8 +273,6 @@ class Saver:
             staged.copies.result()
             job.staged = job.elapsed()
         request, layout = job.request, staged.layout
-        prefix_sharding = job.prefix_sharding()
-        directory = request.directory
         observer = staged.observer
         slots = observer.watched(compares=bool(staged.held))
         part = staged.part
@@ -282,9 +280,7 @@ class Saver:
             part = self._with_one_table(job.handle.number, part, meeting)
         done = self._worker.call(
             WritePart(
-                directory=prefix_sharding.directory_of(directory, self.group.rank)
-                if prefix_sharding
-                else directory,
+                directory=request.directory,
                 attempt=job.attempt(meeting.id),
                 rank=self.group.rank,
                 arena=None if staged.arena is None else self._attached(staged.arena),
@@ -293,9 +289,7 @@ class Saver:
                 watched=tuple(slot.where for slot in slots),
             ),
             timeout=request.options.timeout,
-            access=job.as_one_of_all(
-                self.group, prefix_sharding.prefixes if prefix_sharding else 1
-            ),
+            access=job.as_one_of_all(self.group),
         )
         job.written, job.nbytes, job.retries = job.elapsed(), done.bytes, done.retries
         job.brought = time.monotonic()
@@ -306,7 +300,7 @@ class Saver:
             host=socket.gethostname(),
             coordinator=request.coordinator,
             moment=job.moment,
-            prefix_sharding=job.prefix_sharding(),
+            prefixes=str(job.spread),
             part=done.part,
             crc64=done.crc64,
             looked=looked,

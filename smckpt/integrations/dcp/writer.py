@@ -33,7 +33,7 @@ from smckpt.checkpoint.commits.commit import probe, publish_manifest, take_lease
 from smckpt.checkpoint.commits.part import part_body
 from smckpt.checkpoint.commits.sweep import sweep
 from smckpt.checkpoint.records.objects import encode_object
-from smckpt.checkpoint.records.prefixes import PrefixSharding, prefix_sharding_for
+from smckpt.checkpoint.records.prefixes import spread_of
 from smckpt.checkpoint.records.rows import encode_rows
 from smckpt.engine.background.commands import ArenaFile
 from smckpt.engine.background.worker_write import write_part
@@ -48,7 +48,7 @@ from smckpt.staging.arena import Arena, check_memory
 from smckpt.staging.copies import stage
 from smckpt.state_dict.modes import neutral
 from smckpt.storage import StoreOptions, open_storage, own_access
-from smckpt.storage.budget import Share
+from smckpt.storage.budget import Share, Spread
 from smckpt.storage.preflight import refuse_save
 from smckpt.storage.urls import bucket_url, normal_url
 
@@ -68,7 +68,7 @@ class _Ticket:
     """The coordinator's message to each rank of a save, inside its plan.
 
     ranks: global ranks, by rank of the process group. objects: names that the global plan keeps.
-    prefix_sharding: of the ranks' files.
+    spread: the prefixes of the ranks' files.
     """
 
     session: str
@@ -76,7 +76,7 @@ class _Ticket:
     rank: int
     ranks: tuple[int, ...]
     objects: frozenset[str]
-    prefix_sharding: PrefixSharding | None = None
+    spread: Spread | None = None
 
     @property
     def attempt(self) -> str:
@@ -193,16 +193,15 @@ class DistributedFileSystemWriter(StorageWriter):
         refuse_save(storage, len(plans), by_worker=False)
         if not self.overwrite:
             refuse_committed(storage)
-        prefix_sharding = prefix_sharding_for(storage)
+        spread = spread_of(storage)
         if self.checkpoint_id not in self._tokens:
             if not self._tokens and bucket_url(self.checkpoint_id):
                 probe(self.access, self.checkpoint_id, self._session, create=True, leave=False)
             lease = take_lease(
-                self.access,
+                self.access.holding(self.access.share, spread),
                 self.checkpoint_id,
                 self._session,
                 socket.gethostname(),
-                prefix_sharding=prefix_sharding,
             )
             self._tokens[self.checkpoint_id] = int(lease["fencing_token"])
         own = [plan.storage_data for plan in plans]
@@ -215,7 +214,7 @@ class DistributedFileSystemWriter(StorageWriter):
             if item.type == WriteItemType.BYTE_IO
         )
         number, self._numbers = self._numbers, self._numbers + 1
-        self._ticket = _Ticket(self._session, number, -1, ranks, objects, prefix_sharding)
+        self._ticket = _Ticket(self._session, number, -1, ranks, objects, spread)
         return [
             replace(plan, storage_data=replace(self._ticket, rank=rank))
             for plan, rank in zip(plans, ranks, strict=True)
@@ -276,7 +275,7 @@ class DistributedFileSystemWriter(StorageWriter):
         }
         fencing_token = self._tokens[self.checkpoint_id]
         published = publish_manifest(
-            self.access,
+            self.access.holding(self.access.share, ticket.spread),
             directory=self.checkpoint_id,
             attempt=ticket.attempt,
             session=ticket.session,
@@ -285,7 +284,6 @@ class DistributedFileSystemWriter(StorageWriter):
             ranks=list(ticket.ranks),
             parts=parts,
             record=None,
-            prefix_sharding=ticket.prefix_sharding,
         )
         if self._sweep:
             self._delete_superseded(published["manifest"], fencing_token)
@@ -349,19 +347,15 @@ class DistributedFileSystemWriter(StorageWriter):
             if arena is not None:
                 with neutral():
                     stage(arena, layout, [tensors[id(entry)] for entry in layout.entries])
-            directory, share = self.checkpoint_id, Share.of_rank(ticket.rank, len(ticket.ranks))
-            if ticket.prefix_sharding is not None:
-                directory = ticket.prefix_sharding.directory_of(directory, ticket.rank)
-                prefixes, under_one = (
-                    ticket.prefix_sharding.prefixes,
-                    ticket.prefix_sharding.fullest(ticket.ranks),
-                )
-                share = Share.of_rank(ticket.rank, under_one * prefixes, prefixes)
+            spread, share = ticket.spread, Share.of_rank(ticket.rank, len(ticket.ranks))
+            if spread is not None:
+                under_one = spread.fullest(ticket.ranks)
+                share = Share.of_rank(ticket.rank, under_one * spread.prefixes, spread.prefixes)
             done = write_part(
-                self.access.holding(share),
+                self.access.holding(share, spread),
                 cast(Any, arena and arena.view(0, arena.size)),
                 threads=self._threads,
-                directory=directory,
+                directory=self.checkpoint_id,
                 attempt=ticket.attempt,
                 rank=ticket.rank,
                 files=[ArenaFile(f.arena_offset, f.size) for f in layout.files],

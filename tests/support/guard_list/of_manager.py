@@ -30,17 +30,21 @@ KEEPING = [
     ),
     of(
         "keep: the commit goes before its files", "checkpoint/commits/remove.py",
-        """    delete_at((store, (group.manifest,)) for store, _, group in pairs)
-    for store in directories:  # a power failure could bring a manifest back without its files
+        """    for store, group in groups:
+        store.delete(group.manifest)
+    for store, _ in groups:  # a power failure could bring a manifest back without its files
         store.sync()
-    ranks = [(at.of(rank), names) for _, at, group in pairs for rank, names in group.parts]
-    delete_at((store, names[:1]) for store, names in ranks)
-    delete_at((store, names[1:]) for store, names in ranks)
+    for store, group in groups:
+        store.delete_many([names[0] for _, names in group.parts])
+    for store, group in groups:
+        store.delete_many([name for _, names in group.parts for name in names[1:]])
 """,
-        """    ranks = [(at.of(rank), names) for _, at, group in pairs for rank, names in group.parts]
-    delete_at((store, names[:1]) for store, names in ranks)
-    delete_at((store, names[1:]) for store, names in ranks)
-    delete_at((store, (group.manifest,)) for store, _, group in pairs)
+        """    for store, group in groups:
+        store.delete_many([names[0] for _, names in group.parts])
+    for store, group in groups:
+        store.delete_many([name for _, names in group.parts for name in names[1:]])
+    for store, group in groups:
+        store.delete(group.manifest)
 """,
         RETENTION + "test_a_deletion_killed_at_any_call_loses_nothing_else_and_is_finished",
     ),
@@ -49,11 +53,11 @@ KEEPING = [
         """    if removal.record is not None:
         top.delete(removal.record)
         top.sync()
-    pairs = list(zip(directories, sharded, removal.groups, strict=True))
-    delete_at((store, (group.manifest,)) for store, _, group in pairs)
+    for store, group in groups:
+        store.delete(group.manifest)
 """,
-        """    pairs = list(zip(directories, sharded, removal.groups, strict=True))
-    delete_at((store, (group.manifest,)) for store, _, group in pairs)
+        """    for store, group in groups:
+        store.delete(group.manifest)
     if removal.record is not None:
         top.delete(removal.record)
 """,
@@ -89,13 +93,12 @@ KEEPING = [
     ),
     of(
         "keep: links are looked for before the mark", "checkpoint/commits/remove.py",
-        "        store = contents.storage.join(group.directory)\n        store.refuse_links()\n",
-        "        store = contents.storage.join(group.directory)\n",
+        "        files.refuse_links()\n", "",
         RETENTION + "test_a_step_whose_group_is_a_link_is_not_deleted_at_all",
     ),
     of(
         "keep: links are looked for in all groups before one is deleted", "checkpoint/commits/remove.py",
-        "        for store in stores.all():\n            store.refuse_links()\n    if removal.record",
+        "        store.refuse_links()\n    if removal.record",
         "        pass\n    if removal.record",
         RETENTION + "test_a_link_that_somebody_puts_there_during_a_deletion_is_not_followed",
     ),

@@ -84,7 +84,7 @@ REPAIR = [
     ),
     of(
         "repair: a file that is missing or cut", "checkpoint/upkeep/unfinished.py",
-        "            _refuse_cut(part, store.url, sizes[store.url])\n", "",
+        "            _refuse_cut(part, self.storage, sizes)\n", "",
         FINISH + "test_a_save_of_which_a_file_is_missing_is_named",
     ),
     of(
@@ -226,7 +226,7 @@ MENDING = [
     ),
     of(
         "reshard: a failed reshard leaves nothing", "checkpoint/upkeep/reshard.py",
-        "        discard_attempt(PrefixStores(storage, None), writer.attempt)\n        raise\n", "        raise\n",
+        "        discard_attempt(storage, writer.attempt)\n        raise\n", "        raise\n",
         RESHARD + "test_what_cannot_be_is_refused_and_leaves_nothing",
     ),
     of(

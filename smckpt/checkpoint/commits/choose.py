@@ -54,7 +54,8 @@ Candidate = tuple[tuple[int, int], str, str]
 @dataclass(frozen=True)
 class Commit:
     """A commit: the name of the file that makes it, when it was made, and its manifests with their
-    directories. `name`: the file in this directory by which it was found."""
+    directories. `name`: the file in this directory by which it was found. groups: what the record
+    says of these manifests, if one commits them."""
 
     identity: str
     name: str
@@ -62,6 +63,7 @@ class Commit:
     order: tuple[int, int]
     manifests: tuple[tuple[str, Manifest], ...]
     through_record: bool = False  # opened in the record's directory, so all groups are here
+    groups: tuple[GroupManifest, ...] = ()
     replaces: str | None = None  # what DCP had written here before, see `replaces.py`
 
 
@@ -210,7 +212,9 @@ def _by_record(storage: Storage, name: str, order: tuple[int, int]) -> Commit:
     with ThreadPoolExecutor(min(READERS, len(record.groups))) as pool:
         manifests = tuple(pool.map(one, record.groups))
     _refuse_mixed(record, file_url(storage.url, name), manifests)
-    return Commit(name, name, record.committed_at, order, manifests, True, record.replaces)
+    return Commit(
+        name, name, record.committed_at, order, manifests, True, record.groups, record.replaces
+    )  # fmt: skip
 
 
 def _by_manifest(
@@ -247,7 +251,9 @@ def _through_record(
             manifests = ((storage.url, checked),)
             _refuse_mixed(record, file_url(parent.url, record_name), manifests)
             at, seen = record.committed_at, manifest.replaces
-            return Commit(record_name, name, at, order, manifests, replaces=seen)
+            return Commit(
+                record_name, name, at, order, manifests, groups=(group,), replaces=seen
+            )  # fmt: skip
     return None
 
 

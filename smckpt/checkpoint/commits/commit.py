@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, NoReturn
 
 from smckpt.checkpoint.commits.foreign import checksum_of_dcp, delete_dcp
@@ -104,10 +105,12 @@ def publish_manifest(
         _take_back(storage, fencing_token, attempt, error)
     # This comes before the parts are read. A run that gives up this attempt fences it before it
     # deletes, so either we see the fence here or it sees our lease and leaves the files alone.
-    _refuse_fenced(storage, fencing_token, attempt)
-    manifest = gathered_manifest(storage, session, number, fencing_token, ranks, parts, record)
-    _refuse_fenced(storage, fencing_token, attempt)
-    return create_manifest(storage, manifest)
+    gather = partial(
+        gathered_manifest, storage, session, number, fencing_token, ranks, parts, record
+    )  # fmt: skip
+    return create_manifest(
+        storage, gather, partial(_refuse_fenced, storage, fencing_token, attempt)
+    )  # fmt: skip
 
 
 def commit_alone(
@@ -170,9 +173,18 @@ def gathered_manifest(
     return decode(Manifest, made)
 
 
-def create_manifest(storage: Storage, manifest: Manifest) -> dict[str, Any]:
-    """Create the manifest exclusively; what `publish_manifest` returns. Where that is the commit,
-    it deletes the checkpoint of DCP's that was here."""
+def create_manifest(
+    storage: Storage, gather: Callable[[], Manifest], refuse: Callable[[], None]
+) -> dict[str, Any]:
+    """Gather the manifest and create it exclusively; what `publish_manifest` returns. Where that is
+    the commit, it deletes the checkpoint of DCP's that was here.
+
+    Args:
+        refuse: raises if a later run writes here; called before the parts are read, and after.
+    """
+    refuse()
+    manifest = gather()
+    refuse()
     name = manifest_name(manifest.fencing_token, manifest.number, manifest.session)
     data = _create(storage, name, manifest.to_json())
     if manifest.record is None:

@@ -11,12 +11,11 @@ from __future__ import annotations
 import errno
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from smckpt.checkpoint.commits.choose import choose_commit
 from smckpt.checkpoint.records.crc import BLOCK
-from smckpt.checkpoint.records.files import read_file
-from smckpt.checkpoint.records.format import FileRecord, Manifest, Record, parse_name
+from smckpt.checkpoint.records.format import FileRecord, Manifest, parse_name
 from smckpt.checkpoint.records.prefixes import files_of
 from smckpt.errors import (
     CheckpointError,
@@ -41,12 +40,13 @@ __all__ = [
 class GroupContents:
     """One group's share. directory: relative to the checkpoint's directory, "" if it is the same.
     manifest_crc64: the checksum of the manifest's file according to the record; None without a
-    record."""
+    record. storage: of the directory and its ranks' files."""
 
     directory: str
     manifest_name: str
     manifest_crc64: str | None
     manifest: Manifest
+    storage: Storage = field(repr=False)
 
     @property
     def data(self) -> Iterator[FileRecord]:
@@ -102,11 +102,13 @@ def contents_of(storage: Storage, name: str | None = None) -> Contents:
     commit = choose_commit(storage, name=name)
     storage = storage.reading_from(storage.url)
     if commit.through_record:
-        record = read_file(Record, storage, commit.identity)
         groups = (
-            GroupContents(group.directory, group.manifest, group.crc64, manifest)
-            for group, (_, manifest) in zip(record.groups, commit.manifests, strict=True)
-        )
+            GroupContents(
+                group.directory, group.manifest, group.crc64, manifest,
+                files_of(storage.join(group.directory), manifest),
+            )
+            for group, (_, manifest) in zip(commit.groups, commit.manifests, strict=True)
+        )  # fmt: skip
         return Contents(storage, commit.identity, tuple(groups))
     ((directory, manifest),) = commit.manifests
     if manifest.record is not None:
@@ -116,7 +118,8 @@ def contents_of(storage: Storage, name: str | None = None) -> Contents:
             remedy=f"pass the directory of the step, {above}",
             path=storage.url,
         )
-    return Contents(storage, None, (GroupContents("", commit.identity, None, manifest),))
+    files = files_of(storage, manifest)
+    return Contents(storage, None, (GroupContents("", commit.identity, None, manifest, files),))
 
 
 def what_is_missing(storage: Storage, identity: str | None = None) -> str:
@@ -140,8 +143,7 @@ def what_is_missing(storage: Storage, identity: str | None = None) -> str:
             path=storage.url,
         )
     for group in contents.groups:
-        manifest = group.manifest
-        files = files_of(contents.storage.join(group.directory), manifest)
+        manifest, files = group.manifest, group.storage
         stores = {files.holder(part.name) for part in manifest.parts}
         here = {info.name: info.size for store in stores for info in store.list()}
         for part in manifest.parts:

@@ -12,7 +12,7 @@ from msgspec import Meta
 from smckpt.checkpoint.commits.contents import Contents
 from smckpt.checkpoint.commits.leases import leases_at
 from smckpt.checkpoint.records.format import ATTEMPTS, Rank, name_of, parse_name, parse_temporary
-from smckpt.checkpoint.records.prefixes import files_of, spread_over
+from smckpt.checkpoint.records.prefixes import spread_over
 from smckpt.decoding import Count
 from smckpt.errors import CheckpointError
 from smckpt.storage import Storage
@@ -97,8 +97,7 @@ def removal_of(contents: Contents) -> Removal:
     groups = []
     for group in contents.groups:
         manifest = group.manifest
-        files = files_of(contents.storage.join(group.directory), manifest)
-        files.refuse_links()
+        group.storage.refuse_links()
         parts = []
         for part in manifest.parts:
             names = [part.name, *(f.name for f in part.files), *(f.crc_name for f in part.files)]
@@ -110,7 +109,7 @@ def removal_of(contents: Contents) -> Removal:
                 manifest.fencing_token,
                 manifest.session,
                 tuple(parts),
-                files.spread,
+                group.storage.spread,
             )
         )
     return Removal(contents.record, tuple(groups))

@@ -12,8 +12,10 @@ from __future__ import annotations
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 from smckpt.checkpoint.commits.choose import Commit
 from smckpt.checkpoint.commits.commit import create_manifest, gathered_manifest, publish_record
@@ -64,7 +66,7 @@ def faults_of(
 def _as_if_committed(top: Storage, step: UnfinishedStep) -> CommittedCatalogue:
     record = None if step.alone else record_name(1, step.number, "0" * 12)
     manifests = tuple(
-        (one.storage.url, _manifest(top, one, 1, record and join_url(top.url, record)))
+        (one.storage.url, _manifest(one, 1, record and join_url(top.url, record)))
         for one in step.attempts
     )
     first = manifests[0][1]
@@ -73,9 +75,7 @@ def _as_if_committed(top: Storage, step: UnfinishedStep) -> CommittedCatalogue:
     return catalogue_of(top, commit)
 
 
-def _manifest(
-    top: Storage, one: UnfinishedSave, fencing_token: int, record: str | None
-) -> Manifest:
+def _manifest(one: UnfinishedSave, fencing_token: int, record: str | None) -> Manifest:
     """The manifest of a group's parts, all of which are read and compared with each other."""
     pointer = None if record is None else relative_url(record, one.storage.url)
     try:
@@ -127,14 +127,21 @@ def commit_unfinished(
         mark_lease(one.storage, token, one.session, one.group_ranks)
     with _claimed(step):
         _refuse_changed(top, step, groups)
-        refuse = _refusing(top, token, urls)
+
+        def publish(one: UnfinishedSave, record: str | None) -> dict[str, Any]:
+            def refuse() -> None:
+                for store in (top, one.storage):
+                    if (error := later_run(store, token, urls)) is not None:
+                        raise error
+
+            return create_manifest(one.storage, partial(_manifest, one, token, record), refuse)
+
         if step.alone:
-            (one,) = step.attempts
-            return _publish(top, one, token, None, refuse)["manifest"], token
+            return publish(step.attempts[0], None)["manifest"], token
         record = record_name(token, step.number, session)
         named = []
         for one in step.attempts:
-            done = _publish(top, one, token, join_url(top.url, record), refuse)
+            done = publish(one, join_url(top.url, record))
             named.append(
                 GroupManifest(one.subpath, done["manifest"], done["crc64"], min(one.group_ranks))
             )
@@ -177,25 +184,3 @@ def _refuse_changed(top: Storage, step: UnfinishedStep, groups: list[str] | None
             remedy="end that job, or let it save; then look again",
             path=top.url,
         )
-
-
-def _refusing(top: Storage, token: int, urls: list[str]) -> Callable[[Storage], None]:
-    def refuse(storage: Storage) -> None:
-        for store in (top, storage):
-            if (error := later_run(store, token, urls)) is not None:
-                raise error
-
-    return refuse
-
-
-def _publish(
-    top: Storage,
-    one: UnfinishedSave,
-    token: int,
-    record: str | None,
-    refuse: Callable[[Storage], None],
-) -> dict[str, str]:
-    refuse(one.storage)
-    manifest = _manifest(top, one, token, record)
-    refuse(one.storage)
-    return create_manifest(one.storage, manifest)

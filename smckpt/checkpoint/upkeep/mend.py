@@ -19,7 +19,7 @@ from smckpt.checkpoint.reading.blocks import BlockReader, SavedFile, Scratch
 from smckpt.checkpoint.reading.read import Progress
 from smckpt.checkpoint.records.crc import BLOCK, combined, crc64, hex64, packed_sums, unpacked_sums
 from smckpt.checkpoint.records.format import FileRecord, PartRecord
-from smckpt.checkpoint.records.prefixes import files_of, spread_over
+from smckpt.checkpoint.records.prefixes import spread_over
 from smckpt.checkpoint.records.sealed import MAX_JSON_BYTES, sound
 from smckpt.checkpoint.upkeep.scan import PIECE, ScannedFile, Sink, scan
 from smckpt.errors import CheckpointError, CorruptCheckpointError, StorageError
@@ -113,10 +113,9 @@ class Donors:
     def __init__(self, copies: Sequence[Storage], others: Sequence[Contents]) -> None:
         self._copies = copies
         self._others = [
-            (files.holder(file.name), file)
+            (group.storage.holder(file.name), file)
             for contents in others
             for group in contents.groups
-            for files in [files_of(contents.storage.join(group.directory), group.manifest)]
             for part in group.manifest.parts
             for file in part.files
         ]
@@ -158,7 +157,7 @@ class Donors:
         """Where the copies may have a rank's file: in the group's directory, under its prefixes, or
         all in one place."""
         for copy in self._copies:
-            donor = copy.join(group.directory) if group.directory else copy
+            donor = copy.join(group.directory)
             found = (donor, spread_over(donor, [group.manifest.spread]).holder(name), copy)
             yield from {one.url: one for one in found}.values()
 
@@ -190,9 +189,8 @@ def damages_of(
     readers: dict[BlockReader, GroupContents] = {}
     scratch = Scratch()
     for group in contents.groups:
-        files = files_of(contents.storage.join(group.directory), group.manifest)
         for part in group.manifest.parts:
-            storage = files.holder(part.name)
+            storage = group.storage.holder(part.name)
             found += _of_part(storage, group, part, donors)
             for file in part.files:
                 saved = SavedFile(storage.url, file, part.rank)

@@ -176,9 +176,8 @@ def _commit(
 def _release_claims(contents: Contents) -> None:
     """End the claims of a repair that was killed after its commit."""
     for group in contents.groups:
-        store = contents.storage.join(group.directory) if group.directory else contents.storage
-        if claimed(store, group.manifest.attempt):
-            release(store, group.manifest.attempt)
+        if claimed(group.storage, group.manifest.attempt):
+            release(group.storage, group.manifest.attempt)
 
 
 # -- damaged files -----------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from smckpt.checkpoint.reading.read import Progress
 from smckpt.checkpoint.records.crc import BLOCK, crc64, hex64
 from smckpt.checkpoint.records.files import read_body
 from smckpt.checkpoint.records.format import FileRecord, PartRecord
-from smckpt.checkpoint.records.prefixes import files_of, spread_over
+from smckpt.checkpoint.records.prefixes import spread_over
 from smckpt.checkpoint.upkeep.scan import (
     Pages,
     ScannedFile,
@@ -145,8 +145,7 @@ class _Copy(Sink):
         self._lock = threading.Lock()
         self._pages = Pages()
         self._groups = [
-            _GroupCopy(group, source.join(group.directory), target.join(group.directory))
-            for group in contents.groups
+            _GroupCopy(group, target.join(group.directory)) for group in contents.groups
         ]
         self._files = {file.reader: file for group in self._groups for file in group.files}
 
@@ -215,7 +214,7 @@ class _Copy(Sink):
             each.callback(self.source.close)
             each.callback(self.target.close)
             for group in self._groups:
-                each.callback(group.from_.close)
+                each.callback(group.group.storage.close)
                 each.callback(group.to.close)
                 for file in group.files:
                     each.callback(file.abort)
@@ -223,7 +222,7 @@ class _Copy(Sink):
     # -- one file each ---------------------------------------------------------------------------
 
     def _part(self, group: _GroupCopy, part: PartRecord) -> None:
-        data = _bytes(group.from_, part.name, part.crc64)
+        data = _bytes(group.group.storage, part.name, part.crc64)
         self._put(group, part.name, data)
 
     def _sums(self, group: _GroupCopy, file: _FileCopy) -> None:
@@ -246,7 +245,7 @@ class _Copy(Sink):
 
     def _manifest(self, group: _GroupCopy) -> None:
         name, crc = group.group.manifest_name, group.group.manifest_crc64
-        data = _bytes(group.source, name, crc)
+        data = _bytes(group.group.storage, name, crc)
         self._create(group.target, name, data, name in group.there)
 
     def _create(self, target: Storage, name: str, data: bytes, there: bool) -> None:
@@ -267,11 +266,10 @@ class _GroupCopy:
         finished.
     """
 
-    def __init__(self, group: GroupContents, source: Storage, target: Storage) -> None:
-        self.group, self.source, self.target = group, source, target
+    def __init__(self, group: GroupContents, target: Storage) -> None:
+        self.group, self.target = group, target
         self.there: dict[str, int] = {}
         self.unfinished: frozenset[str] = frozenset()
-        self.from_ = files_of(source, group.manifest)
         # On a file system, files need not be spread over prefixes.
         self.to = spread_over(target, [group.manifest.spread if target.shards_prefixes else None])
         scratch = Scratch()
@@ -282,7 +280,7 @@ class _GroupCopy:
         ]
 
     def _reader(self, rank: int, file: FileRecord, scratch: Scratch) -> BlockReader:
-        store = self.from_.holder(file.name)
+        store = self.group.storage.holder(file.name)
         return BlockReader(store, SavedFile(store.url, file, rank), True, scratch)
 
     def look(self) -> None:

@@ -93,7 +93,7 @@ KEEPING = [
     ),
     of(
         "keep: links are looked for before the mark", "checkpoint/commits/remove.py",
-        "        files.refuse_links()\n", "",
+        "        group.storage.refuse_links()\n", "",
         RETENTION + "test_a_step_whose_group_is_a_link_is_not_deleted_at_all",
     ),
     of(

@@ -20,7 +20,7 @@ REPAIR = [
     ),
     of(
         "repair: a claim that a killed repair left is released", "checkpoint/upkeep/repair.py",
-        "        if claimed(store, group.manifest.attempt):\n", "        if False:\n",
+        "        if claimed(group.storage, group.manifest.attempt):\n", "        if False:\n",
         FINISH + "test_a_commit_killed_at_any_call_makes_nothing_worse_and_a_second_one_finishes",
     ),
     of(

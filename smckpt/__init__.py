@@ -15,8 +15,7 @@ from smckpt.engine.backend import BACKENDS, Backend
 
 if TYPE_CHECKING:
     from smckpt.checkpoint.commits.discover import FoundCheckpoint, find_checkpoints
-    from smckpt.checkpoint.commits.pins import pinned
-    from smckpt.checkpoint.commits.remove import RemoveReport
+    from smckpt.checkpoint.commits.remove import RemoveReport, pinned
     from smckpt.checkpoint.commits.run_directory import RetentionPolicy
     from smckpt.checkpoint.upkeep.verify import verify_checkpoint
     from smckpt.engine.api import (
@@ -161,7 +160,7 @@ __all__ = [
 # Where each public name lives; the imports under TYPE_CHECKING say the same to type checkers.
 _HOMES = {
     "smckpt.checkpoint.commits.discover": ("FoundCheckpoint", "find_checkpoints"),
-    "smckpt.checkpoint.commits.remove": ("RemoveReport",),
+    "smckpt.checkpoint.commits.remove": ("RemoveReport", "pinned"),
     "smckpt.checkpoint.commits.run_directory": ("RetentionPolicy",),
     "smckpt.checkpoint.upkeep.verify": ("verify_checkpoint",),
     "smckpt.engine.saving.alarms": ("Alarms",),
@@ -189,7 +188,6 @@ _HOMES = {
     "smckpt.manager.keeping.retention": ("Best", "Every"),
     "smckpt.manager.memory": ("Memory",),
     "smckpt.manager.notice": ("Signals",),
-    "smckpt.checkpoint.commits.pins": ("pinned",),
     "smckpt.state_dict": ("FULL", "LOCAL", "SHARDED", "SMStateDictType", "init_optim_state"),
     "smckpt.storage": ("StoreOptions", "register_store"),
     "smckpt.storage.urls": ("build_s3_url", "is_s3_url", "parse_s3_url"),

@@ -220,7 +220,7 @@ def cp(source: str, target: str, threads: int, as_json: bool) -> None:
 def rm(checkpoint: str, yes: bool, as_json: bool) -> None:
     """Remove the newest checkpoint in CHECKPOINT: the files that its manifests name, no others."""
     from smckpt.checkpoint.commits.contents import contents_of
-    from smckpt.checkpoint.commits.pins import remove_newest
+    from smckpt.checkpoint.commits.remove import remove_newest
     from smckpt.storage import open_storage
 
     top = open_storage(checkpoint)

@@ -95,7 +95,7 @@ def _question(top: Storage, step: UnfinishedStep) -> str:
 def _pin(top: Storage, checkpoint: str, held: ExitStack) -> None:
     """Keep a manager from deleting what is being mended."""
     from smckpt.checkpoint.commits.contents import contents_of
-    from smckpt.checkpoint.commits.pins import pinned
+    from smckpt.checkpoint.commits.remove import pinned
     from smckpt.errors import CheckpointError
 
     try:

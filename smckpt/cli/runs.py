@@ -279,8 +279,7 @@ def prune(
     It deletes nothing if the newest step is not whole, and keeps steps that a reader has pinned. It
     finishes deletions that were cut short.
     """
-    from smckpt.checkpoint.commits.run_directory import RunDirectory
-    from smckpt.checkpoint.commits.template import rooted
+    from smckpt.checkpoint.commits.run_directory import RunDirectory, rooted
     from smckpt.manager.keeping.retention import Every, policies_of
     from smckpt.storage import open_storage
 

@@ -377,7 +377,7 @@ def remove(
             path=directory,
         )
     access = access_to(directory, storage=storage)
-    from smckpt.checkpoint.commits.pins import remove_newest  # no save or load needs it
+    from smckpt.checkpoint.commits.remove import remove_newest  # no save or load needs it
 
     return remove_newest(access.open(directory))
 

@@ -13,8 +13,7 @@ from typing import Any
 
 import smckpt
 from smckpt.checkpoint.commits.remove import remove_probes
-from smckpt.checkpoint.commits.run_directory import RunDirectory
-from smckpt.checkpoint.commits.template import Template
+from smckpt.checkpoint.commits.run_directory import RunDirectory, Template
 from smckpt.errors import CheckpointNotFoundError, CheckpointPinnedError
 from smckpt.manager.keeping.retention import Newest
 from smckpt.storage import access_to

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from smckpt.checkpoint.commits.discover import FoundCheckpoint, find_checkpoints
-from smckpt.checkpoint.commits.pins import pinned
+from smckpt.checkpoint.commits.remove import pinned
 from smckpt.checkpoint.records.files import read_body
 from smckpt.checkpoint.records.sealed import FORMAT_VERSION, seal_json
 from smckpt.errors import (

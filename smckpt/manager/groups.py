@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from smckpt.checkpoint.commits.template import Template
+from smckpt.checkpoint.commits.run_directory import Template
 from smckpt.engine.groups import ReplicationGroup, named, replicas_of
 from smckpt.errors import UsageError
 from smckpt.manager.state import models_in

@@ -17,8 +17,7 @@ from typing import Any
 
 from smckpt.calls import alone
 from smckpt.checkpoint.commits.discover import FoundCheckpoint
-from smckpt.checkpoint.commits.run_directory import RetentionPolicy, RunDirectory
-from smckpt.checkpoint.commits.template import rooted
+from smckpt.checkpoint.commits.run_directory import RetentionPolicy, RunDirectory, rooted
 from smckpt.engine.api import (
     async_save,
     leave_queue,

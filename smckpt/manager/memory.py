@@ -23,8 +23,7 @@ from typing import Any
 
 from smckpt.checkpoint.commits.contents import what_is_missing
 from smckpt.checkpoint.commits.discover import FoundCheckpoint
-from smckpt.checkpoint.commits.run_directory import Damaged, RunDirectory, Whole
-from smckpt.checkpoint.commits.template import Template
+from smckpt.checkpoint.commits.run_directory import Damaged, RunDirectory, Template, Whole
 from smckpt.engine.api import leave_queue, maybe_finalize_async_calls, prepare_queue
 from smckpt.engine.groups import ReplicationGroup
 from smckpt.engine.saving.job import SaveHandle, SaveOptions

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from smckpt.checkpoint.records.strict_json import read_json
+from smckpt.checkpoint.records.sealed import read_json
 from smckpt.errors import UsageError
 from smckpt.translate.tables.families import find_family
 

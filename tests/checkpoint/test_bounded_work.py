@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from smckpt.checkpoint.reading.sources import SavedPieces
-from smckpt.checkpoint.records.strict_json import read_json, strict_json
+from smckpt.checkpoint.reading.catalogue import SavedPieces
+from smckpt.checkpoint.records.sealed import read_json, strict_json
 from smckpt.errors import CheckpointError
 from smckpt.layout.entries import Entry
 from smckpt.layout.flat_geometry import FlatGeometry, FlatUnit, Segment

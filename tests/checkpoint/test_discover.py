@@ -17,8 +17,7 @@ import pytest
 
 import smckpt
 from smckpt.checkpoint.commits.discover import FoundCheckpoint, _as_text, find_checkpoints, latest
-from smckpt.checkpoint.commits.run_directory import RunDirectory
-from smckpt.checkpoint.commits.template import Template
+from smckpt.checkpoint.commits.run_directory import RunDirectory, Template
 from smckpt.errors import StorageError
 from smckpt.storage import open_storage
 from tests.support import synthetic

@@ -365,7 +365,7 @@ def test_a_session_that_wakes_up_at_any_moment_loses_nothing(
         except CheckpointError as error:
             woke.append(error.message)
 
-    between(monkeypatch, "smckpt.checkpoint.upkeep.finish", at, wake)
+    between(monkeypatch, "smckpt.checkpoint.upkeep.repair", at, wake)
     try:
         commit(tmp_path)
         committed = True
@@ -400,7 +400,7 @@ def test_a_run_that_takes_a_lease_meanwhile_ends_the_repair(
 ) -> None:
     unfinished(tmp_path)
     before = contents(tmp_path)
-    home = __import__("smckpt.checkpoint.upkeep.finish", fromlist=[at])
+    home = __import__("smckpt.checkpoint.upkeep.repair", fromlist=[at])
     real, calls = getattr(home, at), []
 
     def late(*arguments: Any, **named: Any) -> Any:

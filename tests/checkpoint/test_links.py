@@ -14,7 +14,7 @@ import smckpt
 from smckpt.checkpoint.commits.choose import choose_commit
 from smckpt.checkpoint.commits.contents import contents_of, what_is_missing
 from smckpt.checkpoint.commits.discover import find_checkpoints
-from smckpt.checkpoint.commits.pins import remove_newest
+from smckpt.checkpoint.commits.remove import remove_newest
 from smckpt.checkpoint.reading.committed import open_catalogue
 from smckpt.checkpoint.upkeep.repair import RepairReport, repair_checkpoint
 from smckpt.checkpoint.upkeep.transfer import copy_checkpoint

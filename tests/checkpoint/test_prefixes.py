@@ -13,7 +13,7 @@ from smckpt import ExportOptions, export_hf
 from smckpt.checkpoint.commits.choose import choose_commit
 from smckpt.checkpoint.commits.contents import contents_of
 from smckpt.checkpoint.commits.discover import find_checkpoints
-from smckpt.checkpoint.commits.pins import remove_newest
+from smckpt.checkpoint.commits.remove import remove_newest
 from smckpt.checkpoint.commits.sweep import sweep
 from smckpt.checkpoint.reading.committed import open_catalogue
 from smckpt.checkpoint.records.files import read_file

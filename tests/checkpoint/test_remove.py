@@ -11,7 +11,7 @@ import pytest
 import smckpt
 from smckpt.checkpoint.commits.contents import contents_of
 from smckpt.checkpoint.commits.leases import take_lease
-from smckpt.checkpoint.commits.pins import pinned, remove_newest
+from smckpt.checkpoint.commits.remove import pinned, remove_newest
 from smckpt.checkpoint.commits.sweep import sweep
 from smckpt.checkpoint.reading.committed import open_catalogue
 from smckpt.checkpoint.records.format import data_name, parse_name

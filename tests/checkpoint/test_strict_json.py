@@ -8,8 +8,7 @@ import pytest
 
 from smckpt.checkpoint.records.crc import crc64, hex64
 from smckpt.checkpoint.records.headers import read_header
-from smckpt.checkpoint.records.sealed import open_json, open_sections, seal_json
-from smckpt.checkpoint.records.strict_json import strict_json
+from smckpt.checkpoint.records.sealed import open_json, open_sections, seal_json, strict_json
 from smckpt.errors import CorruptCheckpointError
 
 BODY = {"format": [2, 0], "epoch": 1, "long": ["x" * 40] * 40}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from smckpt.checkpoint.commits.template import Template
+from smckpt.checkpoint.commits.run_directory import Template
 from smckpt.errors import UsageError
 
 

@@ -18,8 +18,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from smckpt import ExportOptions, errors, export_hf
 from smckpt.checkpoint.commits.discover import FoundCheckpoint
-from smckpt.checkpoint.commits.run_directory import RunDirectory
-from smckpt.checkpoint.commits.template import Template
+from smckpt.checkpoint.commits.run_directory import RunDirectory, Template
 from smckpt.checkpoint.upkeep.transfer import copy_checkpoint
 from smckpt.manager.follow import RECORD, follow
 from smckpt.storage import open_storage

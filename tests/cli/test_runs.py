@@ -14,9 +14,8 @@ import pytest
 from smckpt import find_checkpoints
 from smckpt.checkpoint.commits.choose import choose_commit
 from smckpt.checkpoint.commits.commit import take_lease
-from smckpt.checkpoint.commits.pins import pinned
-from smckpt.checkpoint.commits.run_directory import RunDirectory
-from smckpt.checkpoint.commits.template import Template
+from smckpt.checkpoint.commits.remove import pinned
+from smckpt.checkpoint.commits.run_directory import RunDirectory, Template
 from smckpt.storage import open_storage
 from tests.support.copies import killed_at
 from tests.support.limits import seconds

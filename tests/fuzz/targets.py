@@ -17,8 +17,7 @@ from typing import Any
 from smckpt.checkpoint.commits.contents import contents_of
 from smckpt.checkpoint.commits.discover import FoundCheckpoint
 from smckpt.checkpoint.commits.leases import leases_at
-from smckpt.checkpoint.commits.pins import finish_removals
-from smckpt.checkpoint.commits.remove import removal_of
+from smckpt.checkpoint.commits.remove import finish_removals, removal_of
 from smckpt.checkpoint.reading.committed import open_catalogue
 from smckpt.checkpoint.records.crc import crc64, hex64
 from smckpt.checkpoint.records.files import read_file

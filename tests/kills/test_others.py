@@ -14,8 +14,7 @@ import pytest
 
 from smckpt import ExportOptions, export_hf, find_checkpoints, verify_checkpoint
 from smckpt.checkpoint.commits.discover import found_at
-from smckpt.checkpoint.commits.run_directory import RunDirectory
-from smckpt.checkpoint.commits.template import Template
+from smckpt.checkpoint.commits.run_directory import RunDirectory, Template
 from smckpt.checkpoint.upkeep.repair import repair_checkpoint
 from smckpt.manager.keeping.retention import Newest, Retention
 from smckpt.storage import open_storage

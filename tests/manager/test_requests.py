@@ -6,8 +6,7 @@ from collections import Counter
 
 import pytest
 
-from smckpt.checkpoint.commits.run_directory import RunDirectory
-from smckpt.checkpoint.commits.template import Template
+from smckpt.checkpoint.commits.run_directory import RunDirectory, Template
 from smckpt.manager.keeping.retention import Newest, Retention
 from smckpt.storage import open_storage
 from tests.support.copies import contents

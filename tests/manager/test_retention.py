@@ -20,9 +20,8 @@ import pytest
 
 from smckpt import find_checkpoints, verify_checkpoint
 from smckpt.checkpoint.commits.discover import FoundCheckpoint, found_at
-from smckpt.checkpoint.commits.pins import finish_removals, pinned
-from smckpt.checkpoint.commits.run_directory import RunDirectory
-from smckpt.checkpoint.commits.template import Template
+from smckpt.checkpoint.commits.remove import finish_removals, pinned
+from smckpt.checkpoint.commits.run_directory import RunDirectory, Template
 from smckpt.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
@@ -432,7 +431,7 @@ def test_who_pins_beside_another_reader_waits_for_the_mark_to_go(
 
     with pinned(tmp_path / "10"), monkeypatch.context() as patch:
         patch.setattr(PosixStorage, "delete", held_back)
-        patch.setattr("smckpt.checkpoint.commits.pins.time.sleep", looked)
+        patch.setattr("smckpt.checkpoint.commits.remove.time.sleep", looked)
         tidying = threading.Thread(target=keeper(tmp_path).tidy, args=("20",), daemon=True)
         tidying.start()
         assert marked.wait(seconds(60))

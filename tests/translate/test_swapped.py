@@ -16,7 +16,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from smckpt import ExportOptions, apply_published, export_hf, publish
-from smckpt.checkpoint.commits.pins import remove_newest
+from smckpt.checkpoint.commits.remove import remove_newest
 from smckpt.checkpoint.commits.sweep import sweep
 from smckpt.checkpoint.upkeep.transfer import copy_checkpoint
 from smckpt.errors import CheckpointError, UsageError

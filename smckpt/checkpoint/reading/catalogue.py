@@ -6,23 +6,185 @@ readers of other systems' checkpoints (`readers`) for theirs.
 
 from __future__ import annotations
 
+import bisect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from smckpt.checkpoint.reading.blocks import Readers, SavedFile
-from smckpt.checkpoint.reading.sources import SavedPiece, SavedPieces
 from smckpt.checkpoint.records.headers import StoredSlot
 from smckpt.checkpoint.records.objects import decode_object
 from smckpt.decoding import SENSELESS
 from smckpt.errors import CheckpointError, CorruptCheckpointError
 from smckpt.layout.containers import made_again
-from smckpt.layout.entries import Entry, Path
+from smckpt.layout.entries import Entry, Path, dotted
+from smckpt.layout.geometry import Geometry
 from smckpt.layout.mesh import Shape
+from smckpt.layout.strided import Box, Piece
 
-__all__ = ["Catalogue", "LogicalTensor", "SavedFile", "SavedPiece", "Stored"]
+__all__ = ["Catalogue", "LogicalTensor", "SavedFile", "SavedPiece", "SavedPieces", "Stored"]
+
+
+@dataclass(frozen=True, slots=True)
+class SavedPiece:
+    """A saved piece of a logical tensor, and the ranks that hold (and wrote) the array that it is
+    part of."""
+
+    piece: Piece
+    row: Entry
+    holders: tuple[int, ...]
+
+
+class SavedPieces:
+    """The rows of a checkpoint by logical name, and their pieces."""
+
+    def __init__(self, rows: Sequence[Entry], groups: Iterable[Iterable[int]]) -> None:
+        """`groups`: the ranks of each group that saved."""
+        self._group_of = {rank: group for group in map(frozenset, groups) for rank in group}
+        self.by_name: dict[str, list[tuple[Entry, str]]] = {}
+        self._divided: dict[tuple[Path, str], list[Entry]] = {}
+        for row in rows:
+            for fqn in row.fqns:
+                self.by_name.setdefault(dotted(row.logical_path(fqn)), []).append((row, fqn))
+                if not row.geometry.per_rank:
+                    self._divided.setdefault((row.before, fqn), []).append(row)
+        # Keys contain ids of objects that the rows keep alive.
+        self._holders: dict[Any, dict[Shape, tuple[int, ...]]] = {}
+        self._pieces: dict[Any, list[_Pieces]] = {}
+        self._filled: dict[Any, frozenset[int]] = {}
+        self._places: dict[tuple[str, ...], dict[str, int]] = {}
+        self._families: dict[int, frozenset[int]] = {}
+        self._family_of: dict[frozenset[int], frozenset[int]] = {}
+
+    def holders(self, row: Entry) -> dict[Shape, tuple[int, ...]]:
+        """By shard coordinate: the ranks that share an array of this row."""
+        key = (row.geometry.sharding(), id(row.ranks))
+        if key not in self._holders:
+            found: dict[Shape, list[int]] = {}
+            for rank in row.ranks:
+                found.setdefault(row.geometry.coordinate(rank), []).append(rank)
+            self._holders[key] = {where: tuple(ranks) for where, ranks in found.items()}
+        return self._holders[key]
+
+    def family(self, row: Entry) -> frozenset[int]:
+        """The ranks over which the tensor is sharded and replicated: those of its mesh.
+
+        Explicit boxes name only the rank that has them, not the ranks that have the rest. They form
+        one family.
+        """
+        if row.geometry.explicit:
+            return frozenset()
+        shared = row.geometry.ranks
+        if id(shared) not in self._families:
+            ranks = frozenset(shared)
+            self._families[id(shared)] = self._family_of.setdefault(ranks, ranks)
+        return self._families[id(shared)]
+
+    # Ranks of one mesh hold parts or copies of one tensor. Ranks of two meshes that save under one
+    # name may hold copies (tensors that FSDP + TP leaves out of the TP plan), or different tensors
+    # (plain slices under TP, pipeline stages that number their layers alike).
+
+    def one_tensor(self, a: Entry, b: Entry) -> bool:
+        """Whether two rows with one name certainly belong to one tensor: they share a mesh, or the
+        mesh of another tensor contains the ranks of both."""
+        ranks, others = self.family(a), self.family(b)
+        if a.geometry.explicit and b.geometry.explicit:  # then groups are all that is known
+            ranks, others = self._group_of[a.ranks[0]], self._group_of[b.ranks[0]]
+        return ranks is others or any(f >= ranks and f >= others for f in self.joined)
+
+    @cached_property
+    def joined(self) -> set[frozenset[int]]:
+        """The ranks of each mesh."""
+        rows = (row for named in self.by_name.values() for row, _ in named)
+        return {self.family(row) for row in rows if not row.geometry.per_rank}
+
+    def own_family(self, live: Geometry, rows: list[Entry]) -> list[Entry]:
+        """Of the rows of several meshes, those of the live mesh; all, if none is of the live
+        mesh."""
+        if len(rows) < 2:
+            return rows
+        ours = frozenset(live.ranks)
+        return [row for row in rows if self.family(row) == ours] or rows
+
+    def meeting(self, row: Entry, fqn: str, box: Box) -> Iterator[SavedPiece]:
+        """The pieces of `fqn` in this row that have elements in common with `box`."""
+        for holders, piece in self._of(row, fqn).meeting(box):
+            if piece.name != fqn:  # computed for a tensor of the same shape and sharding
+                piece = Piece(fqn, piece.shape, piece.box, piece.start, piece.strides)
+            yield SavedPiece(piece, row, holders)
+
+    def filled(self, row: Entry, fqn: str) -> set[int]:
+        """For a per-rank row of `fqn`, such as the optimizer's step: the ranks that hold elements
+        of the sharded tensors beside it. Other ranks may have the row too, but they never
+        stepped."""
+        found: set[int] = set()
+        for beside in self._divided.get((row.before, fqn), ()):
+            key = _rule(beside), self._position(beside, fqn)
+            if key not in self._filled:
+                whole = Box.whole(beside.geometry.shape_of(fqn))
+                of = self.meeting(beside, fqn, whole) if whole.numel else ()
+                self._filled[key] = frozenset(rank for source in of for rank in source.holders)
+            found |= self._filled[key]
+        return found
+
+    def all(self, name: str) -> list[SavedPiece]:
+        """All saved pieces of a logical tensor. A per-rank row gives one for each rank."""
+        out: list[SavedPiece] = []
+        for row, fqn in self.by_name[name]:
+            whole = Box.whole(row.geometry.shape_of(fqn))
+            if whole.numel:
+                out += self.meeting(row, fqn, whole)
+        return out
+
+    def _of(self, row: Entry, fqn: str) -> _Pieces:
+        key = _rule(row)
+        if key not in self._pieces:
+            found: list[list[tuple[tuple[int, ...], Piece]]] = [[] for _ in row.fqns]
+            for ranks in self.holders(row).values():
+                for piece in row.geometry.pieces(ranks[0]):
+                    found[self._position(row, piece.name)].append((ranks, piece))
+            self._pieces[key] = [_Pieces(items) for items in found]
+        return self._pieces[key][self._position(row, fqn)]
+
+    def _position(self, row: Entry, fqn: str) -> int:
+        """The place of a name among those of a row, of which there may be a million."""
+        names = row.fqns
+        if len(names) == 1 and names[0] == fqn:
+            return 0
+        if names not in self._places:
+            self._places[names] = {name: at for at, name in reversed([*enumerate(names)])}
+        return self._places[names][fqn]
+
+
+class _Pieces:
+    """Disjoint or equal boxes with their pieces, found by position."""
+
+    def __init__(self, items: Sequence[tuple[tuple[int, ...], Piece]]) -> None:
+        dims = range(len(items[0][1].box.offsets)) if items else range(0)
+        # Sorted along the dimension that distinguishes most of them.
+        self._dim = max(dims, key=lambda d: len({p.box.offsets[d] for _, p in items}), default=-1)
+        d = self._dim
+        self._items = sorted(items, key=lambda i: i[1].box.offsets[d]) if d >= 0 else [*items]
+        self._lows = [piece.box.offsets[d] for _, piece in self._items] if d >= 0 else []
+        self._widest = max((p.box.sizes[d] for _, p in self._items), default=0) if d >= 0 else 0
+
+    def meeting(self, box: Box) -> Iterator[tuple[tuple[int, ...], Piece]]:
+        first, last, d = 0, len(self._items), self._dim
+        if d >= 0:
+            low, high = box.offsets[d], box.offsets[d] + box.sizes[d]
+            first = bisect.bisect_right(self._lows, low - self._widest)
+            last = bisect.bisect_left(self._lows, high)
+        for item in self._items[first:last]:
+            if item[1].box.intersect(box) is not None:
+                yield item
+
+
+def _rule(row: Entry) -> object:
+    """Everything in a rule that decides which pieces ranks hold, except the tensors' names."""
+    return row.geometry.rule(), id(row.ranks)
+
 
 Stored = tuple[SavedFile, StoredSlot]  # a part of a rank's array, and the file that has it
 

@@ -13,8 +13,7 @@ from typing import Any
 from smckpt.checkpoint.commits.choose import READERS, Commit, choose_commit, read_part
 from smckpt.checkpoint.commits.foreign import refuse_newer_dcp
 from smckpt.checkpoint.reading.blocks import BlockReader, Readers, SavedFile, not_missing
-from smckpt.checkpoint.reading.catalogue import Catalogue, Stored
-from smckpt.checkpoint.reading.sources import SavedPieces
+from smckpt.checkpoint.reading.catalogue import Catalogue, SavedPieces, Stored
 from smckpt.checkpoint.records.format import Manifest, PartRecord
 from smckpt.checkpoint.records.headers import Header, read_header
 from smckpt.checkpoint.records.prefixes import files_of

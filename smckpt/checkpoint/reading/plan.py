@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
-from smckpt.checkpoint.reading.catalogue import Catalogue, Stored
+from smckpt.checkpoint.reading.catalogue import Catalogue, SavedPiece, Stored
 from smckpt.checkpoint.reading.plan_local import (
     ANYWHERE,
     ParallelCoordinates,
@@ -21,7 +21,6 @@ from smckpt.checkpoint.reading.plan_local import (
     uncovered,
 )
 from smckpt.checkpoint.reading.read import ReadPlan, StoredCopy, same_bytes
-from smckpt.checkpoint.reading.sources import SavedPiece
 from smckpt.errors import CorruptCheckpointError, TopologyError
 from smckpt.layout.entries import DTYPES, Entry, Path
 from smckpt.layout.mesh import Shape

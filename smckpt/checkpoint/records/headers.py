@@ -10,7 +10,7 @@ from typing import Annotated, Any, NamedTuple, NoReturn, TypeVar
 from msgspec import Meta
 
 from smckpt.checkpoint.records.crc import BLOCK
-from smckpt.checkpoint.records.strict_json import strict_json
+from smckpt.checkpoint.records.sealed import strict_json
 from smckpt.decoding import Count, decode
 from smckpt.errors import CorruptCheckpointError
 from smckpt.layout.image import HEADER_LIMIT, SLICES_KEY

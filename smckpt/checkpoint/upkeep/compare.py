@@ -15,10 +15,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from smckpt.calls import alone
-from smckpt.checkpoint.reading.catalogue import Catalogue, Stored
+from smckpt.checkpoint.reading.catalogue import Catalogue, SavedPiece, Stored
 from smckpt.checkpoint.reading.committed import open_catalogue
 from smckpt.checkpoint.reading.read import Meter, Progress, ReadPlan, StoredCopy, execute
-from smckpt.checkpoint.reading.sources import SavedPiece
 from smckpt.checkpoint.records.numbers import CODES, numbers
 from smckpt.checkpoint.upkeep.difference import Difference, leaves_of, value_difference
 from smckpt.errors import CorruptCheckpointError, UsageError

@@ -24,7 +24,7 @@ from transformers import TrainerCallback
 from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.utils import GENERATION_CONFIG_NAME, logging
 
-from smckpt.checkpoint.commits.template import Template
+from smckpt.checkpoint.commits.run_directory import Template
 from smckpt.checkpoint.records.format import parse_name
 from smckpt.state_dict.fsdp1 import Fsdp1View
 from smckpt.storage import Storage

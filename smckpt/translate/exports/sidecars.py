@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from smckpt._version import __version__
-from smckpt.checkpoint.records.strict_json import at_once
+from smckpt.checkpoint.records.sealed import at_once
 from smckpt.errors import CorruptCheckpointError, StorageError, UsageError
 from smckpt.storage import Access, Storage
 from smckpt.storage.disk.directory import Directory

@@ -15,7 +15,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from smckpt.checkpoint.records.strict_json import read_json
+from smckpt.checkpoint.records.sealed import read_json
 from smckpt.errors import TensorMismatchError, UsageError
 from smckpt.layout.mesh import Shape
 

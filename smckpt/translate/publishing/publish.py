@@ -16,7 +16,7 @@ from typing import Any
 
 from smckpt.calls import alone
 from smckpt.checkpoint.records.crc import BLOCK, combine, crc64
-from smckpt.checkpoint.records.strict_json import strict_json
+from smckpt.checkpoint.records.sealed import strict_json
 from smckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, StorageError, UsageError
 from smckpt.storage import Storage, StoreOptions, access_to
 from smckpt.storage.urls import file_url, normal_url

@@ -23,9 +23,8 @@ from typing import Any
 import numpy as np
 
 from smckpt.checkpoint.reading.blocks import BlockReader, Destination, OtherFile, Readers, SavedFile
-from smckpt.checkpoint.reading.catalogue import Catalogue, Stored
+from smckpt.checkpoint.reading.catalogue import Catalogue, SavedPieces, Stored
 from smckpt.checkpoint.reading.read import Meter, Progress
-from smckpt.checkpoint.reading.sources import SavedPieces
 from smckpt.checkpoint.reading.whole import WholeTensors
 from smckpt.checkpoint.records.headers import StoredSlot
 from smckpt.checkpoint.records.objects import encode_object

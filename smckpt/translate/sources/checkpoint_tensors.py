@@ -7,10 +7,9 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 
-from smckpt.checkpoint.reading.catalogue import Catalogue, LogicalTensor, Stored
+from smckpt.checkpoint.reading.catalogue import Catalogue, LogicalTensor, SavedPiece, Stored
 from smckpt.checkpoint.reading.plan import plan_logical
 from smckpt.checkpoint.reading.read import Readers, ReadPlan, StoredCopy, execute
-from smckpt.checkpoint.reading.sources import SavedPiece
 from smckpt.errors import CorruptCheckpointError, TensorMismatchError, TopologyError, UsageError
 from smckpt.layout.entries import DTYPES, Entry
 from smckpt.layout.geometry import BoxGeometry

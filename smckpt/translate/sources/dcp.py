@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from smckpt.checkpoint.records.headers import Header, read_header
-from smckpt.checkpoint.records.strict_json import strict_json
+from smckpt.checkpoint.records.sealed import strict_json
 from smckpt.errors import CorruptCheckpointError, UsageError
 from smckpt.layout.entries import DTYPES, Path
 from smckpt.layout.mesh import MOST_DIMS, Shape

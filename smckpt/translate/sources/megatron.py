@@ -8,7 +8,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from smckpt.checkpoint.records.strict_json import strict_json
+from smckpt.checkpoint.records.sealed import strict_json
 from smckpt.errors import CorruptCheckpointError, UsageError
 from smckpt.layout.strided import Box
 from smckpt.translate.pickled import Inert

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from smckpt.checkpoint.records.strict_json import strict_json
+from smckpt.checkpoint.records.sealed import strict_json
 from smckpt.errors import CorruptCheckpointError, UsageError
 from smckpt.layout.entries import DTYPES
 from smckpt.storage.urls import is_plain_name

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from smckpt.checkpoint.records.strict_json import read_json
+from smckpt.checkpoint.records.sealed import read_json
 from smckpt.errors import TensorMismatchError, UsageError
 from smckpt.translate.tables.degrees import check_counts
 

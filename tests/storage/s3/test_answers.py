@@ -221,7 +221,7 @@ def test_small_objects_of_all_kinds_are_read_again(
     proxy: FaultyProxy, s3_root: str, s3_server: Server, tmp_path: Path
 ) -> None:
     from smckpt.checkpoint.commits.leases import claimed, leases_at
-    from smckpt.checkpoint.commits.pins import pinned
+    from smckpt.checkpoint.commits.remove import pinned
 
     base = StoreOptions.from_environment()
     saved(s3_root, StoreOptions.from_mapping({"endpoint": s3_server.endpoint}, base))

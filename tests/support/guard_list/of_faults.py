@@ -255,7 +255,7 @@ DISKS = [
         MANAGER_DISK + "test_a_disk_that_fails_loses_no_step_and_what_was_not_deleted_goes_later",
     ),
     of(
-        "disk: so does what is left of its mark", "checkpoint/commits/pins.py",
+        "disk: so does what is left of its mark", "checkpoint/commits/remove.py",
         '        if name.startswith(f".{mark}."):\n', "        if False:\n",
         MANAGER_DISK + "test_a_disk_that_fails_loses_no_step_and_what_was_not_deleted_goes_later",
     ),
@@ -368,7 +368,7 @@ WRONG_CLOCKS = [
         CLOCKS + "test_of_saves_to_one_directory_the_last_counts_and_not_the_latest_clock",
     ),
     of(
-        "clock: hosts may differ by a minute", "checkpoint/commits/pins.py",
+        "clock: hosts may differ by a minute", "checkpoint/commits/remove.py",
         "until + _SKEW > time.time_ns()", "until > time.time_ns()",
         RETENTION + "test_the_pin_of_a_host_whose_clock_is_behind_by_less_than_a_minute_holds",
     ),

@@ -24,13 +24,13 @@ REPAIR = [
         FINISH + "test_a_commit_killed_at_any_call_makes_nothing_worse_and_a_second_one_finishes",
     ),
     of(
-        "repair: the claim ends with the repair", "checkpoint/upkeep/finish.py",
+        "repair: the claim ends with the repair", "checkpoint/upkeep/repair.py",
         "            release(one.storage, one.name)\n", "            pass\n",
         FINISH + "test_parts_whose_coordinator_died_are_committed",
         "test_a_step_of_groups_is_committed_wherever_its_lead_died",
     ),
     of(
-        "repair: the claim", "checkpoint/upkeep/finish.py",
+        "repair: the claim", "checkpoint/upkeep/repair.py",
         "            if not claim(one.storage, one.name):\n", "            if False:\n",
         FINISH + "test_a_session_that_wakes_up_at_any_moment_loses_nothing",
         "test_what_another_run_gave_up_is_left_to_it",
@@ -46,12 +46,12 @@ REPAIR = [
         FINISH + "test_what_a_session_has_committed_it_does_not_take_back",
     ),
     of(
-        "repair: the second look after the lease", "checkpoint/upkeep/finish.py",
+        "repair: the second look after the lease", "checkpoint/upkeep/repair.py",
         "        _refuse_changed(top, step, groups)\n", "",
         FINISH + "test_a_session_that_commits_while_the_bytes_are_read_is_not_overtaken",
     ),
     of(
-        "repair: later leases, before and after the parts are read", "checkpoint/upkeep/finish.py",
+        "repair: later leases, before and after the parts are read", "checkpoint/upkeep/repair.py",
         "            if (error := later_run(store, token, urls)) is not None:\n", "            if error := None:\n",
         FINISH + "test_a_run_that_takes_a_lease_meanwhile_ends_the_repair",
     ),
@@ -135,7 +135,7 @@ REPAIR = [
         FINISH + "test_one_group_of_a_step_is_never_committed_alone",
     ),
     of(
-        "repair: one group of a step, by its meshes", "checkpoint/upkeep/finish.py",
+        "repair: one group of a step, by its meshes", "checkpoint/upkeep/repair.py",
         "    if named:\n        _refuse_others(catalogue, step, top.url)\n", "",
         FINISH + "test_one_group_of_a_step_is_never_committed_alone",
     ),
@@ -155,7 +155,7 @@ REPAIR = [
         FINISH + "test_forged_parts_are_refused_and_nothing_is_written",
     ),
     of(
-        "repair: a forged table is damage", "checkpoint/upkeep/finish.py",
+        "repair: a forged table is damage", "checkpoint/upkeep/repair.py",
         "    except SENSELESS as error:  # what a rank", "    except ZeroDivisionError as error:  # what a rank",
         FINISH + "test_forged_parts_are_refused_and_nothing_is_written",
     ),

@@ -226,14 +226,7 @@ def _by_manifest(
             return None
         own = ((storage.url, manifest),)
         return Commit(name, name, manifest.committed_at, order, own, replaces=manifest.replaces)
-    return _through_record(storage, name, manifest, order, choose)
-
-
-def _through_record(
-    storage: Storage, name: str, manifest: Manifest, order: tuple[int, int], choose: str | None
-) -> Commit | None:
-    """A group's manifest counts when the record that it points to exists and names it."""
-    assert manifest.record is not None
+    # A group's manifest counts when the record that it points to exists and names it.
     path = join_url(storage.url, manifest.record)
     record_name = manifest.record.rsplit("/", 1)[-1]
     if choose not in (None, record_name):

@@ -212,7 +212,10 @@ def _take_back(storage: Storage, fencing_token: int, attempt: str, error: Storag
     first of the two that raises the fence decides."""
     try:
         raised = raise_fence(storage, attempt)
-        tokens = _committed_under(storage, attempt)
+        manifests = (parse_name(name) for name in storage.names("manifest-"))
+        tokens = {
+            p.fencing_token for p in manifests if p and f"{p.session}-{p.number:08d}" == attempt
+        }
         if (not raised and claimed(storage, attempt)) or max(tokens, default=0) > fencing_token:
             error = taken_over(attempt, storage.url)
         elif not tokens:
@@ -222,16 +225,6 @@ def _take_back(storage: Storage, fencing_token: int, attempt: str, error: Storag
     except CheckpointError as other:
         raise error from other
     raise error
-
-
-def _committed_under(storage: Storage, attempt: str) -> set[int]:
-    """The fencing tokens of the manifests of this attempt that are here."""
-    parsed = (parse_name(info.name) for info in storage.list("manifest-"))
-    return {
-        p.fencing_token
-        for p in parsed
-        if p is not None and f"{p.session}-{p.number:08d}" == attempt
-    }
 
 
 def publish_record(
@@ -259,7 +252,14 @@ def publish_record(
     """
     storage = access.open(directory)
     urls = [join_url(storage.url, group.directory) for group in groups]
-    _refuse_nested(urls, storage.url)
+    if pair := nested(urls):
+        a, b = pair
+        raise UsageError(
+            f"two groups have one directory, {a}" if a == b else f"{b} is within {a}",
+            remedy="give each group a directory of its own, none inside another: put the TP, EP, "
+            "PP and shard coordinates that distinguish them into the path",
+            path=storage.url,
+        )
     name = record_name(fencing_token, number, session)
     with ThreadPoolExecutor(min(READERS, len(groups))) as pool:
         manifests = list(pool.map(_read_manifest, map(storage.at, urls), groups))
@@ -283,17 +283,6 @@ def publish_record(
         delete_dcp(storage.at(url), manifest.replaces)
     delete_dcp(storage, record.replaces)
     return {"record": name, "bytes": record.nbytes}
-
-
-def _refuse_nested(urls: Sequence[str], root: str) -> None:
-    if pair := nested(urls):
-        a, b = pair
-        raise UsageError(
-            f"two groups have one directory, {a}" if a == b else f"{b} is within {a}",
-            remedy="give each group a directory of its own, none inside another: put the TP, EP, "
-            "PP and shard coordinates that distinguish them into the path",
-            path=root,
-        )
 
 
 def _read_manifest(storage: Storage, group: GroupManifest) -> Manifest:

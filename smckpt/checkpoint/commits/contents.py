@@ -184,8 +184,12 @@ def noticing_replacement(storage: Storage, identity: str, doing: str = "load") -
 
 def replacement(storage: Storage, identity: str, doing: str) -> CheckpointReplacedError | None:
     """The error to raise if a newer save than `identity` has committed there; otherwise None."""
-    newer = _newer(storage, identity)
-    if newer is None:
+    try:
+        with closing(storage):
+            newer = choose_commit(storage).identity
+    except CheckpointError:
+        return None
+    if _order(newer) <= _order(identity):
         return None
     return CheckpointReplacedError(
         f"a newer save replaced the checkpoint while it was read: {newer} was committed, and the "
@@ -206,16 +210,6 @@ def _lacks_file(error: BaseException | None) -> bool:
             return True
         error = error.__cause__
     return False
-
-
-def _newer(storage: Storage, identity: str) -> str | None:
-    """The newest commit here, if it is newer than `identity`."""
-    try:
-        with closing(storage):
-            newest = choose_commit(storage).identity
-    except CheckpointError:
-        return None
-    return newest if _order(newest) > _order(identity) else None
 
 
 def _order(identity: str) -> tuple[int, int]:

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, TypedDict, cast, get_type_hints
 
 from smckpt.calls import alone
-from smckpt.checkpoint.commits.choose import Commit, choose_commit, commits_at
+from smckpt.checkpoint.commits.choose import choose_commit, commits_at
 from smckpt.checkpoint.commits.foreign import natural_order
 from smckpt.checkpoint.records.format import parse_name
 from smckpt.checkpoint.records.prefixes import is_prefix
@@ -194,9 +194,24 @@ def found_at(storage: Storage, *, group: bool = False) -> FoundCheckpoint | None
         commit = choose_commit(storage, candidates=candidates) if candidates else None
     except CheckpointNotFoundError:
         return None  # a manifest of a step that was never committed
-    if commit is None or (_of_a_step(commit) and not group):
+    if commit is None:
         return None
-    return _found(storage, commit)
+    first, url = commit.manifests[0][1], storage.url
+    if not (group or commit.through_record or first.record is None):
+        return None  # one group of a step whose record is in another directory
+    return FoundCheckpoint(
+        # without the slash at the end, so that `/name` can be appended
+        path=url[:-1] if url.endswith("/") and normal_url(url[:-1]) == url else url,
+        step=first.step,
+        fencing_token=commit.order[0],
+        number=commit.order[1],
+        committed_at=commit.committed_at,
+        kind=first.kind,
+        nbytes=sum(f.size for _, m in commit.manifests for p in m.parts for f in p.files),
+        groups=tuple(relative_url(at, url) for at, _ in commit.manifests),
+        identity=commit.identity,
+        metadata=first.metadata,
+    )
 
 
 def latest(root: Storage, depth: int = DEPTH) -> FoundCheckpoint | None:
@@ -249,7 +264,9 @@ def _doubt(ordered: list[FoundCheckpoint]) -> None:
     if newest.committed_at > time.time_ns() + _SKEW:
         why = "its time lies in the future, so a host's clock is or was wrong"
     for other in ordered[:-1]:
-        if _session(other) != _session(newest) and _follows(other, newest):
+        a, b = natural_order(other.path), natural_order(newest.path)
+        alike = [text for _, text in a] == [text for _, text in b]  # they differ only in numbers
+        if _session(other) != _session(newest) and a > b and alike:
             why = f"{other} has a higher number, but was committed earlier by its host's clock"
     if why:
         log.warning(
@@ -259,35 +276,3 @@ def _doubt(ordered: list[FoundCheckpoint]) -> None:
             newest,
             why,
         )
-
-
-def _follows(one: FoundCheckpoint, other: FoundCheckpoint) -> bool:
-    """Whether the paths differ only in numbers, and `one` has the higher ones."""
-    a, b = natural_order(one.path), natural_order(other.path)
-    return a > b and [text for _, text in a] == [text for _, text in b]
-
-
-def _of_a_step(commit: Commit) -> bool:
-    """Whether it is one group of a step whose record is in another directory."""
-    return not commit.through_record and commit.manifests[0][1].record is not None
-
-
-def _found(storage: Storage, commit: Commit) -> FoundCheckpoint:
-    first = commit.manifests[0][1]
-    return FoundCheckpoint(
-        path=_as_text(storage.url),
-        step=first.step,
-        fencing_token=commit.order[0],
-        number=commit.order[1],
-        committed_at=commit.committed_at,
-        kind=first.kind,
-        nbytes=sum(f.size for _, m in commit.manifests for p in m.parts for f in p.files),
-        groups=tuple(relative_url(url, storage.url) for url, _ in commit.manifests),
-        identity=commit.identity,
-        metadata=first.metadata,
-    )
-
-
-def _as_text(url: str) -> str:
-    """A location without the slash at its end, so that `/name` can be appended."""
-    return url[:-1] if url.endswith("/") and normal_url(url[:-1]) == url else url

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -70,7 +70,8 @@ def gather_parts(
         )
     group = _Group(storage, attempt)
     with ThreadPoolExecutor(min(READERS, len(parts))) as pool:
-        for batch in _batches(sorted(map(int, parts))):
+        ordered = sorted(map(int, parts))
+        for batch in (ordered[at : at + _BATCH] for at in range(0, len(ordered), _BATCH)):
             read = pool.map(lambda rank: _read(storage, rank, parts[str(rank)]), batch)
             for rank, found in zip(batch, read, strict=True):
                 group.add(rank, found)
@@ -330,20 +331,16 @@ def _differing(ours: bytes | None, theirs: bytes | None) -> str:
     """The first keys in which two tables differ."""
     if ours is None or theirs is None:
         return "one of the two wrote nothing"
-    a, b = ({json.dumps(row) for row in _named(text)} for text in (ours, theirs))
+    a, b = (
+        {
+            json.dumps([row["path"], row["dtype"], row["geometry"]])
+            for row in json.loads(text)["rows"]
+        }
+        for text in (ours, theirs)
+    )
     keys = sorted({".".join(map(str, json.loads(row)[0])) for row in a ^ b})
     return _few(keys) if keys else "the same names and shapes, placed differently"
 
 
-def _named(text: bytes) -> Iterator[list[Any]]:
-    for row in json.loads(text)["rows"]:
-        yield [row["path"], row["dtype"], row["geometry"]]
-
-
 def _few(values: Sequence[Any]) -> str:
     return ", ".join(map(str, values[:6])) + (f" and {len(values) - 6} more" if values[6:] else "")
-
-
-def _batches(ranks: Sequence[int]) -> Iterator[Sequence[int]]:
-    for start in range(0, len(ranks), _BATCH):
-        yield ranks[start : start + _BATCH]

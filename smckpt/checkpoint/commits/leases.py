@@ -123,7 +123,9 @@ def take_lease(
     fencing_token = 0
     for _ in range(_TURNS):
         # above the last try too: a dangling link may have the name, and no listing shows it
-        fencing_token = max(fencing_token, *map(_latest_token, (storage, *inside))) + 1
+        here = (name for store in (storage, *inside) for name in store.names(*_WITH_TOKEN))
+        tokens = (parsed.fencing_token for name in here if (parsed := parse_name(name)))
+        fencing_token = max(fencing_token, *tokens, 0) + 1
         for store in (storage, *inside) if ranks else ():
             remarks |= _refuse_shared(store, groups or [directory], session, ranks, since)
         if _create_lease(storage, fencing_token, session, host, ways, ranks):
@@ -352,12 +354,6 @@ def sessions_at(names: Iterable[str]) -> set[str]:
     found = (parse_name(name) for name in names)
     kinds = ("data", "crc", "part", "probe")
     return {p.session for p in found if p is not None and p.kind in kinds}
-
-
-def _latest_token(storage: Storage) -> int:
-    """The highest fencing token in any name here; 0 when there is none."""
-    parsed = map(parse_name, storage.names(*_WITH_TOKEN))
-    return max((found.fencing_token for found in parsed if found is not None), default=0)
 
 
 def _create_lease(

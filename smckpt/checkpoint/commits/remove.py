@@ -383,7 +383,9 @@ def remove_checkpoint(contents: Contents) -> None:
                 remedy=f"wait until the reader has ended; {pin} says which process it is",
                 path=top.url,
             )
-        if _replaced(top, names, contents.identity):
+        newest = [name for *_, name in commits_in(names)[:1]]
+        # a newer manifest may be of a step that was never committed
+        if newest != [contents.identity] and contents_of(top).identity != contents.identity:
             raise CheckpointReplacedError(
                 "a newer save has replaced the checkpoint",
                 remedy="look at the directory again",
@@ -428,13 +430,6 @@ def _order(identity: str) -> tuple[int, int]:
     parsed = parse_name(identity)
     assert parsed is not None
     return parsed.fencing_token, parsed.number
-
-
-def _replaced(top: Storage, names: Iterable[str], identity: str) -> bool:
-    """Whether a newer commit has taken the place of this one."""
-    newest = commits_in(names)[:1]
-    # a newer manifest may be of a step that was never committed
-    return [name for *_, name in newest] != [identity] and contents_of(top).identity != identity
 
 
 def finish_removals(top: Storage) -> list[Removal]:

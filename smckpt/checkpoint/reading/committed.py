@@ -299,7 +299,16 @@ def open_catalogue(
 def catalogue_of(storage: Storage, commit: Commit) -> CommittedCatalogue:
     """The catalogue of a commit in a directory, which was read or is about to be made."""
     storage = storage.reading_from(*_tops(commit))
-    members = tuple(_member(storage.at(where), manifest) for where, manifest in commit.manifests)
+    members = tuple(
+        CommittedGroup(
+            here.url,
+            manifest,
+            tuple(decode_rows(manifest.layout, manifest.group_ranks, here.url)),
+            files_of(here, manifest),
+        )
+        for where, manifest in commit.manifests
+        for here in [storage.at(where)]
+    )
     # All ranks read at once, from all prefixes, so this rank takes its share of all prefixes'
     # requests.
     spreads = [member.storage.spread for member in members]
@@ -316,9 +325,3 @@ def _tops(commit: Commit) -> Iterator[str]:
         yield where if record is None else parent_url(join_url(where, record))
         if spread is not None:
             yield spread.root(where)
-
-
-def _member(storage: Storage, manifest: Manifest) -> CommittedGroup:
-    directory = storage.url
-    rows = tuple(decode_rows(manifest.layout, manifest.group_ranks, directory))
-    return CommittedGroup(directory, manifest, rows, files_of(storage, manifest))

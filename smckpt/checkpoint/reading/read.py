@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from smckpt.checkpoint.reading.blocks import (
@@ -265,7 +266,8 @@ class Reads:
             reader = readers.of(file)
             most = max(reader.storage.request_bytes // BLOCK, 1)
             for first, last in _stretches(sorted(blocks), most):
-                yield _check(reader, first * BLOCK, min(last * BLOCK, reader.size))
+                low, high = first * BLOCK, min(last * BLOCK, reader.size)
+                yield partial(reader.fill, low, high, [])
 
     def _crowded(self, readers: Readers) -> bool:
         """Whether this rank has fewer than two processors and reads from a file system."""
@@ -377,14 +379,8 @@ def _scatters(stored: StoredCopy) -> bool:
 
 def share_of_processors() -> int:
     """How many of the host's processors this rank may count on."""
-    return _processors() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-
-
-def _processors() -> int:
-    """How many processors this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    here = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return here // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def _run_until_one_waits(tasks: Sequence[Task]) -> Sequence[Task]:
@@ -448,10 +444,6 @@ def _stretches(blocks: Sequence[int], most: int) -> Iterable[tuple[int, int]]:
         if at == len(blocks) or blocks[at] != blocks[at - 1] + 1 or at - start >= most:
             yield blocks[start], blocks[at - 1] + 1
             start = at
-
-
-def _check(reader: BlockReader, low: int, high: int) -> Task:
-    return lambda: reader.fill(low, high, [])
 
 
 def _gather_task(stored: StoredCopy, buffer: Span, readers: Readers) -> Task:

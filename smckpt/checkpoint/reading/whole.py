@@ -99,16 +99,12 @@ def nested(catalogue: Catalogue, leaves: Mapping[Path, Any]) -> dict[str, Any]:
         if path in leaves:  # one rank has a value where another has tensors below
             continue
         items = {key: found[at] for key in nodes[path] for at in [(*path, key)]}
-        found[path] = _container(catalogue, path, items)
+        kind = kind_of(catalogue, path)
+        if kind is None and catalogue.containers is None:
+            kind = "list" if _looks_like_list(catalogue, path, items) else None
+        found[path] = made(kind, items)
     state: dict[str, Any] = found[()]
     return state
-
-
-def _container(catalogue: Catalogue, path: Path, items: dict[Any, Any]) -> Any:
-    kind = kind_of(catalogue, path)
-    if kind is None and catalogue.containers is None and _looks_like_list(catalogue, path, items):
-        kind = "list"
-    return made(kind, items)
 
 
 def _looks_like_list(catalogue: Catalogue, path: Path, items: Mapping[Any, Any]) -> bool:

@@ -90,7 +90,12 @@ def read_header(read: Callable[[int, int], bytes | bytearray], size: int, path: 
     if not isinstance(table, dict):
         _bad(path, "the header is not a JSON object")
     metadata = _decoded(dict[str, str], table.pop("__metadata__", {}), "its metadata", path)
-    slices = _slices(metadata, path)
+    # for entries that are not whole in the file: the elements that the file has
+    try:
+        listed = strict_json(metadata.get(SLICES_KEY, "{}"))
+    except (ValueError, RecursionError) as error:
+        _bad(path, f"the slices in its metadata are not a JSON object: {error}")
+    slices = _decoded(dict[str, _Span], listed, "the slices in its metadata", path)
     slots = _slots(table, start, size, slices, path)
     if stray := sorted(slices.keys() - slots.keys()):
         _bad(path, f"it lists slices of {stray[0]!r}, which is not in the file")
@@ -132,15 +137,6 @@ def _slot(
     # A part counts elements: shape[0] of them are here.
     first = 0 if slice_ is None or not nbytes else slice_[0] * (nbytes // shape[0])
     return StoredSlot(first, first + nbytes, start + low, code, shape, slice_ is not None)
-
-
-def _slices(metadata: dict[str, str], path: str) -> dict[str, tuple[int, ...]]:
-    """For entries that are not whole in the file: the elements that the file has."""
-    try:
-        slices = strict_json(metadata.get(SLICES_KEY, "{}"))
-    except (ValueError, RecursionError) as error:
-        _bad(path, f"the slices in its metadata are not a JSON object: {error}")
-    return _decoded(dict[str, _Span], slices, "the slices in its metadata", path)
 
 
 def _decoded(kind: type[T], data: Any, what: str, path: str) -> T:

@@ -56,8 +56,13 @@ class _Table:
     def number(self, of: Mesh | FlatUnit) -> int:
         """The number of a mesh or unit. Geometries share these objects, so each is encoded once."""
         if id(of) not in self._known:
-            number = self.add(_mesh(of) if isinstance(of, Mesh) else _unit(of))
-            self._known[id(of)] = (of, number)
+            if isinstance(of, Mesh):
+                ranks, names = runs_of(of.ranks), list(of.dim_names)
+                body = {"names": names, "shape": list(of.shape), "ranks": ranks}
+            else:
+                segments = [[s.fqn, list(s.shape), s.numel] for s in of.segments]
+                body = {"segments": segments, "shard_numel": of.shard_numel}
+            self._known[id(of)] = (of, self.add(body))
         return self._known[id(of)][1]
 
 
@@ -95,21 +100,6 @@ def _geometry(geometry: Geometry, meshes: _Table, units: _Table) -> dict[str, An
     if "holders" in record:
         record["holders"] = runs_of(record["holders"])
     return record
-
-
-def _mesh(mesh: Mesh) -> dict[str, Any]:
-    return {
-        "names": list(mesh.dim_names),
-        "shape": list(mesh.shape),
-        "ranks": runs_of(mesh.ranks),
-    }
-
-
-def _unit(unit: FlatUnit) -> dict[str, Any]:
-    return {
-        "segments": [[s.fqn, list(s.shape), s.numel] for s in unit.segments],
-        "shard_numel": unit.shard_numel,
-    }
 
 
 # -- merging -----------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from smckpt.calls import alone
-from smckpt.checkpoint.reading.catalogue import Catalogue, SavedPiece, Stored
+from smckpt.checkpoint.reading.catalogue import Catalogue, SavedPiece
 from smckpt.checkpoint.reading.committed import open_catalogue
 from smckpt.checkpoint.reading.read import Meter, Progress, ReadPlan, StoredCopy, execute
 from smckpt.checkpoint.records.numbers import CODES, numbers
@@ -276,7 +276,8 @@ class _Side:
         for number, part in box.shared(source.piece.box for source in pieces):
             source = pieces[number]
             copy = Copy(source.piece.part(part), target.part(part))
-            plan.copies.append(StoredCopy(self._slots(source), copy, 0, itemsize))
+            slots = self.catalogue.slots(source.row, source.holders)
+            plan.copies.append(StoredCopy(slots, copy, 0, itemsize))
             left -= part.numel
         if left:
             raise CorruptCheckpointError(
@@ -288,9 +289,6 @@ class _Side:
         execute(plan, [memoryview(data)], self.catalogue.readers, threads=1)
         return data
 
-    def _slots(self, source: SavedPiece) -> list[Stored]:
-        return self.catalogue.slots(source.row, source.holders)
-
 
 def _compare_named(name: str, a: _Side, b: _Side) -> Iterator[Difference]:
     ours, theirs = a.tensors(name), b.tensors(name)
@@ -299,7 +297,9 @@ def _compare_named(name: str, a: _Side, b: _Side) -> Iterator[Difference]:
         one = next(iter(there.values()))
         side = "A" if ours else "B"
         holder = one.holder if len(there) == 1 else ""
-        yield Difference(name, f"only {side}", holder, f"only {side} has it: {_kind(one)}")
+        yield Difference(
+            name, f"only {side}", holder, f"only {side} has it: {one.dtype} {list(one.shape)}"
+        )
         return
     common = [holder for holder in ours if holder in theirs]
     first, other = next(iter(ours.values())), next(iter(theirs.values()))
@@ -336,10 +336,6 @@ def tensors_apart(catalogue: Catalogue) -> list[str]:
         if any(True for one in others for _ in _compare(side, first, side, one)):
             found.append(name)
     return found
-
-
-def _kind(tensor: _Tensor) -> str:
-    return f"{tensor.dtype} {list(tensor.shape)}"
 
 
 def _compare(a: _Side, ours: _Tensor, b: _Side, theirs: _Tensor) -> Iterator[Difference]:

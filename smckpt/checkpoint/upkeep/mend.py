@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 
 from smckpt.checkpoint.commits.contents import Contents, GroupContents
 from smckpt.checkpoint.reading.blocks import BlockReader, SavedFile, Scratch
@@ -140,18 +141,14 @@ class Donors:
     ) -> Donor | None:
         """A file that has a block of `record`, and was read to make sure."""
         length = min(BLOCK, record.size - number * BLOCK)
-        for donor in self._donors_of(group, record):
+        copies = ((storage, record) for storage in self._named(group, record.name))
+        others = (other for other in self._others if other[1].name != record.name)
+        for storage, file in chain(copies, others):
+            donor = Donor(storage, file.name, file.crc_name, file.size)
             likely = donor.name == record.name or self._sum(donor, number) == value
             if likely and donor.block(number, length, value) is not None:
                 return donor
         return None
-
-    def _donors_of(self, group: GroupContents, record: FileRecord) -> Iterator[Donor]:
-        for storage in self._named(group, record.name):
-            yield Donor(storage, record.name, record.crc_name, record.size)
-        for storage, file in self._others:
-            if file.name != record.name:
-                yield Donor(storage, file.name, file.crc_name, file.size)
 
     def _named(self, group: GroupContents, name: str) -> Iterator[Storage]:
         """Where the copies may have a rank's file: in the group's directory, under its prefixes, or

@@ -71,16 +71,6 @@ def faults_of(
     Raises:
         CheckpointError: the parts do not belong together, or one of them is damaged.
     """
-    catalogue = _as_if_committed(top, step)
-    if named:
-        _refuse_others(catalogue, step, top.url)
-    try:
-        return verify_catalogue(catalogue, top.url, threads, progress).problems
-    finally:
-        catalogue.readers.close()
-
-
-def _as_if_committed(top: Storage, step: UnfinishedStep) -> CommittedCatalogue:
     record = None if step.alone else record_name(1, step.number, "0" * 12)
     manifests = tuple(
         (one.storage.url, _manifest(one, 1, record and join_url(top.url, record)))
@@ -89,7 +79,19 @@ def _as_if_committed(top: Storage, step: UnfinishedStep) -> CommittedCatalogue:
     first = manifests[0][1]
     name = record or manifest_name(1, first.number, first.session)
     commit = Commit(name, name, 1, (1, step.number), manifests, through_record=not step.alone)
-    return catalogue_of(top, commit)
+    catalogue = catalogue_of(top, commit)  # as if it were committed
+    meshes = {rank for ranks in catalogue.pieces.joined for rank in ranks} if named else set()
+    if others := sorted(meshes - set(step.ranks)):
+        raise UsageError(
+            f"its tensors are shared with ranks {others[:8]}, which are in none of the groups: the "
+            "step has more groups",
+            remedy="pass the directory of the step, and each group's with --group",
+            path=top.url,
+        )
+    try:
+        return verify_catalogue(catalogue, top.url, threads, progress).problems
+    finally:
+        catalogue.readers.close()
 
 
 def _manifest(one: UnfinishedSave, fencing_token: int, record: str | None) -> Manifest:
@@ -108,18 +110,6 @@ def _manifest(one: UnfinishedSave, fencing_token: int, record: str | None) -> Ma
             remedy="no save of smckpt wrote them: find out who writes here. Take an older step",
             path=one.storage.url,
         ) from error
-
-
-def _refuse_others(catalogue: CommittedCatalogue, step: UnfinishedStep, path: str) -> None:
-    """Refuse groups that a user has named if their tensors are shared with ranks of others."""
-    meshes = {rank for ranks in catalogue.pieces.joined for rank in ranks}
-    if others := sorted(meshes - set(step.ranks)):
-        raise UsageError(
-            f"its tensors are shared with ranks {others[:8]}, which are in none of the groups: the "
-            "step has more groups",
-            remedy="pass the directory of the step, and each group's with --group",
-            path=path,
-        )
 
 
 def commit_unfinished(
@@ -309,16 +299,13 @@ def repair_checkpoint(
     except CheckpointNotFoundError:
         if step is None:
             raise
-        return _refused(top, step, dry_run)
+        left = Left(step.path, step.what, step.remedy)
+        return RepairReport(top.url, dry_run, None, None, False, (), (left,))
     report = _mend(contents, donors, dry_run=dry_run, threads=threads, progress=progress)
-    if not dry_run:
-        _release_claims(contents)
+    for group in () if dry_run else contents.groups:  # of a repair that was killed
+        if claimed(group.storage, group.manifest.attempt):
+            release(group.storage, group.manifest.attempt)
     return report
-
-
-def _refused(top: Storage, why: Refusal, dry_run: bool) -> RepairReport:
-    left = Left(why.path, why.what, why.remedy)
-    return RepairReport(top.url, dry_run, None, None, False, (), (left,))
 
 
 # -- parts without a commit --------------------------------------------------------------------
@@ -345,13 +332,6 @@ def _commit(
         return RepairReport(top.url, dry_run, step.step, None, not left, (), left)
     identity, _ = commit_unfinished(top, step, groups)
     return RepairReport(top.url, False, step.step, identity, True, (), ())
-
-
-def _release_claims(contents: Contents) -> None:
-    """End the claims of a repair that was killed after its commit."""
-    for group in contents.groups:
-        if claimed(group.storage, group.manifest.attempt):
-            release(group.storage, group.manifest.attempt)
 
 
 # -- damaged files -----------------------------------------------------------------------------

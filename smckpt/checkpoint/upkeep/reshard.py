@@ -15,7 +15,7 @@ from typing import Any
 
 from smckpt.calls import alone
 from smckpt.checkpoint.commits.commit import commit_alone
-from smckpt.checkpoint.commits.part import PartWriter, SummedFile, part_body
+from smckpt.checkpoint.commits.part import PartWriter, part_body
 from smckpt.checkpoint.commits.sweep import discard_attempt
 from smckpt.checkpoint.reading.catalogue import Catalogue
 from smckpt.checkpoint.reading.committed import open_catalogue
@@ -166,23 +166,31 @@ class _Writer:
             part = PartWriter(self._storage, self.attempt, rank)
             try:
                 for number, image in enumerate(layout.files):
-                    self._write_file(part.file(image.size), rank, layout, number)
-                self._parts.append(part.finish(self._body(rank, layout)))
+                    file, at = part.file(image.size), 0
+                    for piece in self._pieces(rank, layout, number):
+                        file.write_at(at, piece)
+                        at += len(piece)
+                        self._meter.add(len(piece))
+                    file.finish()
+                    self.nbytes += file.size
+                catalogue = self._catalogue
+                body = part_body(
+                    layout,
+                    encode_rows(self._shapes.entries(rank), catalogue.containers),
+                    checkpoint_id=self._storage.url,
+                    kind=self.kind,
+                    step=catalogue.step,
+                    objects=self._shapes.objects(rank),
+                    optimizers=self._shapes.optimizers(),
+                    metadata=catalogue.metadata,
+                )
+                self._parts.append(part.finish(body))
             except BaseException:
                 part.abort()
                 raise
 
     def commit(self) -> str:
         return commit_alone(self._storage, self.attempt, self._parts)[0]
-
-    def _write_file(self, file: SummedFile, rank: int, layout: Layout, number: int) -> None:
-        at = 0
-        for piece in self._pieces(rank, layout, number):
-            file.write_at(at, piece)
-            at += len(piece)
-            self._meter.add(len(piece))
-        file.finish()
-        self.nbytes += file.size
 
     def _pieces(self, rank: int, layout: Layout, number: int) -> Iterator[memoryview]:
         yield memoryview(layout.files[number].header)
@@ -212,19 +220,6 @@ class _Writer:
                 )
             }
         return self._planners[rank]
-
-    def _body(self, rank: int, layout: Layout) -> dict[str, Any]:
-        catalogue = self._catalogue
-        return part_body(
-            layout,
-            encode_rows(self._shapes.entries(rank), catalogue.containers),
-            checkpoint_id=self._storage.url,
-            kind=self.kind,
-            step=catalogue.step,
-            objects=self._shapes.objects(rank),
-            optimizers=self._shapes.optimizers(),
-            metadata=catalogue.metadata,
-        )
 
 
 def _chunks(entry: Entry, rank: int) -> Iterator[Entry]:

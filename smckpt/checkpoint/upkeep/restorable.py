@@ -28,7 +28,7 @@ from smckpt.errors import (
 from smckpt.layout.entries import Entry
 from smckpt.layout.geometry import BoxGeometry
 from smckpt.layout.strided import Box
-from smckpt.storage import Storage, StoreOptions, access_to
+from smckpt.storage import StoreOptions, access_to
 from smckpt.topology import ParallelState
 
 __all__ = ["Obstacle", "Restorable", "parse_geometry", "restorable_at"]
@@ -150,7 +150,12 @@ def restorable_at(
             opened.url, None, None, 0, geometry.world_size, found.obstacles, (), False
         )
     if catalogue.whole:
-        _look_for_files(opened, catalogue, found)
+        try:
+            if missing := what_is_missing(opened, catalogue.identity):
+                remedy = f"`smckpt repair {opened.url} --from COPY`, or use an older step"
+                found.add(CorruptCheckpointError(missing, remedy=remedy))
+        except CheckpointError as error:
+            found.add(error)
     else:
         found.obstacles += (
             Obstacle(
@@ -187,22 +192,16 @@ class _Found:
         )
 
 
-def _look_for_files(storage: Storage, catalogue: CommittedCatalogue, found: _Found) -> None:
-    try:
-        missing = what_is_missing(storage, catalogue.identity)
-    except CheckpointError as error:
-        found.add(error)
-        return
-    if missing:
-        remedy = f"`smckpt repair {storage.url} --from COPY`, or use an older step"
-        found.add(CorruptCheckpointError(missing, remedy=remedy))
-
-
 def _plan(catalogue: CommittedCatalogue, geometry: ParallelState, found: _Found) -> None:
     """Plan each tensor whole, for one rank of each tensor-, expert- and pipeline-parallel
     coordinate: the others of it find the same."""
     group = range(geometry.world_size)
-    for rank in _one_of_each(geometry):
+    ranker = geometry.ranker
+    seen: dict[tuple[int, ...], int] = {}
+    for rank in group:
+        at = ranker.get_tp_rank(rank), ranker.get_ep_rank(rank), ranker.get_pp_rank(rank)
+        seen.setdefault(at, rank)
+    for rank in seen.values():
         live = ParallelState.from_json(geometry.to_json(), rank=rank)
         coordinates = ParallelCoordinates.of(catalogue, live, rank, geometry.world_size)
         planner = Planner(catalogue, rank=rank, group_ranks=group, coordinates=coordinates)
@@ -213,15 +212,6 @@ def _plan(catalogue: CommittedCatalogue, geometry: ParallelState, found: _Found)
                 planner.check(Entry((name,), dtype, rule, (), (), (rank,)))
             except CheckpointError as error:
                 found.add(error, name)
-
-
-def _one_of_each(geometry: ParallelState) -> Iterable[int]:
-    ranker = geometry.ranker
-    seen: dict[tuple[int, ...], int] = {}
-    for rank in range(geometry.world_size):
-        at = ranker.get_tp_rank(rank), ranker.get_ep_rank(rank), ranker.get_pp_rank(rank)
-        seen.setdefault(at, rank)
-    return seen.values()
 
 
 def _per_rank(catalogue: CommittedCatalogue, found: _Found) -> tuple[str, ...]:

@@ -29,7 +29,7 @@ from smckpt.checkpoint.reading.blocks import BlockReader, SavedFile, Scratch, no
 from smckpt.checkpoint.reading.read import Progress
 from smckpt.checkpoint.records.crc import BLOCK, crc64, hex64
 from smckpt.checkpoint.records.files import read_body
-from smckpt.checkpoint.records.format import FileRecord, PartRecord
+from smckpt.checkpoint.records.format import FileRecord
 from smckpt.checkpoint.records.prefixes import spread_over
 from smckpt.checkpoint.upkeep.scan import (
     Pages,
@@ -177,9 +177,11 @@ class _Copy(Sink):
         for group in self._groups:
             group.look()
             for part in group.group.manifest.parts:
-                yield partial(self._part, group, part)
+                read = partial(_bytes, group.group.storage, part.name, part.crc64)
+                yield partial(self._put, group, part.name, read)
             for file in group.files:
-                yield partial(self._sums, group, file)
+                sums = file.reader.stored_sums
+                yield partial(self._put, group, file.record.crc_name, sums)
 
     def begin(self, file: ScannedFile) -> WantedBytes | None:
         """Begin a file that the target lacks."""
@@ -221,15 +223,8 @@ class _Copy(Sink):
 
     # -- one file each ---------------------------------------------------------------------------
 
-    def _part(self, group: _GroupCopy, part: PartRecord) -> None:
-        data = _bytes(group.group.storage, part.name, part.crc64)
-        self._put(group, part.name, data)
-
-    def _sums(self, group: _GroupCopy, file: _FileCopy) -> None:
-        self._put(group, file.record.crc_name, file.reader.stored_sums())
-
-    def _put(self, group: _GroupCopy, name: str, data: bytes) -> None:
-        target = group.to
+    def _put(self, group: _GroupCopy, name: str, read: Callable[[], bytes]) -> None:
+        target, data = group.to, read()
         if group.there.get(name) == len(data) and target.read(name) == data:
             self._count(0)
             return
@@ -274,14 +269,13 @@ class _GroupCopy:
         self.to = spread_over(target, [group.manifest.spread if target.shards_prefixes else None])
         scratch = Scratch()
         self.files = [
-            _FileCopy(self, self._reader(part.rank, file, scratch))
+            _FileCopy(
+                self, BlockReader(store, SavedFile(store.url, file, part.rank), True, scratch)
+            )
             for part in group.manifest.parts
             for file in part.files
+            for store in [group.storage.holder(file.name)]
         ]
-
-    def _reader(self, rank: int, file: FileRecord, scratch: Scratch) -> BlockReader:
-        store = self.group.storage.holder(file.name)
-        return BlockReader(store, SavedFile(store.url, file, rank), True, scratch)
 
     def look(self) -> None:
         """Look which files the target has, whole or begun by a copy that was killed."""

@@ -351,8 +351,11 @@ def _of_groups(
         storage.refuse_links()
         commits[subpath] = newest_commit(storage)
         by_number: dict[int, list[UnfinishedSave]] = {}
+        held = [lease for lease in leases_at(storage) if storage.url in lease.scope]
         for one in attempts_at(storage, subpath):
-            if _belongs(one, ours):
+            # of the session that holds the step's leases, or of one that began after them
+            of_ours = not (one.token and ours) or one.token in {o.fencing_token for o in ours}
+            if of_ours and _follows(one, held[-1] if held else None):
                 by_number.setdefault(one.number, []).append(one)
         by_group.append(by_number)
     numbers = sorted({number for group in by_group for number in group}, reverse=True)
@@ -369,15 +372,6 @@ def _of_groups(
             return UnfinishedStep(tuple(chosen), alone=False, lead=lead)
         first = first or refusal
     return first
-
-
-def _belongs(one: UnfinishedSave, ours: Sequence[Lease]) -> bool:
-    """Whether an attempt may be of the session that holds the step's leases, or of one that began
-    after them."""
-    leases = [other for other in leases_at(one.storage) if one.storage.url in other.scope]
-    if one.token and ours and one.token not in {lease.fencing_token for lease in ours}:
-        return False
-    return _follows(one, leases[-1] if leases else None)
 
 
 def _unfit(

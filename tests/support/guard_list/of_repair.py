@@ -136,7 +136,7 @@ REPAIR = [
     ),
     of(
         "repair: one group of a step, by its meshes", "checkpoint/upkeep/repair.py",
-        "    if named:\n        _refuse_others(catalogue, step, top.url)\n", "",
+        "    if others := sorted(meshes - set(step.ranks)):\n", "    if others := sorted(meshes - meshes):\n",
         FINISH + "test_one_group_of_a_step_is_never_committed_alone",
     ),
     of(

@@ -443,20 +443,17 @@ def finish_removals(top: Storage) -> list[Removal]:
     names = top.names() if marks else ()
     for mark in marks:
         removal = read_file(Removal, top, mark, remedy=OF_OTHERS)
-        if _held(top, names) and _stands(top, removal):
+        stands = False  # whether the checkpoint that the mark names is still committed
+        if _held(top, names):
+            with contextlib.suppress(CheckpointError):
+                stands = contents_of(top).identity == removal.identity
+        if stands:
             top.delete(mark)  # it was cut short before it deleted anything, and a reader came
             continue
         carry_out(top, removal, names)
         _end(top, mark, names)
         finished.append(removal)
     return finished
-
-
-def _stands(top: Storage, removal: Removal) -> bool:
-    """Whether the checkpoint that a mark names is still committed."""
-    with contextlib.suppress(CheckpointError):
-        return contents_of(top).identity == removal.identity
-    return False
 
 
 def _marks(storage: Storage) -> list[str]:

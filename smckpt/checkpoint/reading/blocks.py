@@ -158,24 +158,21 @@ class BlockReader:
                 return
             low, high = segments[0].offset, segments[-1].end
         for tries_left in reversed(range(1 + self.storage.rereads)):
+            with self._counting:
+                self.fetched += high - low
+            sums = _BlockSums(low, self._compare) if self._verify else None
+            pieces, seen = self._pieces(low, high, segments), sums.add if sums else None
             try:
-                self._fill_once(low, high, segments)
+                with not_missing(self.file.path):
+                    self.storage.read_into(self.file.record.name, low, pieces, seen)
+                if sums is not None:
+                    sums.end()
                 return
             except _WrongBytesError as error:
                 if not tries_left:
                     raise CorruptCheckpointError(
                         error.message, remedy=error.remedy, path=error.path
                     ) from None
-
-    def _fill_once(self, low: int, high: int, segments: Sequence[Destination]) -> None:
-        with self._counting:
-            self.fetched += high - low
-        sums = _BlockSums(low, self._compare) if self._verify else None
-        pieces = self._pieces(low, high, segments)
-        with not_missing(self.file.path):
-            self.storage.read_into(self.file.record.name, low, pieces, sums.add if sums else None)
-        if sums is not None:
-            sums.end()
 
     def sums(self, low: int, target: memoryview) -> list[tuple[int, int]]:
         """Fill `target` with the bytes from `low`, a block's first; (number, checksum) of each of

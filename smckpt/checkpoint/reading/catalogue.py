@@ -110,7 +110,14 @@ class SavedPieces:
 
     def meeting(self, row: Entry, fqn: str, box: Box) -> Iterator[SavedPiece]:
         """The pieces of `fqn` in this row that have elements in common with `box`."""
-        for holders, piece in self._of(row, fqn).meeting(box):
+        key = _rule(row)
+        if key not in self._pieces:
+            found: list[list[tuple[tuple[int, ...], Piece]]] = [[] for _ in row.fqns]
+            for ranks in self.holders(row).values():
+                for piece in row.geometry.pieces(ranks[0]):
+                    found[self._position(row, piece.name)].append((ranks, piece))
+            self._pieces[key] = [_Pieces(items) for items in found]
+        for holders, piece in self._pieces[key][self._position(row, fqn)].meeting(box):
             if piece.name != fqn:  # computed for a tensor of the same shape and sharding
                 piece = Piece(fqn, piece.shape, piece.box, piece.start, piece.strides)
             yield SavedPiece(piece, row, holders)
@@ -137,16 +144,6 @@ class SavedPieces:
             if whole.numel:
                 out += self.meeting(row, fqn, whole)
         return out
-
-    def _of(self, row: Entry, fqn: str) -> _Pieces:
-        key = _rule(row)
-        if key not in self._pieces:
-            found: list[list[tuple[tuple[int, ...], Piece]]] = [[] for _ in row.fqns]
-            for ranks in self.holders(row).values():
-                for piece in row.geometry.pieces(ranks[0]):
-                    found[self._position(row, piece.name)].append((ranks, piece))
-            self._pieces[key] = [_Pieces(items) for items in found]
-        return self._pieces[key][self._position(row, fqn)]
 
     def _position(self, row: Entry, fqn: str) -> int:
         """The place of a name among those of a row, of which there may be a million."""

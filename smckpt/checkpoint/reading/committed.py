@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -298,7 +298,12 @@ def open_catalogue(
 
 def catalogue_of(storage: Storage, commit: Commit) -> CommittedCatalogue:
     """The catalogue of a commit in a directory, which was read or is about to be made."""
-    storage = storage.reading_from(*_tops(commit))
+    tops = []  # the directories below which all files of the commit are
+    for where, manifest in commit.manifests:
+        record, spread = manifest.record, manifest.spread
+        tops.append(where if record is None else parent_url(join_url(where, record)))
+        tops += [] if spread is None else [spread.root(where)]
+    storage = storage.reading_from(*tops)
     members = tuple(
         CommittedGroup(
             here.url,
@@ -316,12 +321,3 @@ def catalogue_of(storage: Storage, commit: Commit) -> CommittedCatalogue:
     return CommittedCatalogue(
         storage.url, commit, members, Found(Readers(storage.access.holding(share)))
     )
-
-
-def _tops(commit: Commit) -> Iterator[str]:
-    """The directories below which all files of a commit are."""
-    for where, manifest in commit.manifests:
-        record, spread = manifest.record, manifest.spread
-        yield where if record is None else parent_url(join_url(where, record))
-        if spread is not None:
-            yield spread.root(where)

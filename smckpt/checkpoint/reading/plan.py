@@ -253,7 +253,16 @@ class _Finder:
             rows = [(r, f) for r, f in rows if not r.geometry.per_rank or chosen in r.ranks]
         for row, _ in rows:
             self._coordinates.refuse_guess(row, self._rank, self._catalogue.url)
-        return self._alike(rows)
+        # those of ranks with this rank's coordinates, if there are any
+        alike = self._coordinates.alike
+        if alike is None or len(rows) < 2:
+            return rows
+        families = [
+            frozenset(row.ranks) if row.geometry.explicit else self._pieces.family(row)
+            for row, _ in rows
+        ]
+        mine = [one for one, family in zip(rows, families, strict=True) if family <= alike]
+        return mine or rows
 
     def _followed(self, name: str) -> int:
         """The saved rank whose per-rank value of this name is taken."""
@@ -262,19 +271,6 @@ class _Finder:
         filled = {rank for row, fqn in rows for rank in self._pieces.filled(row, fqn)}
         own = self._coordinates.of_own(saved & filled or saved)
         return followed_rank(own, self._rank, self._group_ranks)
-
-    def _alike(self, rows: list[tuple[Entry, str]]) -> list[tuple[Entry, str]]:
-        """Of several rows, those of ranks with this rank's coordinates, if there are any."""
-        alike = self._coordinates.alike
-        if alike is None or len(rows) < 2:
-            return rows
-        mine = [
-            (row, fqn)
-            for row, fqn in rows
-            if (frozenset(row.ranks) if row.geometry.explicit else self._pieces.family(row))
-            <= alike
-        ]
-        return mine or rows
 
     def _refuse_ambiguous(self, entry: Entry, piece: Piece, sources: list[SavedPiece]) -> None:
         """
@@ -285,8 +281,10 @@ class _Finder:
         first = next(iter(rows.values()), None)
         if first is None or all(self._one_tensor(first, row) for row in rows.values()):
             return
-        if any(self._is_own(entry, piece, source) for source in sources):
-            return
+        if entry.geometry.explicit and self._same_ranks:
+            saved = (source.piece.box for source in sources if self._rank in source.holders)
+            if piece.box in saved:
+                return  # this rank saved this box, and the ranks that load are those that saved
         if not self.metadata_only:
             self._catalogue.read_headers({r for source in sources for r in source.holders})
         boxes: dict[Box, SavedPiece] = {}
@@ -317,15 +315,6 @@ class _Finder:
         if boxes and self._coordinates.alike is None:
             return one is other
         return self._pieces.one_tensor(one, other)
-
-    def _is_own(self, entry: Entry, piece: Piece, source: SavedPiece) -> bool:
-        """Whether this rank saved this box, and the ranks that load are those that saved."""
-        return (
-            entry.geometry.explicit
-            and self._same_ranks
-            and self._rank in source.holders
-            and source.piece.box == piece.box
-        )
 
     def _copies(self, one: SavedPiece, other: SavedPiece) -> bool:
         """Whether equal boxes without a mesh have the same values, so that either can be used."""

@@ -379,8 +379,14 @@ def _scatters(stored: StoredCopy) -> bool:
 
 def share_of_processors() -> int:
     """How many of the host's processors this rank may count on."""
-    here = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return here // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return _processors() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def _processors() -> int:
+    """How many processors this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _run_until_one_waits(tasks: Sequence[Task]) -> Sequence[Task]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import starmap
 from operator import itemgetter
 from typing import Any
 
@@ -246,7 +245,13 @@ class _Decoder:
             for m in table["meshes"]
         ]
         self._units = [
-            FlatUnit(tuple(starmap(_segment, u["segments"])), *_sizes([u["shard_numel"]]))
+            FlatUnit(
+                tuple(
+                    Segment(None if fqn is None else _text(fqn), _shape(shape), *_sizes([numel]))
+                    for fqn, shape, numel in u["segments"]
+                ),
+                *_sizes([u["shard_numel"]]),
+            )
             for u in table["units"]
         ]
 
@@ -322,10 +327,6 @@ class _Decoder:
                 raise ValueError(f"a row has ranks {runs}, which are not in the group")
             self._subsets[key] = ranks
         return self._subsets[key]
-
-
-def _segment(fqn: Any, shape: Sequence[Any], numel: Any) -> Segment:
-    return Segment(None if fqn is None else _text(fqn), _shape(shape), *_sizes([numel]))
 
 
 def _shape(values: Sequence[Any]) -> Shape:

@@ -307,7 +307,11 @@ class _FileCopy:
             return False
         value = target.stored_crc64(name)
         if value is None:
-            value = _crc_of(target, name, self.record.size, pages)
+            value, size = 0, self.record.size
+            for low in range(0, size, _PIECE):
+                data = pages.take(_PIECE)[: min(_PIECE, size - low)]
+                target.read_into(name, low, [data])
+                value = crc64(data, value)
         return hex64(value) == self.record.crc64
 
     def begin(self) -> int:
@@ -335,12 +339,3 @@ def _bytes(storage: Storage, name: str, crc: str | None = None) -> bytes:
     """The bytes of a JSON file whose own checksum, and the given one, are right."""
     with not_missing(storage.path_of(name)):
         return read_body(storage, name, crc)[1]
-
-
-def _crc_of(storage: Storage, name: str, size: int, pages: Pages) -> int:
-    value = 0
-    for low in range(0, size, _PIECE):
-        data = pages.take(_PIECE)[: min(_PIECE, size - low)]
-        storage.read_into(name, low, [data])
-        value = crc64(data, value)
-    return value

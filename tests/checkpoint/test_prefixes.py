@@ -17,8 +17,8 @@ from smckpt.checkpoint.commits.remove import remove_newest
 from smckpt.checkpoint.commits.sweep import sweep
 from smckpt.checkpoint.reading.committed import open_catalogue
 from smckpt.checkpoint.records.files import read_file
-from smckpt.checkpoint.records.format import Manifest, data_name
-from smckpt.checkpoint.records.prefixes import is_prefix, spread_of
+from smckpt.checkpoint.records.format import Manifest, data_name, part_name
+from smckpt.checkpoint.records.prefixes import is_prefix, spread_of, spread_over
 from smckpt.checkpoint.records.sealed import open_json
 from smckpt.checkpoint.upkeep.transfer import copy_checkpoint
 from smckpt.checkpoint.upkeep.verify import verify_checkpoint
@@ -105,6 +105,23 @@ def test_a_disk_and_a_single_prefix_are_not_sharded():
 def test_a_manifest_that_says_anything_but_two_numbers_is_refused(spread):
     with pytest.raises(ValueError, match=r"\$\.(up|prefixes)"):
         decode(Spread, spread)
+
+
+def test_a_directory_over_prefixes_is_one_store_of_what_belongs_there(s3_root: str) -> None:
+    url = f"{s3_root}/run/step-100"
+    directory, under = open_storage(url), open_storage(FOUR.directories(url)[1])
+    ours, stray, elder = (part_name(f"{A}-00000000", rank) for rank in (1, 2, 3))
+    store = spread_over(directory, [FOUR])
+    store.put(ours, b"under the prefix of rank 1")
+    store.put("notes.txt", b"in the directory")
+    under.put(stray, b"where no file of rank 2 is")
+    directory.put(elder, b"of a save without prefixes")
+    assert store.path_of(ours) == f"{under.url}{ours}"
+    assert store.names() == ["notes.txt", ours]
+    both = spread_over(directory, [FOUR, None])
+    assert [info.name for info in both.list()] == ["notes.txt", ours, elder]
+    both.delete_many([ours, elder])
+    assert (directory.names(), under.names()) == (["notes.txt"], [stray])
 
 
 # -- a checkpoint that is sharded --------------------------------------------------------------

@@ -20,6 +20,7 @@ from smckpt.checkpoint.commits.commit import (
     sweep,
     take_lease,
 )
+from smckpt.checkpoint.reading.committed import open_catalogue
 from smckpt.checkpoint.records.crc import crc64, hex64
 from smckpt.checkpoint.records.files import read_file
 from smckpt.checkpoint.records.format import (
@@ -32,7 +33,7 @@ from smckpt.checkpoint.records.format import (
     record_name,
 )
 from smckpt.checkpoint.records.rows import decode_rows
-from smckpt.checkpoint.records.sealed import seal_json
+from smckpt.checkpoint.records.sealed import open_json, seal_json
 from smckpt.errors import (
     CorruptCheckpointError,
     StateError,
@@ -432,6 +433,38 @@ def test_a_record_names_the_manifests_of_all_groups(tmp_path):
     assert (record.step, record.kind, record.fencing_token, record.number) == (30, "LOCAL", 1, 0)
     assert record.nbytes == published["bytes"] > 0
     assert publish_record(Access(), **payload)["record"] == published["record"]  # asked again
+
+
+def test_groups_that_hold_shards_of_the_same_tensors_are_read_with_one_table(tmp_path):
+    mesh = hybrid(range(8), 2)
+    step = Step(tmp_path, names=("s0", "s1", "s2", "s3"))
+    for shard, group in enumerate(step.groups):
+        group.ranks, group.state = (shard, shard + 4), state_of(mesh)
+    step.commit(step=30)
+    catalogue = open_catalogue(open_storage(str(tmp_path)))
+    sharded = [row for row in catalogue.rows if not row.geometry.per_rank]
+    assert [row.key for row in sharded].count("model.bias") == 1
+    assert {row.ranks for row in sharded} == {tuple(range(8))}
+    assert catalogue.object_ranks == tuple(range(8))
+
+
+def test_a_table_whose_rows_list_ranks_is_that_of_one_group(tmp_path):
+    """Two groups have equal rows, which list a rank of the first one: the second is forged."""
+    step = Step(tmp_path)
+    mesh = hybrid(range(4), 2)
+    for group in step.groups:
+        group.state = state_of(mesh)
+    payload = step.publish(step=30)
+    forged = []
+    for group, named in zip(step.groups, payload["groups"], strict=True):
+        path = group.directory / named.manifest
+        body = open_json(path.read_bytes(), str(path))
+        rows = [{**row, "ranks": [[0, 1, 1]]} for row in body["layout"]["rows"]]
+        path.write_bytes(seal_json({**body, "layout": {**body["layout"], "rows": rows}}))
+        forged.append(replace(named, crc64=hex64(crc64(path.read_bytes()))))
+    publish_record(Access(), **{**payload, "groups": forged})
+    with pytest.raises(CorruptCheckpointError, match="not in the group"):
+        open_catalogue(open_storage(str(tmp_path)))
 
 
 @pytest.mark.parametrize("way", ["tp0", "tp0/deep", "tp0/../tp0"])

@@ -204,10 +204,11 @@ def _first(storage: Storage, candidates: list[Candidate], choose: str | None) ->
 def _by_record(storage: Storage, name: str, order: tuple[int, int]) -> Commit:
     record = read_file(Record, storage, name)
     strict = storage.reading_from(storage.url)
+    known: dict[bytes, Any] = {}
 
     def one(group: GroupManifest) -> tuple[str, Manifest]:
         here = strict.at(join_url(storage.url, group.directory))
-        return here.url, read_file(Manifest, here, group.manifest, group.crc64)
+        return here.url, read_file(Manifest, here, group.manifest, group.crc64, known=known)
 
     with ThreadPoolExecutor(min(READERS, len(record.groups))) as pool:
         manifests = tuple(pool.map(one, record.groups))

@@ -262,7 +262,8 @@ def publish_record(
         )
     name = record_name(fencing_token, number, session)
     with ThreadPoolExecutor(min(READERS, len(groups))) as pool:
-        manifests = list(pool.map(_read_manifest, map(storage.at, urls), groups))
+        known: dict[bytes, Any] = {}
+        manifests = list(pool.map(partial(_read_manifest, known), map(storage.at, urls), groups))
     _check_step(manifests, urls, join_url(storage.url, name), fencing_token)
     record = Record(
         session=session,
@@ -285,9 +286,9 @@ def publish_record(
     return {"record": name, "bytes": record.nbytes}
 
 
-def _read_manifest(storage: Storage, group: GroupManifest) -> Manifest:
+def _read_manifest(known: dict[bytes, Any], storage: Storage, group: GroupManifest) -> Manifest:
     try:
-        return read_file(Manifest, storage, group.manifest, group.crc64)
+        return read_file(Manifest, storage, group.manifest, group.crc64, known=known)
     except CheckpointNotFoundError as error:
         raise StorageError(
             f"this host does not see the manifest that rank {group.coordinator} published: the "

@@ -18,6 +18,7 @@ from smckpt.checkpoint.records.format import Manifest, PartRecord
 from smckpt.checkpoint.records.headers import Header, read_header
 from smckpt.checkpoint.records.prefixes import files_of
 from smckpt.checkpoint.records.rows import decode_containers, decode_rows
+from smckpt.decoding import SENSELESS
 from smckpt.errors import CorruptCheckpointError
 from smckpt.layout.entries import DTYPES, Entry, Path
 from smckpt.storage import Storage
@@ -37,16 +38,16 @@ class CommittedGroup:
 
     directory: str
     manifest: Manifest
-    rows: tuple[Entry, ...]
     storage: Storage
 
 
 class Found:
     """What a catalogue has read and found out so far."""
 
-    def __init__(self, readers: Readers) -> None:
+    def __init__(self, readers: Readers, rows: tuple[Entry, ...]) -> None:
         self.lock = threading.Lock()
         self.readers = readers
+        self.rows = rows
         self.files: dict[int, list[SavedFile]] = {}
         self.headers: dict[SavedFile, Header] = {}
         self.slots: dict[tuple[int, ...], dict[str, list[Stored]]] = {}
@@ -139,9 +140,9 @@ class CommittedCatalogue(Catalogue):
             return None
         return {path: kind for kinds in reversed(maps) for path, kind in (kinds or {}).items()}
 
-    @cached_property
+    @property
     def rows(self) -> tuple[Entry, ...]:
-        return tuple(row for member in self.members for row in member.rows)
+        return self._found.rows
 
     @cached_property
     def pieces(self) -> SavedPieces:
@@ -305,12 +306,7 @@ def catalogue_of(storage: Storage, commit: Commit) -> CommittedCatalogue:
         tops += [] if spread is None else [spread.root(where)]
     storage = storage.reading_from(*tops)
     members = tuple(
-        CommittedGroup(
-            here.url,
-            manifest,
-            tuple(decode_rows(manifest.layout, manifest.group_ranks, here.url)),
-            files_of(here, manifest),
-        )
+        CommittedGroup(here.url, manifest, files_of(here, manifest))
         for where, manifest in commit.manifests
         for here in [storage.at(where)]
     )
@@ -318,6 +314,27 @@ def catalogue_of(storage: Storage, commit: Commit) -> CommittedCatalogue:
     # requests.
     spreads = [member.storage.spread for member in members]
     share = storage.access.share.times(min(s.prefixes if s else 1 for s in spreads))
-    return CommittedCatalogue(
-        storage.url, commit, members, Found(Readers(storage.access.holding(share)))
+    found = Found(Readers(storage.access.holding(share)), _rows(members))
+    return CommittedCatalogue(storage.url, commit, members, found)
+
+
+def _rows(members: Sequence[CommittedGroup]) -> tuple[Entry, ...]:
+    """The rows of all groups. Groups that hold other shards of the same tensors, such as those of
+    LOCAL state, have one table, whose rows are then those of the ranks of all."""
+    tables: list[tuple[list[Any], CommittedGroup, list[int]]] = []
+    for member in members:
+        table = [member.manifest.layout.get(key) for key in ("meshes", "units", "rows")]
+        try:  # a row of some ranks lists them, so no other group has it
+            alone = any("ranks" in row for row in table[-1] or ())
+        except SENSELESS:  # `decode_rows` says what is wrong
+            alone = True
+        known = None if alone else next((ranks for one, _, ranks in tables if one == table), None)
+        if known is None:
+            tables.append((table, member, list(member.manifest.group_ranks)))
+        else:
+            known.extend(member.manifest.group_ranks)
+    return tuple(
+        row
+        for _, member, ranks in tables
+        for row in decode_rows(member.manifest.layout, sorted(ranks), member.directory)
     )

@@ -42,6 +42,7 @@ def read_file(
     *,
     most: int = MAX_JSON_BYTES,
     remedy: str = OLDER,
+    known: dict[bytes, Any] | None = None,
 ) -> Body:
     """Read a file, and compare it with its own checksum, its name and, if given, the checksum in
     the file that names it.
@@ -50,18 +51,24 @@ def read_file(
         kind: the dataclass of its body.
         most: bytes that the file may have.
         remedy: for the error about a body that cannot be decoded.
+        known: as for `open_json`.
 
     Raises:
         CheckpointNotFoundError: it is not there.
         CorruptCheckpointError, FormatVersionError: it differs from what was written under this
             name.
     """
-    body, _ = read_body(storage, name, crc, most=most)
+    body, _ = read_body(storage, name, crc, most=most, known=known)
     return decode_body(kind, body, storage.path_of(name), remedy)
 
 
 def read_body(
-    storage: Storage, name: str, crc: str | None = None, *, most: int = MAX_JSON_BYTES
+    storage: Storage,
+    name: str,
+    crc: str | None = None,
+    *,
+    most: int = MAX_JSON_BYTES,
+    known: dict[bytes, Any] | None = None,
 ) -> tuple[dict[str, Any], bytes]:
     """The body of a file, and its bytes. The arguments and errors are those of `read_file`."""
     path = storage.path_of(name)
@@ -74,7 +81,7 @@ def read_body(
                 remedy="use an older checkpoint, and check the file system",
                 path=path,
             )
-        return open_json(data, path), data
+        return open_json(data, path, known), data
 
     return sound(storage, read)
 

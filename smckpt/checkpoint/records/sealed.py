@@ -65,14 +65,24 @@ def seal_json(body: dict[str, Any]) -> bytes:
     return _OPENING + hex64(crc64(text)).encode() + _MARKER + text + _CLOSING
 
 
-def open_json(data: bytes, path: str) -> dict[str, Any]:
+def open_json(data: bytes, path: str, known: dict[bytes, Any] | None = None) -> dict[str, Any]:
     """The body of a sealed file.
+
+    Args:
+        known: the values of other files by their JSON text. What is the same in many files, such as
+            the table of the groups of a step, is then parsed once, and is one object in all.
 
     Raises:
         CorruptCheckpointError: the bytes differ from what was written.
         FormatVersionError: a newer major version wrote it.
     """
-    return _checked_version(_parsed(_sealed(data, path), path), path)
+    if known is None:
+        return _checked_version(_parsed(_sealed(data, path), path), path)
+    sections = open_sections(data, path)
+    for text in sections.values():
+        if text not in known:
+            known.setdefault(text, _parsed(text, path))  # another thread may be as far
+    return {key: known[text] for key, text in sections.items()}
 
 
 def open_sections(data: bytes, path: str) -> dict[str, bytes]:

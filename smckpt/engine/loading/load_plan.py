@@ -185,7 +185,7 @@ class LoadPlan:
 
     selection: of `state_dict`, with the tensors that were made in it for saved state. objects:
     values that are not tensors, by key, to put into it; None if they are in it already. gathered:
-    FULL state in it, with its path. told: what all ranks say of their plans together.
+    FULL state in it, with its path. agreed: what all ranks say of their plans together.
     """
 
     commit: Choice

@@ -38,7 +38,7 @@ from smckpt.cli.proving.prove import prove
 from smckpt.cli.repair import repair
 from smckpt.cli.runs import doctor, ls, prune, status
 from smckpt.errors import CheckpointError
-from smckpt.run.command import run
+from smckpt.run.__main__ import run
 
 __all__ = ["app", "main"]
 

@@ -15,7 +15,6 @@ import re
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterator
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,12 +27,12 @@ import smckpt
 from smckpt.checkpoint.commits.run_directory import RunDirectory
 from smckpt.checkpoint.records.format import parse_name
 from smckpt.errors import CheckpointNotFoundError, KeysMismatchError, UsageError
+from smckpt.integrations import refuse_untested
 from smckpt.integrations.replaced import keep_last, remove_stale, run_directory, stock_files
-from smckpt.integrations.versions import refuse_untested
 from smckpt.meeting.round import over_group
 from smckpt.storage.urls import is_local
 
-refuse_untested("accelerate", version("accelerate"))
+refuse_untested("accelerate")
 
 __all__ = ["SmckptAccelerator", "load_state", "merge_fsdp_weights", "save_state"]
 

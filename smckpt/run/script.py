@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from smckpt.errors import UsageError
-from smckpt.run.places import Provided, provide
+from smckpt.run.doors import provide
 
 __all__ = ["main_of_child", "run_script"]
 
@@ -68,7 +68,10 @@ def run_script(
         if not os.path.isfile(path):
             raise UsageError("there is no such script", remedy="pass a Python file", path=path)
         sys.path[0] = os.path.dirname(path)
-    _say(provide(doors, force=force, shadow=shadow))
+    lines = provide(doors, force=force, shadow=shadow).lines
+    if os.environ.get("RANK", "0") == "0":
+        for line in lines:
+            print(f"smckpt run: {line}", file=sys.stderr, flush=True)
     passed = {
         "script": script if module else path, "doors": doors, "force": force, "shadow": shadow,
         "module": module,
@@ -155,10 +158,3 @@ def _name_launcher(event: str, values: tuple[Any, ...]) -> None:
         file=sys.stderr,
         flush=True,
     )
-
-
-def _say(provided: Provided) -> None:
-    if os.environ.get("RANK", "0") == "0":
-        for line in provided.lines:
-            print(f"smckpt run: {line}", file=sys.stderr)
-        sys.stderr.flush()

@@ -13,8 +13,8 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 import smckpt
+from smckpt.integrations import ANY_VERSION
 from smckpt.integrations.lightning import SmckptCheckpointIO, SmckptTrainer
-from smckpt.integrations.versions import ANY_VERSION
 from tests.support import child
 
 PLAIN: dict[str, Any] = {

@@ -17,9 +17,9 @@ from torch.distributed.fsdp import FullStateDictConfig
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 from smckpt.errors import UsageError
+from smckpt.integrations import TESTED
 from smckpt.run import provide, run_script
-from smckpt.run.doors import sagemaker as sagemaker_places
-from smckpt.run.places import DOORS
+from smckpt.run.doors import DOORS
 from tests.support import door_names
 from tests.support.interpreters import run, torchtitan, torchtune
 from tests.support.launch import ROOT
@@ -189,7 +189,7 @@ def test_real_packages_of_other_doors_are_not_shadowed_unless_told(
 
 
 def test_another_torch_is_refused_unless_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sagemaker_places, "TESTED", ("2.1",))
+    monkeypatch.setitem(TESTED, "torch", ("2.1",))
     before = names()
     with pytest.raises(UsageError, match=r"torch 2\.13.* was not tested.*--force"):
         provide(["sagemaker"])

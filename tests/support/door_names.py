@@ -5,14 +5,15 @@ As a script, for an environment of its own: the arguments are doors.
 
 from __future__ import annotations
 
-import importlib
 import sys
 import warnings
 from types import ModuleType
 from typing import Any
 
 from smckpt.errors import UsageError
+from smckpt.integrations import TESTED
 from smckpt.run import provide
+from smckpt.run.doors import DOORS
 
 PACKAGES = (
     "torch", "transformers", "accelerate", "lightning", "nemo", "nvidia_resiliency_ext",
@@ -52,10 +53,8 @@ def changed(before: dict[str, Any], after: dict[str, Any]) -> set[str]:
 def check(door: str) -> None:
     provide([door]).undo()  # what the door needs is imported from here on
     before = names()
-    where: Any = importlib.import_module(
-        f"smckpt.run.doors.{'lightning' if door == 'nemo' else door}"
-    )
-    tested, where.TESTED = where.TESTED, ("0.0",)
+    package = DOORS[door][0]
+    tested, TESTED[package] = TESTED[package], ("0.0",)
     try:
         provide([door])
         raise AssertionError(f"{door} takes a version that was not tested")
@@ -64,7 +63,7 @@ def check(door: str) -> None:
         assert not changed(before, names()), door
         provide([door], force=True).undo()
     finally:
-        where.TESTED = tested
+        TESTED[package] = tested
     with provide([door]) as provided:
         told = [line.split(": ")[0].split(" ")[1:] for line in provided.lines]
         new = changed(before, names())

@@ -111,8 +111,7 @@ def prepare() -> None:
     from torch.testing._internal.distributed._tensor import common_dtensor
 
     from smckpt.run import provide
-    from smckpt.run.doors.dcp import put_storage
-    from smckpt.run.places import Provided
+    from smckpt.run.doors import Provided, put_storage
 
     def forked(self) -> None:  # type: ignore[no-untyped-def]
         self._start_processes(torch.multiprocessing.get_context("fork").Process)

@@ -7,11 +7,9 @@ strategies, which do not use plugins. `SmckptCheckpointConnector` finds where to
 
 from __future__ import annotations
 
-from importlib.metadata import version
+from smckpt.integrations import refuse_untested
 
-from smckpt.integrations.versions import refuse_untested
-
-refuse_untested("lightning", version("lightning"))
+refuse_untested("lightning")
 
 from smckpt.integrations.lightning.connector import SmckptCheckpointConnector  # noqa: E402
 from smckpt.integrations.lightning.names import provide_s3  # noqa: E402

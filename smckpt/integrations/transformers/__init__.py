@@ -6,11 +6,9 @@ place of `Trainer`. A callback cannot do it, since the Trainer has saved before 
 
 from __future__ import annotations
 
-from importlib.metadata import version
+from smckpt.integrations import refuse_untested
 
-from smckpt.integrations.versions import refuse_untested
-
-refuse_untested("transformers", version("transformers"))
+refuse_untested("transformers")
 
 from smckpt.integrations.transformers.resume import get_last_checkpoint  # noqa: E402
 from smckpt.integrations.transformers.trainer import (  # noqa: E402

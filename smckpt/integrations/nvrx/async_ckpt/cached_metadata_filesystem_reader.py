@@ -10,7 +10,7 @@ from typing import Any
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 
-from smckpt.integrations.nvrx.worker.places import UrlFileSystem, is_url
+from smckpt.integrations.url_files import UrlFileSystem, is_url
 
 __all__ = ["CachedMetadataFileSystemReader"]
 

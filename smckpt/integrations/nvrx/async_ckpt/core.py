@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from smckpt.engine.saving.job import SaveHandle, Timings
 from smckpt.errors import CheckpointError, SaveFailedError, UsageError, as_checkpoint_error
-from smckpt.integrations.nvrx.worker.process import Call, WorkerOptions, WorkerProcess
+from smckpt.integrations.nvrx_worker import Call, WorkerOptions, WorkerProcess
 from smckpt.meeting.round import alone, over_group
 
 __all__ = [

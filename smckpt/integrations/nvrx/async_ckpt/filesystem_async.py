@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import os
 import queue
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from functools import partial
 from multiprocessing import get_all_start_methods
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
 from smckpt.errors import SaveFailedError, UsageError
-from smckpt.integrations.nvrx.worker.places import Noting, OpenedBy, UrlFileSystem, is_url
-from smckpt.integrations.nvrx.worker.snapshot import ResultsQueue
+from smckpt.integrations.nvrx_snapshot import ResultsQueue
+from smckpt.integrations.url_files import UrlFileSystem, is_url
 
 __all__ = ["FileSystemWriterAsync", "get_write_results_queue"]
 
@@ -209,6 +211,38 @@ class FileSystemWriterAsync(FileSystemWriter):
 # -- in the worker -----------------------------------------------------------------------------
 
 
+class _OpenedBy(FileSystem):
+    """Files of this host, opened by a function like `open`."""
+
+    def __init__(self, open_file: Any) -> None:
+        self._open_file = open_file
+
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Generator[io.IOBase, None, None]:
+        with self._open_file(os.fspath(path), mode) as stream:
+            yield stream
+
+
+class _Noting:
+    """A file system that keeps the first error of its streams: DCP loses one of its threads'."""
+
+    def __init__(self, fs: Any) -> None:
+        self._fs = fs
+        self.error: Exception | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._fs, name)
+
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Generator[io.IOBase, None, None]:
+        try:
+            with self._fs.create_stream(path, mode) as stream:
+                yield stream
+        except Exception as error:
+            self.error = self.error or error
+            raise
+
+
 class _Resolved(SavePlanner):
     """Gives the data of the items, as a planner."""
 
@@ -250,8 +284,8 @@ def _write(
     if is_url(path):
         writer.fs, writer.path = UrlFileSystem(), path
     elif open_file is not open:
-        writer.fs = OpenedBy(open_file)
-    noting = writer.fs = Noting(writer.fs)
+        writer.fs = _OpenedBy(open_file)
+    noting = writer.fs = _Noting(writer.fs)
     parts, data = resolved
     planner = _Resolved([item for part in parts for item in part.items], data)
     written: list[WriteResult] = []

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, cast
 import torch
 
 from smckpt.integrations.nvrx.async_ckpt.core import AsyncCallsQueue, AsyncRequest
-from smckpt.integrations.nvrx.worker.places import UrlFileSystem, is_url
+from smckpt.integrations.url_files import UrlFileSystem, is_url
 
 __all__ = ["TorchAsyncCheckpoint", "save_whole", "sweep_unfinished"]
 

@@ -9,12 +9,12 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemBase
+from torch.distributed.checkpoint.filesystem import FileSystemBase
 
 from smckpt.errors import CheckpointNotFoundError, UsageError
 from smckpt.storage import Storage, open_storage
 
-__all__ = ["Noting", "OpenedBy", "UrlFileSystem", "is_url"]
+__all__ = ["UrlFileSystem", "is_url"]
 
 _COPY = 16 << 20
 
@@ -71,38 +71,6 @@ class UrlFileSystem(FileSystemBase):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
         return is_url(checkpoint_id)
-
-
-class OpenedBy(FileSystem):
-    """Files of this host, opened by a function like `open`."""
-
-    def __init__(self, open_file: Any) -> None:
-        self._open_file = open_file
-
-    @contextmanager
-    def create_stream(self, path: Any, mode: str) -> Generator[io.IOBase, None, None]:
-        with self._open_file(os.fspath(path), mode) as stream:
-            yield stream
-
-
-class Noting:
-    """A file system that keeps the first error of its streams: DCP loses one of its threads'."""
-
-    def __init__(self, fs: Any) -> None:
-        self._fs = fs
-        self.error: Exception | None = None
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._fs, name)
-
-    @contextmanager
-    def create_stream(self, path: Any, mode: str) -> Generator[io.IOBase, None, None]:
-        try:
-            with self._fs.create_stream(path, mode) as stream:
-                yield stream
-        except Exception as error:
-            self.error = self.error or error
-            raise
 
 
 class _Open(io.RawIOBase):

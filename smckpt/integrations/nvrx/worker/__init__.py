@@ -1,1 +1,0 @@
-"""The process that runs a request's function, and how the request gets there."""

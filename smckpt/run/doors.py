@@ -1,0 +1,459 @@
+"""What `smckpt run --for NAME` provides or replaces under the names of other packages, a function
+for each door, and how it is undone."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import os
+import pkgutil
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+from smckpt.errors import UsageError
+from smckpt.integrations import ANY_VERSION, refuse_untested
+
+__all__ = ["DOORS", "Provided", "provide", "put_storage"]
+
+# torch.sagemaker is absent, so providing it replaces nothing. Other doors replace names, and are
+# used only on request.
+_BY_DEFAULT = ("sagemaker",)
+_ABSENT = object()
+
+
+class Provided:
+    """The changes of `provide`; `undo()`, or the end of a `with` block, undoes them.
+
+    lines: one for each name, for people.
+    """
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self._back: list[Callable[[], None]] = []
+
+    def module(self, name: str, module: ModuleType) -> None:
+        """Make `import name` return this module.
+
+        Raises:
+            UsageError: there is a module of that name already.
+        """
+        if name in sys.modules:
+            raise UsageError(
+                f"{name} is imported already", remedy="undo() the earlier provide() first"
+            )
+        sys.modules[name] = module
+
+        def forget() -> None:
+            if sys.modules.get(name) is module:
+                del sys.modules[name]
+
+        self._back.append(forget)
+        above, _, last = name.rpartition(".")
+        if above and getattr(sys.modules[above], last, None) is not module:
+            self._set(sys.modules[above], last, module)
+        self.lines.append(f"provided {name}")
+
+    def attribute(self, owner: Any, name: str, value: Any, what: str) -> None:
+        """Replace one name of a module or class.
+
+        Args:
+            what: a text that says what the replacement does and the original does not.
+        """
+        self._set(owner, name, value)
+        where = owner.__name__
+        if isinstance(owner, type):
+            where = f"{owner.__module__}.{owner.__qualname__}"
+        self.lines.append(f"replaced {where}.{name}: {what}")
+
+    def environment(self, name: str, value: str) -> None:
+        """Set a variable of the environment, for child processes too."""
+        before = os.environ.get(name)
+        os.environ[name] = value
+
+        def back() -> None:
+            os.environ.pop(name, None)
+            if before is not None:
+                os.environ[name] = before
+
+        self._back.append(back)
+
+    def by(self, undo: Callable[[], None], *lines: str) -> None:
+        """Add changes that other code made, with the function that undoes them."""
+        self._back.append(undo)
+        self.lines += lines
+
+    def undo(self) -> None:
+        """Undo all changes, the last one first. A second call does nothing."""
+        while self._back:
+            self._back.pop()()
+
+    def __enter__(self) -> Provided:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.undo()
+
+    def _set(self, owner: Any, name: str, value: Any) -> None:
+        before = vars(owner).get(name, _ABSENT)  # for a class, the descriptor itself
+        setattr(owner, name, value)
+
+        def back() -> None:
+            if before is _ABSENT:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, before)
+
+        self._back.append(back)
+
+
+def provide(
+    doors: Sequence[str] | None = None, *, force: bool = False, shadow: bool = False
+) -> Provided:
+    """Provide smckpt under other packages' names in this process. A module that has already
+    imported a name keeps the original.
+
+    Args:
+        doors: names as for `smckpt run --for`; None provides sagemaker.
+        force: also with versions of packages that were not tested.
+        shadow: also where the real package is installed.
+
+    Raises:
+        UsageError: a door is unknown; or a version is untested and `force` is not set; or the real
+            package is installed and `shadow` is not set; or the door's framework is not installed.
+            Nothing is changed then.
+    """
+    chosen = list(_BY_DEFAULT if doors is None else doors)
+    for name in chosen:
+        if name not in DOORS:
+            raise UsageError(f"{name!r} is not a door", remedy=f"the doors are {', '.join(DOORS)}")
+    provided = Provided()
+    try:
+        if force:
+            provided.environment(ANY_VERSION, "1")  # for children too
+        for name in chosen:
+            package, put = DOORS[name]
+            try:
+                importlib.import_module(package)
+                refuse_untested(package)
+                put(provided, shadow)
+            except ModuleNotFoundError as error:
+                raise UsageError(
+                    f"the door to {name} needs {error.name}, which is not installed here",
+                    remedy=f"install it, or leave {name} out of --for",
+                ) from error
+    except BaseException:
+        provided.undo()
+        raise
+    return provided
+
+
+def _refuse_shadow(name: str, shadow: bool) -> None:
+    """
+    Raises:
+        UsageError: the real package is installed, and `shadow` is not set.
+    """
+    try:
+        found = name in sys.modules or importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # the parent package is absent
+        found = False
+    if found and not shadow:
+        raise UsageError(
+            f"{name} is installed or provided here already",
+            remedy="leave it out of --for, or pass --shadow (shadow=True) to use smckpt in "
+            "its place",
+        )
+
+
+def _put_package(provided: Provided, ours: str, theirs: str) -> None:
+    """Provide a package of ours and all modules below it under another name."""
+    package = importlib.import_module(ours)
+    below = pkgutil.walk_packages(package.__path__, f"{ours}.")
+    for name in (ours, *(found.name for found in below)):
+        provided.module(theirs + name.removeprefix(ours), importlib.import_module(name))
+
+
+def put_sagemaker(provided: Provided, shadow: bool) -> None:
+    """Provide smckpt as the absent `torch.sagemaker`, and replace four calls of torch."""
+    from torch.distributed import checkpoint
+    from torch.distributed.checkpoint import optimizer
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+    import smckpt
+    from smckpt.full import is_extended
+
+    _refuse_shadow("torch.sagemaker", shadow)
+    _put_package(provided, "smckpt.integrations.sagemaker", "torch.sagemaker")
+    from smckpt.integrations.sagemaker import state
+    from smckpt.integrations.torch_calls import either_order, over_shard_groups, with_process_group
+
+    name = "load_sharded_optimizer_state_dict"
+    loads = with_process_group(optimizer.load_sharded_optimizer_state_dict)
+    for owner in (optimizer, checkpoint):
+        provided.attribute(owner, name, loads, "takes process_group=")
+    name = "optim_state_dict_to_load"
+    orders = staticmethod(either_order(FSDP.optim_state_dict_to_load))
+    provided.attribute(FSDP, name, orders, "also takes the state dict as its first argument")
+    shards = over_shard_groups(FSDP.__init__, lambda: state)
+    provided.attribute(FSDP, "__init__", shards, "shards as torch.sagemaker.init() says")
+    if is_extended():  # the script's own call, or torch.sagemaker.init() before
+        return
+    extension = smckpt.extend_torch_config(parallel_state=lambda: state.parallel)
+    takers = (
+        "torch.distributed.fsdp.api.FullStateDictConfig",
+        f"{FSDP.__module__}.{FSDP.__qualname__}.state_dict_type",
+    )
+    provided.by(extension.undo, *(f"replaced {name}: takes translate_on_save" for name in takers))
+
+
+def put_transformers(provided: Provided, shadow: bool) -> None:
+    """Replace its trainer classes."""
+    from transformers import trainer, trainer_seq2seq, trainer_utils
+
+    from smckpt.integrations import transformers as ours
+
+    # transformers puts another module there during its import
+    transformers = sys.modules["transformers"]
+    bases = (ours.SmckptTrainerMixin, trainer_seq2seq.Seq2SeqTrainer)
+    effect = "saves in the background, resumes from committed checkpoints"
+    for name, kind, module in (
+        ("Trainer", ours.SmckptTrainer, trainer),
+        ("Seq2SeqTrainer", type("SmckptSeq2SeqTrainer", bases, {}), trainer_seq2seq),
+    ):
+        for owner in (transformers, module):
+            provided.attribute(owner, name, kind, effect)
+    effect = "finds checkpoints below a URL too"
+    provided.attribute(trainer_utils, "get_last_checkpoint", ours.get_last_checkpoint, effect)
+
+
+def put_accelerate(provided: Provided, shadow: bool) -> None:
+    """Replace methods of its `Accelerator`."""
+    import accelerate
+    from accelerate.commands import merge
+    from accelerate.utils import fsdp_utils
+
+    import smckpt
+    from smckpt.integrations.accelerate import load_state, merge_fsdp_weights, save_state
+
+    kind = accelerate.Accelerator
+    stock = {name: getattr(kind, name) for name in ("save_state", "load_state", "end_training")}
+
+    def save(self: Any, *args: Any, **kwargs: Any) -> str:
+        return save_state(self, stock["save_state"].__get__(self), *args, **kwargs)
+
+    def load(self: Any, *args: Any, **kwargs: Any) -> None:
+        load_state(self, stock["load_state"].__get__(self), *args, **kwargs)
+
+    def end(self: Any) -> None:
+        smckpt.maybe_finalize_async_calls()
+        stock["end_training"](self)
+
+    provided.attribute(kind, "save_state", save, "saves in the background, in one commit")
+    provided.attribute(kind, "load_state", load, "loads committed checkpoints")
+    provided.attribute(kind, "end_training", end, "waits for the last commit")
+    for owner in (accelerate.utils, fsdp_utils, merge):
+        effect = "merges committed checkpoints"
+        provided.attribute(owner, "merge_fsdp_weights", merge_fsdp_weights, effect)
+
+
+# the package of Lightning's other edition → the one that these classes derive from
+_EDITIONS = {"pytorch_lightning": "lightning.pytorch", "lightning_fabric": "lightning.fabric"}
+
+
+def put_lightning(provided: Provided, shadow: bool) -> None:
+    """Replace its default plugin, its sharded strategies and its connector.
+
+    The package pytorch_lightning, which holds the same code a second time, becomes
+    lightning.pytorch.
+
+    Raises:
+        UsageError: that package is imported already, so the script would run on it.
+    """
+    from lightning.pytorch.core import saving
+    from lightning.pytorch.strategies import strategy
+    from lightning.pytorch.trainer import trainer
+
+    from smckpt.integrations import lightning as ours
+
+    effect = "saves in the background, on disk and in S3"
+    provided.attribute(strategy, "TorchCheckpointIO", ours.SmckptCheckpointIO, effect)
+    provided.attribute(saving, "pl_load", ours.load_any(saving.pl_load), "loads what was committed")
+    effect = "resumes from what was committed, random numbers included"
+    provided.attribute(trainer, "_CheckpointConnector", ours.SmckptCheckpointConnector, effect)
+
+    top = importlib.import_module("lightning.pytorch.strategies")
+    effect = "saves each rank's shards in the background"
+    for module, name in (("fsdp", "FSDPStrategy"), ("model_parallel", "ModelParallelStrategy")):
+        for owner in (top, importlib.import_module(f"{top.__name__}.{module}")):
+            provided.attribute(owner, name, getattr(ours, f"Smckpt{name}"), effect)
+    for name in ("fsdp", "fsdp_cpu_offload"):
+        entry = top.StrategyRegistry[name]
+        stock, entry["strategy"] = entry["strategy"], ours.SmckptFSDPStrategy
+        back = functools.partial(entry.__setitem__, "strategy", stock)
+        provided.by(back, f"replaced the strategy {name!r}: {effect}")
+
+    for name, real in _EDITIONS.items():
+        if name in sys.modules:
+            raise UsageError(
+                f"{name} is imported already, and smckpt's classes are those of {real}",
+                remedy=f"provide before it is imported, or import {real}",
+            )
+    finder = _OtherName()
+    sys.meta_path.insert(0, finder)
+
+    def undo() -> None:
+        sys.meta_path.remove(finder)
+        for name in [one for one in sys.modules if one.partition(".")[0] in _EDITIONS]:
+            del sys.modules[name]
+
+    provided.by(undo, "provided the package pytorch_lightning: it is lightning.pytorch")
+
+
+class _OtherName(MetaPathFinder, Loader):
+    """Imports a module of lightning under the name that it has in the package's other edition."""
+
+    def find_spec(self, fullname: str, *_: Any) -> ModuleSpec | None:
+        top, dot, below = fullname.partition(".")
+        if top not in _EDITIONS:
+            return None
+        module = importlib.import_module(_EDITIONS[top] + dot + below)
+        return ModuleSpec(fullname, self, loader_state=(module, module.__spec__))
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        module: ModuleType = spec.loader_state[0]
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        assert module.__spec__ is not None
+        _, module.__spec__ = module.__spec__.loader_state
+
+
+def put_nemo(provided: Provided, shadow: bool) -> None:
+    """Provide NeMo's modules of S3 checkpointing, where NeMo is absent."""
+    from smckpt.integrations.lightning import nemo, plugin, s3
+    from smckpt.storage.urls import build_s3_url
+
+    _refuse_shadow("nemo", shadow)
+    resumes = {name: getattr(nemo, name) for name in nemo.__all__}
+    sizes = {name: getattr(s3, name) for name in s3.__all__ if name.startswith("DEFAULT_")}
+    modules: dict[str, dict[str, Any]] = {
+        "nemo": {},
+        "nemo.utils": {},
+        "nemo.utils.s3_dirpath_utils": {
+            "S3_PATH_PREFIX": "s3://",
+            "build_s3_url": build_s3_url,
+            "is_s3_url": s3.S3Utils.is_s3_url,
+        },
+        "nemo.utils.s3_utils": {"S3Utils": s3.S3Utils, **sizes},
+        "nemo.utils.exp_manager": resumes,
+        "nemo.utils.callbacks": {},
+        "nemo.utils.callbacks.s3_checkpoint_io": {"S3CheckpointIO": plugin.S3CheckpointIO},
+        "nemo.utils.callbacks.nemo_model_checkpoint": resumes,
+    }
+    for name, names in modules.items():
+        module = ModuleType(name, "smckpt, in NeMo's place")
+        module.__dict__.update(names)
+        if not names:
+            module.__path__ = []
+        provided.module(name, module)
+
+
+def put_torchtune(provided: Provided, shadow: bool) -> None:
+    """Replace three methods of its `CheckpointClient`."""
+    from torchtune.training.checkpointing._checkpoint_client import CheckpointClient
+
+    from smckpt.integrations.torchtune import take_over
+
+    client = f"{CheckpointClient.__module__}.{CheckpointClient.__qualname__}"
+    effect = "with enable_async_checkpointing, intermediate checkpoints go through smckpt"
+    names = ("_get_dcp_checkpointer", "_save_checkpoint_sync", "load_distributed_checkpoint")
+    provided.by(take_over(always=True), *(f"replaced {client}.{name}: {effect}" for name in names))
+
+
+def put_torchtitan(provided: Provided, shadow: bool) -> None:
+    """Let configs of its checkpoint manager build smckpt's."""
+    from torchtitan.components.checkpointer import CheckpointManager
+
+    from smckpt.integrations.torchtitan import take_over
+
+    kind = CheckpointManager.Config
+    provided.by(
+        take_over(),
+        f"replaced {kind.__module__}.{kind.__qualname__}._owner: it builds smckpt's, which saves "
+        "and loads all but Hugging Face's files",
+    )
+
+
+def put_nvrx(provided: Provided, shadow: bool) -> None:
+    """Provide smckpt as the absent `nvidia_resiliency_ext.checkpointing`."""
+    from smckpt.integrations.nvrx import VERSION
+
+    above = "nvidia_resiliency_ext"
+    _refuse_shadow(f"{above}.checkpointing", shadow)
+    if above not in sys.modules:
+        if importlib.util.find_spec(above) is not None:
+            importlib.import_module(above)
+        else:
+            top = ModuleType(above, "Stands for NVRx, of which smckpt has the checkpointing.")
+            top.__path__ = []  # a package, without modules of its own
+            vars(top)["__version__"] = VERSION  # Megatron-core asks for it
+            provided.module(above, top)
+    _put_package(provided, "smckpt.integrations.nvrx", f"{above}.checkpointing")
+
+
+def put_dcp(provided: Provided, shadow: bool) -> None:
+    """Replace DCP's save, load, reader and writer."""
+    from torch.distributed import checkpoint
+    from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+
+    from smckpt.integrations.dcp import calls
+
+    for owner in (checkpoint, state_dict_saver):
+        provided.attribute(owner, "save", calls.save, "saves in smckpt's format")
+        effect = "saves in the background, by a process of its own"
+        provided.attribute(owner, "async_save", calls.async_save, effect)
+    for owner in (checkpoint, state_dict_loader):
+        effect = "loads smckpt's checkpoints and DCP's"
+        provided.attribute(owner, "load", calls.load, effect)
+    put_storage(provided)
+
+
+def put_storage(provided: Provided) -> None:
+    """Replace the reader and the writer alone, so that DCP plans and smckpt stores."""
+    from torch.distributed import checkpoint
+    from torch.distributed.checkpoint import filesystem
+
+    from smckpt.integrations.dcp import calls
+
+    # their classes derive from DCP's reader and writer, so they are made before the names change
+    for module in ("_fsspec_filesystem", "hf_storage", "quantized_hf_storage"):
+        with suppress(ImportError):  # a package that it needs is absent
+            importlib.import_module(f"{checkpoint.__name__}.{module}")
+    owners = [checkpoint, filesystem]
+    with suppress(ImportError):  # where DCP's own functions find a reader for a path
+        owners.append(importlib.import_module(f"{checkpoint.__name__}._storage_utils"))
+    for owner in owners:
+        effect = "writes smckpt's format"
+        provided.attribute(owner, "FileSystemWriter", calls.FileSystemWriter, effect)
+        effect = "reads smckpt's checkpoints and DCP's"
+        provided.attribute(owner, "FileSystemReader", calls.FileSystemReader, effect)
+
+
+_Door = Callable[[Provided, bool], None]
+# A name for `--for` → the package whose version it was tested with, and what puts it in place.
+DOORS: dict[str, tuple[str, _Door]] = {
+    "sagemaker": ("torch", put_sagemaker),
+    "transformers": ("transformers", put_transformers),
+    "accelerate": ("accelerate", put_accelerate),
+    "lightning": ("lightning", put_lightning),
+    "nemo": ("lightning", put_nemo),
+    "torchtune": ("torchtune", put_torchtune),
+    "torchtitan": ("torchtitan", put_torchtitan),
+    "nvrx": ("torch", put_nvrx),
+    "dcp": ("torch", put_dcp),
+}

@@ -1,1 +1,0 @@
-"""What `smckpt run --for NAME` replaces, a module for each framework."""

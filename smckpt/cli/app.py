@@ -18,25 +18,26 @@ import click
 
 from smckpt._version import __version__
 from smckpt.cli.browse import browse
-from smckpt.cli.compare import diff
 from smckpt.cli.keeper import keeper
-from smckpt.cli.models.convert import convert, import_, reshard
-from smckpt.cli.models.options import as_json, mtp, of_ranks, taken, threads
-from smckpt.cli.models.publish import apply, follow_run, publish, reload
-from smckpt.cli.models.verify import verify
+from smckpt.cli.models import apply, convert, follow_run, import_, publish, reload, reshard
 from smckpt.cli.output import (
     VisibleFormatter,
+    as_json,
     bytes_text,
     count_text,
+    mtp,
+    of_ranks,
     print_error,
     print_json,
     print_line,
     progress_bar,
+    taken,
+    threads,
 )
-from smckpt.cli.proving.chaos import chaos
-from smckpt.cli.proving.prove import prove
+from smckpt.cli.proving import chaos, prove
 from smckpt.cli.repair import repair
 from smckpt.cli.runs import doctor, ls, prune, status
+from smckpt.cli.verify import diff, verify
 from smckpt.errors import CheckpointError
 from smckpt.run.__main__ import run
 
@@ -61,17 +62,12 @@ def main() -> None:
     try:
         app()
     except CheckpointError as error:
-        print_error(error, _options(sys.argv[1:2]))
+        known = app.commands.get(*sys.argv[1:2]) if sys.argv[1:] else None
+        print_error(error, [one.name for one in known.params if one.name] if known else [])
         sys.exit(2)
     except OSError as error:  # an error of the output; files and stores raise smckpt's errors
         print(f"smckpt: cannot print: {error.strerror}", file=sys.stderr)
         os._exit(2)  # a normal exit would flush the buffer and fail again
-
-
-def _options(command: list[str]) -> list[str]:
-    """The names of a command's options."""
-    known = app.commands.get(*command) if command else None
-    return [option.name for option in known.params if option.name] if known else []
 
 
 # What `smckpt --help` lists: the commands by what they are for, each in a few words.
@@ -150,39 +146,25 @@ def show(checkpoint: str, tensors: str | None, stats: bool, as_json: bool) -> No
     Of a checkpoint that others wrote: its format, tensors and files.
     """
     from smckpt.checkpoint.reading.committed import open_catalogue
-    from smckpt.cli.show import describe, print_description
+    from smckpt.cli.show import describe, describe_foreign, print_description, print_foreign
     from smckpt.storage import open_storage
 
     try:
         catalogue = open_catalogue(open_storage(checkpoint))
     except CheckpointError:
-        if _show_foreign(checkpoint, tensors, stats, as_json):
-            return
-        raise
-    facts = describe(catalogue, tensors, stats)
+        from smckpt.translate.ranks.rank_sources import open_source
+
+        if (source := open_source(checkpoint)) is None:
+            raise
+        if stats:
+            raise click.UsageError("--stats is for checkpoints of smckpt") from None
+        facts, print_tables = describe_foreign(source, tensors), print_foreign
+    else:
+        facts, print_tables = describe(catalogue, tensors, stats), print_description
     if as_json:
         print_json(facts)
     else:
-        print_description(facts, tensors)
-
-
-def _show_foreign(checkpoint: str, tensors: str | None, stats: bool, as_json: bool) -> bool:
-    """Show what others wrote; whether it is that."""
-    from smckpt.translate.ranks.rank_sources import open_source
-
-    source = open_source(checkpoint)
-    if source is None:
-        return False
-    from smckpt.cli.show_foreign import describe_foreign, print_foreign
-
-    if stats:
-        raise click.UsageError("--stats is for checkpoints of smckpt")
-    facts = describe_foreign(source, tensors)
-    if as_json:
-        print_json(facts)
-    else:
-        print_foreign(facts, tensors)
-    return True
+        print_tables(facts, tensors)
 
 
 @app.command()

@@ -18,7 +18,6 @@ from smckpt.manager.doctor import Condition, mend_remedy
 if TYPE_CHECKING:
     from smckpt.checkpoint.reading.committed import CommittedCatalogue
     from smckpt.checkpoint.upkeep.scan import Sink
-    from smckpt.cli.statistics import Statistics
     from smckpt.storage import Storage
 
 __all__ = ["BINS", "KEPT", "LIMIT", "Facts", "Wanted", "histograms", "plain"]
@@ -101,7 +100,7 @@ class Facts:
     ) -> None:
         from smckpt.checkpoint.reading.committed import open_catalogue
         from smckpt.cli.show import describe
-        from smckpt.cli.statistics import scan_for
+        from smckpt.manager.record import run_in
 
         try:
             catalogue = open_catalogue(self.root.join(step["place"]))
@@ -112,23 +111,26 @@ class Facts:
             step["unreadable"] = str(error)
             return
         if "history" not in run:
-            run["history"] = _history(facts["metadata"])
+            run["history"] = run_in(facts["metadata"])
         if not self._add(step, details, rows):
             return
         if self._counts(run):
             if not counted or counted[0].catalogue.identity != catalogue.identity:
                 counted = [self._statistics(catalogue)]
                 scan_for(catalogue, counted[0])
-            step["histograms"] = self._histograms(counted[0], facts["tensors"])
+            step["histograms"] = found = {}  # by the number of the tensor's row
+            counts = histograms(counted[0])
+            for tensor in facts["tensors"]:
+                if tensor["name"] in counts and self._used <= self.limit:
+                    found[str(self._rows[_row(tensor)])] = histogram = counts[tensor["name"]]
+                    self._used += len(_text(histogram))
 
     def _counts(self, run: dict[str, Any]) -> bool:
         """Whether the next step of a run gets histograms."""
         return self.wanted.histograms is not None and run["whole"] < self.wanted.histogram_steps
 
     def _statistics(self, catalogue: CommittedCatalogue) -> Statistics:
-        from smckpt.cli.browse_facts import KEPT
         from smckpt.cli.show import picked
-        from smckpt.cli.statistics import Statistics
 
         names = [name for name in catalogue.logical if picked(name, self.wanted.histograms)]
         return Statistics(catalogue, names, KEPT)
@@ -207,18 +209,6 @@ class Facts:
             "bytes": report.nbytes,
         }
 
-    def _histograms(self, first: Statistics, tensors: Iterable[dict[str, Any]]) -> dict[str, Any]:
-        """By the number of the tensor's row. A tensor whose data are damaged has an "error"."""
-        from smckpt.cli.browse_facts import histograms
-
-        found: dict[str, Any] = {}
-        counted = histograms(first)
-        for tensor in tensors:
-            if tensor["name"] in counted and self._used <= self.limit:
-                found[str(self._rows[_row(tensor)])] = histogram = counted[tensor["name"]]
-                self._used += len(_text(histogram))
-        return found
-
     def to_json(self) -> dict[str, Any]:
         """All facts, as values that JSON and JavaScript hold exactly, without characters that are
         invisible or change the direction of text."""
@@ -247,13 +237,6 @@ class Facts:
 def _row(tensor: dict[str, Any]) -> tuple[Any, ...]:
     shape = tuple(tensor["shape"])
     return tensor["name"], tensor["dtype"], shape, tensor["bytes"], tensor["held"]
-
-
-def _history(metadata: dict[str, Any]) -> dict[str, Any] | None:
-    """The failures and seconds of a manager's run."""
-    from smckpt.manager.record import run_in
-
-    return run_in(metadata)
 
 
 def _milliseconds(nanoseconds: int) -> int:

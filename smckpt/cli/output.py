@@ -1,4 +1,5 @@
-"""How the command prints: sizes, times, JSON, tables and progress bars.
+"""What commands share: the options of several, and how they print sizes, times, JSON, tables and
+progress bars.
 
 rich is imported when a table is drawn. `smckpt --json` and `smckpt --version` do not need it.
 """
@@ -11,25 +12,36 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from datetime import datetime
-from typing import Any
+from typing import Any, TypeVar
+
+import click
 
 from smckpt.errors import CheckpointError, visible
 
 __all__ = [
+    "SHOWN",
     "VisibleFormatter",
+    "as_json",
     "bytes_text",
     "count_text",
+    "few_text",
+    "mtp",
+    "of_ranks",
     "print_error",
     "print_facts",
     "print_json",
     "print_line",
     "print_table",
     "progress_bar",
+    "taken",
+    "threads",
     "time_text",
     "visible",
 ]
 
+SHOWN = 20  # rows of a table, unless the user asks for all
 _UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB")
 # The width of a table in a pipe or a file, where nothing wraps it.
 _UNBOUNDED = 100_000
@@ -48,6 +60,12 @@ def bytes_text(size: int) -> str:
 def count_text(count: int, noun: str) -> str:
     """ "1 file", "2 files"."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def few_text(names: Sequence[object], shown: int) -> str:
+    """The first names: "a, b and 3 more"."""
+    more = f" and {len(names) - shown} more" if names[shown:] else ""
+    return ", ".join(map(str, names[:shown])) + more
 
 
 def time_text(nanoseconds: int) -> str:
@@ -83,14 +101,10 @@ def print_error(error: CheckpointError, options: Iterable[str] = ()) -> None:
             printed as an option of the command.
     """
     where = f"{error.path}: " if error.path and error.path not in error.message else ""
-    remedy = f" — {_as_typed(error.remedy, options)}" if error.remedy else ""
-    line = " ".join(f"{where}{error.message}{remedy}".split())
-    print(f"smckpt: {visible(line)}", file=sys.stderr)
-
-
-def _as_typed(remedy: str, options: Iterable[str]) -> str:
-    """ "pass options with overwrite=True" → "pass --overwrite", "base=" → "--base"."""
-    remedy = re.sub(r"\w+Options\((\w+=[^()]*)\)", r"\1", remedy).replace("options with ", "")
+    # "pass options with overwrite=True" → "pass --overwrite", "base=" → "--base"
+    remedy = re.sub(r"\w+Options\((\w+=[^()]*)\)", r"\1", error.remedy or "").replace(
+        "options with ", ""
+    )
     for name in options:
         flag = "--" + name.replace("_", "-")
         remedy = re.sub(rf"\b{name}=False\b", flag.replace("--", "--no-", 1), remedy)
@@ -98,7 +112,8 @@ def _as_typed(remedy: str, options: Iterable[str]) -> str:
         remedy = re.sub(rf"\b{name}=\[…\]", flag + " PATTERN", remedy)
         remedy = re.sub(rf"\b{name}=(?=\w|\")", flag + " ", remedy)
         remedy = re.sub(rf"\b{name}=", flag, remedy)
-    return remedy
+    line = " ".join(f"{where}{error.message}{f' — {remedy}' if remedy else ''}".split())
+    print(f"smckpt: {visible(line)}", file=sys.stderr)
 
 
 def _print(thing: Any) -> None:
@@ -119,9 +134,18 @@ def _print(thing: Any) -> None:
 
 
 def print_table(
-    title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], *, right: Sequence[str] = ()
+    title: str,
+    columns: Sequence[str],
+    rows: Iterable[Sequence[Any]],
+    *,
+    right: Sequence[str] = (),
+    rest: str = "",
 ) -> None:
-    """A table; columns named in `right` are flush right. None shows as "-"."""
+    """A table; columns named in `right` are flush right. None shows as "-".
+
+    Args:
+        rest: the option that lists all: the table is cut after `SHOWN` rows, and a line says so.
+    """
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -131,11 +155,14 @@ def print_table(
         table.add_column(
             visible(column), justify="right" if column in right else "left", overflow="fold"
         )
-    for row in rows:
+    all_rows = [*rows]
+    for row in all_rows[: SHOWN if rest else None]:
         table.add_row(*("-" if cell is None else visible(str(cell)) for cell in row))
     if title:
         _print(Text(f"\n{visible(title)}", style="bold"))
     _print(table)
+    if rest and len(all_rows) > SHOWN:
+        print_line(f"  … and {len(all_rows) - SHOWN} more: {rest} lists all")
 
 
 def print_facts(title: str, facts: Iterable[tuple[str, Any]]) -> None:
@@ -179,3 +206,52 @@ def progress_bar(title: str, *, quiet: bool) -> Iterator[Callable[[int, int], No
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(title, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+# -- options -----------------------------------------------------------------------------------
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+_T = TypeVar("_T")
+
+as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+threads = click.option(
+    "--threads", type=click.IntRange(1, 256), default=4, show_default=True,
+    help="Threads that read, check and write.",
+)  # fmt: skip
+mtp = click.option(
+    "--mtp", type=click.Choice(["drop", "keep"]), default="drop", show_default=True,
+    help="Layers that predict further tokens: leave them out, or keep them.",
+)  # fmt: skip
+# The fields of `Parallel` that are options: what it is in an export.
+_OF_RANKS = {
+    "layout": "The tensor-parallel layout. By default found from the names.",
+    "tp": "Tensor-parallel degree, if not recorded.",
+    "ep": "Expert-parallel degree, if not recorded.",
+    "etp": "Tensor-parallel degree of experts, if not --tp.",
+    "pp": "Pipeline stages of the files of ranks.",
+    "vpp": "Chunks of each pipeline stage, if names show none.",
+    "padded-vocab-size": "Stored rows of the vocabulary, if trainers do not round vocab_size up to "
+    "that number.",
+}
+
+
+def of_ranks(prefix: str = "", help: str | None = None) -> Callable[[_F], _F]:
+    """The options about the ranks that wrote a source.
+
+    Args:
+        prefix: of their names. help: what each says, if not what it is in an export.
+    """
+
+    def of(command: _F) -> _F:
+        for name, text in reversed(_OF_RANKS.items()):
+            kind = None if name == "layout" else click.IntRange(1)
+            command = click.option(f"--{prefix}{name}", type=kind, help=help or text)(command)
+        return command
+
+    return of
+
+
+def taken(kind: type[_T], options: dict[str, Any], prefix: str = "", **more: Any) -> _T:
+    """Take the options that are fields of `kind` out of `options`, and make one of them."""
+    names = [field.name for field in fields(kind) if prefix + field.name in options]  # type: ignore[arg-type]
+    return kind(**{name: options.pop(prefix + name) for name in names}, **more)

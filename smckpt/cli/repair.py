@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import sys
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
-from smckpt.cli.models.options import as_json, threads
-from smckpt.cli.output import bytes_text, count_text, print_json, print_line, progress_bar
+from smckpt.cli.output import (
+    as_json,
+    bytes_text,
+    count_text,
+    few_text,
+    print_json,
+    print_line,
+    progress_bar,
+    threads,
+)
 
 if TYPE_CHECKING:
-    from smckpt.checkpoint.upkeep.repair import Left, RepairReport
-    from smckpt.checkpoint.upkeep.unfinished import UnfinishedStep
-    from smckpt.storage import Storage
+    from smckpt.checkpoint.upkeep.repair import RepairReport
 
 __all__ = ["repair"]
 
 _PIN = 6 * 3600.0  # seconds for which a repair keeps a manager from deleting the checkpoint
-SHOWN = 6  # tensors, ranges and sources of a line
+_SHOWN = 6  # tensors, ranges and sources of a line
 
 
 @click.command()
@@ -53,8 +59,11 @@ def repair(
     Exit status: 0 the checkpoint is whole (with --dry-run: would be), 1 something is left that
     cannot be mended, 2 the repair failed.
     """
+    from smckpt.checkpoint.commits.contents import contents_of
+    from smckpt.checkpoint.commits.remove import pinned
     from smckpt.checkpoint.upkeep.repair import repair_checkpoint
     from smckpt.checkpoint.upkeep.unfinished import UnfinishedStep, unfinished_step
+    from smckpt.errors import CheckpointError
     from smckpt.storage import open_storage
 
     ways = list(groups) or None
@@ -63,9 +72,23 @@ def repair(
     with ExitStack() as held:
         if not dry_run and isinstance(step, UnfinishedStep):
             if not yes:
-                click.confirm(_question(top, step), abort=True, err=True)
+                of = "" if step.step is None else f" {step.step}"
+                ranks = count_text(len(step.ranks), "rank")
+                click.confirm(
+                    f"All parts of step{of} are at {top.url} ({ranks}, "
+                    f"{count_text(len(step.attempts), 'group')}), and nobody has committed them. "
+                    "If the job that wrote them still runs, its next save there fails. Check and "
+                    "commit them?",
+                    abort=True,
+                    err=True,
+                )
         elif not dry_run:
-            _pin(top, checkpoint, held)
+            try:
+                contents_of(top)
+            except CheckpointError:
+                pass  # the repair says what is wrong
+            else:  # keep a manager from deleting what is being mended
+                held.enter_context(pinned(checkpoint, seconds=_PIN))
         bar = held.enter_context(progress_bar("repairing", quiet=as_json))
         report = repair_checkpoint(
             checkpoint,
@@ -82,37 +105,23 @@ def repair(
     sys.exit(0 if report.whole else 1)
 
 
-def _question(top: Storage, step: UnfinishedStep) -> str:
-    of = "" if step.step is None else f" {step.step}"
-    ranks, groups = count_text(len(step.ranks), "rank"), count_text(len(step.attempts), "group")
-    return (
-        f"All parts of step{of} are at {top.url} ({ranks}, {groups}), and nobody has committed "
-        "them. If the job that wrote them still runs, its next save there fails. Check and commit "
-        "them?"
-    )
-
-
-def _pin(top: Storage, checkpoint: str, held: ExitStack) -> None:
-    """Keep a manager from deleting what is being mended."""
-    from smckpt.checkpoint.commits.contents import contents_of
-    from smckpt.checkpoint.commits.remove import pinned
-    from smckpt.errors import CheckpointError
-
-    try:
-        contents_of(top)
-    except CheckpointError:  # the repair says what is wrong
-        return
-    held.enter_context(pinned(checkpoint, seconds=_PIN))
-
-
 def _print(report: RepairReport) -> None:
     would = "would " if report.dry_run else ""
     for file in report.mended:
-        sources = ", ".join(file.sources[:SHOWN]) or "its own bytes and the manifest"
+        sources = ", ".join(file.sources[:_SHOWN]) or "its own bytes and the manifest"
         verb = "would mend" if report.dry_run else "mended"
         print_line(f"{verb} {file.path}: {bytes_text(file.nbytes)} from {sources}")
     for left in report.left:
-        print_line(f"cannot be mended: {_left(left)}")
+        facts = {
+            "rank": "" if left.rank is None else str(left.rank),
+            "bytes": few_text([f"{low} to {high}" for low, high in left.ranges], _SHOWN),
+            "tensors": few_text(left.tensors, _SHOWN),
+        }
+        known = "; ".join(f"{name} {value}" for name, value in facts.items() if value)
+        print_line(
+            f"cannot be mended: {left.path}: {left.what}{f' ({known})' if known else ''}. "
+            f"What to do: {left.remedy}"
+        )
     of = "" if report.step is None else f" step {report.step}"
     if report.left:
         print_line(f"not whole: {count_text(len(report.left), 'fault')}")
@@ -123,18 +132,3 @@ def _print(report: RepairReport) -> None:
         print_line(f"{would}mend{'' if would else 'ed'}{of}: {report.url} is whole")
     else:
         print_line(f"nothing to repair:{of or ' the checkpoint'} is whole: {report.url}")
-
-
-def _left(left: Left) -> str:
-    of: dict[str, Any] = {
-        "rank": "" if left.rank is None else str(left.rank),
-        "bytes": _some([f"{low} to {high}" for low, high in left.ranges]),
-        "tensors": _some(list(left.tensors)),
-    }
-    facts = "; ".join(f"{name} {value}" for name, value in of.items() if value)
-    return f"{left.path}: {left.what}{f' ({facts})' if facts else ''}. What to do: {left.remedy}"
-
-
-def _some(texts: list[str]) -> str:
-    more = f" and {len(texts) - SHOWN} more" if texts[SHOWN:] else ""
-    return ", ".join(texts[:SHOWN]) + more

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from smckpt.cli.models.options import as_json
 from smckpt.cli.output import (
+    as_json,
     bytes_text,
     count_text,
     print_json,

@@ -1,19 +1,19 @@
-"""`smckpt show`: the contents of a checkpoint, as one dict of JSON values and as tables."""
+"""`smckpt show`: the contents of a checkpoint, of ours or of others, as one dict of JSON values and
+as tables."""
 
 from __future__ import annotations
 
 import fnmatch
 import json
 import math
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from smckpt.checkpoint.records.objects import decode_object
 from smckpt.cli.output import (
+    SHOWN,
     bytes_text,
     count_text,
     print_facts,
-    print_line,
     print_table,
     time_text,
 )
@@ -27,10 +27,11 @@ from smckpt.storage.urls import relative_url
 if TYPE_CHECKING:
     from smckpt.checkpoint.reading.committed import CommittedCatalogue
     from smckpt.layout.entries import Entry
+    from smckpt.translate.ranks.rank_sources import RankFilesFound
+    from smckpt.translate.sources.boxes import ForeignCheckpoint
 
-__all__ = ["SHOWN", "describe", "picked", "print_description", "print_tensors"]
+__all__ = ["describe", "describe_foreign", "picked", "print_description", "print_foreign"]
 
-SHOWN = 20  # rows of a table, unless the user asks for all
 LONGEST = 60  # characters of a value
 STATISTICS = ("min", "max", "mean", "std", "nonfinite")
 
@@ -45,7 +46,19 @@ def describe(
     first = catalogue.manifests[0]
     lowest = catalogue.object_ranks[0]
     objects = catalogue.part(lowest)["objects"]
-    tensors = [t for t in _tensors(catalogue) if picked(t["name"], pattern)]
+    entries: dict[str, list[Entry]] = {}
+    for row in catalogue.rows:
+        for fqn in row.fqns:
+            entries.setdefault(dotted(row.logical_path(fqn)), []).append(row)
+    tensors = []
+    for name, tensor in sorted(catalogue.logical.items()):
+        if not picked(name, pattern):
+            continue
+        geometry = entries[name][0].geometry
+        if geometry.per_rank:  # one row for each shape
+            ranks = {rank for row in entries[name] for rank in row.ranks}
+            geometry = PerRankGeometry((), (), tuple(ranks))
+        tensors.append(_tensor(name, tensor.dtype, tensor.shape, str(geometry)))
     if stats:
         counted = statistics(catalogue, [tensor["name"] for tensor in tensors])
         tensors = [{**tensor, "statistics": counted[tensor["name"]]} for tensor in tensors]
@@ -63,7 +76,16 @@ def describe(
         "metadata": catalogue.metadata,
         "bytes": sum(file.record.size for file in catalogue.files),
         "groups": [list(manifest.group_ranks) for manifest in catalogue.manifests],
-        "writers": list(_writers(catalogue)),
+        "writers": [
+            {
+                "rank": rank,
+                "host": part.host,
+                "directory": relative_url(directory, catalogue.url),
+                "bytes": sum(file.size for file in part.files),
+                "files": [{"name": f.name, "bytes": f.size, "crc64": f.crc64} for f in part.files],
+            }
+            for rank, (directory, part) in sorted(catalogue.parts.items())
+        ],
         "tensors": tensors,
         "objects": {
             "rank": lowest,
@@ -74,39 +96,9 @@ def describe(
     }
 
 
-def _writers(catalogue: CommittedCatalogue) -> Iterator[dict[str, Any]]:
-    for rank, (directory, part) in sorted(catalogue.parts.items()):
-        yield {
-            "rank": rank,
-            "host": part.host,
-            "directory": relative_url(directory, catalogue.url),
-            "bytes": sum(file.size for file in part.files),
-            "files": [{"name": f.name, "bytes": f.size, "crc64": f.crc64} for f in part.files],
-        }
-
-
-def _tensors(catalogue: CommittedCatalogue) -> Iterator[dict[str, Any]]:
-    rows: dict[str, list[Entry]] = {}
-    for row in catalogue.rows:
-        for fqn in row.fqns:
-            rows.setdefault(dotted(row.logical_path(fqn)), []).append(row)
-    for name, tensor in sorted(catalogue.logical.items()):
-        yield {
-            "name": name,
-            "dtype": tensor.dtype,
-            "shape": list(tensor.shape),
-            "bytes": math.prod(tensor.shape) * DTYPES[tensor.dtype].itemsize,
-            "held": _held(rows[name]),
-        }
-
-
-def _held(rows: list[Entry]) -> str:
-    """How ranks hold a tensor: "dp_replicate=2:R dp_shard=4:S0", "flat 1/4", "by each of 8"."""
-    geometry = rows[0].geometry
-    if geometry.per_rank:  # one row for each shape
-        ranks = tuple({rank for row in rows for rank in row.ranks})
-        return str(PerRankGeometry((), (), ranks))
-    return str(geometry)
+def _tensor(name: str, dtype: str, shape: tuple[int, ...], held: str) -> dict[str, Any]:
+    size = math.prod(shape) * DTYPES[dtype].itemsize
+    return {"name": name, "dtype": dtype, "shape": list(shape), "bytes": size, "held": held}
 
 
 def _shown(value: Any) -> Any:
@@ -152,37 +144,50 @@ def picked(name: str, pattern: str | None) -> bool:
 
 def print_description(facts: dict[str, Any], pattern: str | None) -> None:
     """Print the tables of `show`. Without a pattern, long tables are cut, with a note."""
+    writers, groups = facts["writers"], facts["groups"]
+    files = sum(len(writer["files"]) for writer in writers)
+    size = f"{bytes_text(facts['bytes'])} in {count_text(files, 'file')}"
+    ranks = " ".join("{" + ",".join(map(str, ranks)) + "}" for ranks in groups[:SHOWN])
     print_facts(
         facts["path"],
         [
             ("kind", facts["kind"]),
             ("step", facts["step"]),
             ("committed", f"{time_text(facts['committed_at'])} by {facts['identity']}"),
-            ("size", _size(facts)),
-            ("groups", _groups(facts["groups"])),
+            ("size", f"{size} by {count_text(len(writers), 'rank')}"),
+            ("groups", ranks + (f" … {len(groups)} in all" if groups[SHOWN:] else "")),
             ("optimizers", ", ".join(facts["optimizers"]) or None),
             ("metadata", _pairs(facts["metadata"])),
             ("written with", _pairs(facts["versions"])),
         ],
     )
     if facts["topology"]:
-        rows = [(name, _value(value)) for name, value in facts["topology"].items()]
+        rows = [
+            (name, ", ".join(map(str, value)) if isinstance(value, list) else value)
+            for name, value in facts["topology"].items()
+        ]
         print_table("topology", ("degree", "ranks"), rows)
-    _print_values(facts["objects"])
-    print_tensors(facts["tensors"], pattern)
-    _print_writers(facts["writers"])
+    if values := facts["objects"]["values"].items():
+        title = f"values of rank {facts['objects']['rank']}"
+        print_table(title, ("key", "value"), values, rest="--json")
+    _print_tensors(facts["tensors"], pattern)
+    print_table(
+        "written by",
+        ("rank", "host", "directory", "file", "size"),
+        [
+            (
+                *(writer["rank"], writer["host"], writer["directory"] or "."),
+                *(file["name"], bytes_text(file["bytes"])),
+            )
+            for writer in writers
+            for file in writer["files"] or [{"name": "no tensors", "bytes": 0}]
+        ],
+        right=("rank", "size"),
+        rest="--json",
+    )
 
 
-def _print_values(objects: dict[str, Any]) -> None:
-    values = list(objects["values"].items())
-    if values:
-        print_table(f"values of rank {objects['rank']}", ("key", "value"), values[:SHOWN])
-    if len(values) > SHOWN:
-        print_line(f"  … and {len(values) - SHOWN} more: --json lists all")
-
-
-def print_tensors(tensors: list[dict[str, Any]], pattern: str | None) -> None:
-    shown = tensors if pattern is not None else tensors[:SHOWN]
+def _print_tensors(tensors: list[dict[str, Any]], pattern: str | None) -> None:
     total = bytes_text(sum(tensor["bytes"] for tensor in tensors))
     matching = "" if pattern is None else f" that match {pattern!r}"
     stats = STATISTICS if any("statistics" in tensor for tensor in tensors) else ()
@@ -192,62 +197,93 @@ def print_tensors(tensors: list[dict[str, Any]], pattern: str | None) -> None:
         [
             (
                 *(t["name"], t["dtype"], _shape(t["shape"]), bytes_text(t["bytes"])),
-                *(_number((t["statistics"] or {}).get(name)) for name in stats),
+                *(
+                    None if (value := (t["statistics"] or {}).get(name)) is None else f"{value:.4g}"
+                    for name in stats
+                ),
                 t["held"],
             )
-            for t in shown
+            for t in tensors
         ],
         right=("size", *stats),
+        rest="--tensors '*'" if pattern is None else "",
     )
-    if len(shown) < len(tensors):
-        print_line(f"  … and {len(tensors) - len(shown)} more: --tensors '*' lists all")
-
-
-def _print_writers(writers: list[dict[str, Any]]) -> None:
-    rows = [
-        (
-            writer["rank"],
-            writer["host"],
-            writer["directory"] or ".",
-            file["name"],
-            bytes_text(file["bytes"]),
-        )
-        for writer in writers
-        for file in writer["files"] or [{"name": "no tensors", "bytes": 0}]
-    ]
-    print_table(
-        "written by",
-        ("rank", "host", "directory", "file", "size"),
-        rows[:SHOWN],
-        right=("rank", "size"),
-    )
-    if len(rows) > SHOWN:
-        print_line(f"  … and {len(rows) - SHOWN} more: --json lists all")
-
-
-def _value(value: Any) -> str:
-    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
-
-
-def _number(value: float | None) -> str | None:
-    return None if value is None else f"{value:.4g}"
 
 
 def _shape(shape: list[int]) -> str:
     return " × ".join(map(str, shape)) or "scalar"
 
 
-def _size(facts: dict[str, Any]) -> str:
-    files = sum(len(writer["files"]) for writer in facts["writers"])
-    ranks = count_text(len(facts["writers"]), "rank")
-    return f"{bytes_text(facts['bytes'])} in {count_text(files, 'file')} by {ranks}"
-
-
-def _groups(groups: list[list[int]]) -> str:
-    texts = ["{" + ",".join(map(str, ranks)) + "}" for ranks in groups[:SHOWN]]
-    more = f" … {len(groups)} in all" if len(groups) > SHOWN else ""
-    return " ".join(texts) + more
-
-
 def _pairs(values: dict[str, Any] | None) -> str | None:
     return " ".join(f"{name}={value}" for name, value in (values or {}).items()) or None
+
+
+# -- of others ---------------------------------------------------------------------------------
+
+
+def describe_foreign(source: ForeignCheckpoint | RankFilesFound, pattern: str | None) -> Any:
+    """All facts, as JSON values. `pattern` selects tensors, as for ours."""
+    from smckpt.translate.sources.boxes import ForeignCheckpoint
+
+    if not isinstance(source, ForeignCheckpoint):
+        return _facts_of_files(source, pattern)
+    return {
+        "path": source.url,
+        "format": source.format,
+        "facts": dict(source.facts),
+        "bytes": sum(source.files.values()),
+        "files": [{"name": name, "bytes": size} for name, size in sorted(source.files.items())],
+        "tensors": [
+            _tensor(name, t.dtype, t.shape, count_text(len(t.boxes), "part"))
+            for name, t in sorted(source.saved.items())
+            if picked(name, pattern)
+        ],
+        "objects": list(source.objects),
+        "optimizers": sorted(source.optimizers),
+    }
+
+
+def _facts_of_files(source: RankFilesFound, pattern: str | None) -> dict[str, Any]:
+    from smckpt.translate.ranks.rank_sources import open_ranks
+    from smckpt.translate.tables.degrees import Degrees
+
+    degrees, pp = Degrees.of(source.tp or 1, source.ep or 1), source.pp or 1
+    reader = open_ranks(source, degrees, pp, None, None, equal_ranks=True)
+    held = "" if degrees.ranks == 1 else f"by each of {degrees.ranks}"
+    sizes = {name: record.nbytes for name, record in source.files.items()}
+    return {
+        "path": reader.url,
+        "format": source.format,
+        "facts": {"tp": source.tp, "ep": source.ep, **({"pp": pp} if pp > 1 else {})}
+        if source.tp
+        else {},
+        "bytes": sum(sizes.values()),
+        "files": [{"name": name, "bytes": size} for name, size in sizes.items()],
+        "tensors": [
+            _tensor(name, t.dtype, t.shards[0, 0], held)
+            for name, t in sorted(reader.held.items())
+            if picked(name, pattern)
+        ],
+        "objects": [],
+        "optimizers": [],
+    }
+
+
+def print_foreign(facts: dict[str, Any], pattern: str | None) -> None:
+    """Print the tables. Without a pattern, long ones are cut, with a note."""
+    files = facts["files"]
+    print_facts(
+        facts["path"],
+        [
+            ("format", facts["format"]),
+            ("size", f"{bytes_text(facts['bytes'])} in {count_text(len(files), 'file')}"),
+            *((name, value) for name, value in facts["facts"].items()),
+            ("optimizers", ", ".join(facts["optimizers"]) or None),
+            ("values", ", ".join(facts["objects"][:SHOWN]) or None),
+        ],
+    )
+    _print_tensors(facts["tensors"], pattern)
+    print_table(
+        "files", ("file", "size"),
+        [(file["name"], bytes_text(file["bytes"])) for file in files[:SHOWN]], right=("size",),
+    )  # fmt: skip

@@ -83,7 +83,12 @@ class Elements(Sink):
     def __init__(self, catalogue: CommittedCatalogue, names: Iterable[str]) -> None:
         self.catalogue = catalogue
         self.faults: dict[str, CheckpointError] = {}
-        self.names = [name for name in names if _countable(catalogue, name)]
+        self.names = [
+            name
+            for name in names
+            if catalogue.logical[name].dtype in CODES
+            and all(len(row.fqns) == 1 for row, _ in catalogue.pieces.by_name[name])
+        ]
         self._spans: dict[SavedFile, list[tuple[int, int, str]]] = {}
         for name in self.names:
             try:
@@ -115,12 +120,6 @@ class Elements(Sink):
                 continue
             dtype = self.catalogue.logical[name].dtype
             self.add(name, (piece.file.path, start), numbers(data, dtype))
-
-
-def _countable(catalogue: CommittedCatalogue, name: str) -> bool:
-    """Whether the tensor's elements are numbers to NumPy, and those of its rows are its own."""
-    rows = catalogue.pieces.by_name[name]
-    return catalogue.logical[name].dtype in CODES and all(len(row.fqns) == 1 for row, _ in rows)
 
 
 def _spans(catalogue: CommittedCatalogue, name: str) -> Iterator[tuple[SavedFile, int, int]]:

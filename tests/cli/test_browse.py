@@ -13,9 +13,8 @@ from click.testing import CliRunner
 
 from smckpt.checkpoint.reading.blocks import BlockReader
 from smckpt.cli.app import app
-from smckpt.cli.browse import page_of
+from smckpt.cli.browse import EVENTS, RANKS, page_of, read_timeline
 from smckpt.cli.browse_facts import Facts, Wanted
-from smckpt.cli.timeline import EVENTS, RANKS, read_timeline
 from smckpt.layout.entries import Entry
 from smckpt.layout.geometry import MeshGeometry
 from smckpt.layout.mesh import Mesh, Placement

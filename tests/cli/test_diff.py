@@ -16,7 +16,7 @@ import torch
 from smckpt.checkpoint.upkeep import compare
 from smckpt.checkpoint.upkeep.compare import compare_checkpoints
 from smckpt.checkpoint.upkeep.difference import Difference
-from smckpt.cli.compare import rows_of
+from smckpt.cli.verify import rows_of
 from smckpt.errors import CorruptCheckpointError
 from tests.support import shards
 from tests.support.forge import find, reforge

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from transformers import Trainer, TrainerCallback
 
 import smckpt
-from smckpt.cli.models.convert import convert as command
+from smckpt.cli.models import convert as command
 from smckpt.errors import CorruptCheckpointError, StateError, UsageError
 from smckpt.translate.conversion.convert import FORMATS
 from tests.integrations.test_trainer_adapters import MADE, lora

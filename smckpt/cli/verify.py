@@ -1,19 +1,38 @@
-"""The command `verify`."""
+"""The commands that compare: `verify` and `diff`."""
 
 from __future__ import annotations
 
+import fnmatch
 import os
 import sys
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from smckpt.cli.models.options import as_json, of_ranks, taken, threads
-from smckpt.cli.output import bytes_text, count_text, print_json, print_line, progress_bar
+from smckpt.cli.output import (
+    as_json,
+    bytes_text,
+    count_text,
+    few_text,
+    of_ranks,
+    print_json,
+    print_line,
+    print_table,
+    progress_bar,
+    taken,
+    threads,
+)
+from smckpt.errors import CheckpointNotFoundError, StorageError, UsageError
 
-__all__ = ["verify"]
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
-_SHOWN = 8  # names of a line
+    from smckpt.checkpoint.reading.catalogue import Catalogue
+    from smckpt.checkpoint.upkeep.difference import Difference
+
+__all__ = ["diff", "ignore", "rows_of", "verify"]
+
+_SHOWN = 8  # names, or ranks, of a line
 
 
 @click.command()
@@ -75,7 +94,6 @@ def verify(
             raise click.UsageError("--restorable-at reads no data: leave --quick out")
         _restorable(checkpoint, geometry, as_json)
     from smckpt.checkpoint.upkeep.verify import verify_checkpoint
-    from smckpt.errors import CheckpointNotFoundError, StorageError
 
     with progress_bar("verifying", quiet=as_json or quick) as progress:
         try:
@@ -139,11 +157,11 @@ def _restorable(checkpoint: str, geometry: str, as_json: bool) -> NoReturn:
         print_json(found.to_json())
         sys.exit(0 if found.loads else 1)
     for one in found.obstacles:
-        names = f"{_few(one.names)}: " if one.names else ""
+        names = f"{few_text(one.names, _SHOWN)}: " if one.names else ""
         print_line(f"{names}{one.what}. What to do: {one.remedy}")
     if found.per_rank and not found.same_ranks:
         print_line(f"each of {found.ranks} ranks saved its own, and rank i takes that of saved "
-                   f"rank i mod {found.ranks}: {_few(found.per_rank)}")  # fmt: skip
+                   f"rank i mod {found.ranks}: {few_text(found.per_rank, _SHOWN)}")  # fmt: skip
     step = "" if found.step is None else f" step {found.step}"
     verdict = "loads" if found.loads else "does not load"
     print_line(f"{verdict} on {count_text(found.world_size, 'rank')} ({geometry}):{step} of "
@@ -151,6 +169,110 @@ def _restorable(checkpoint: str, geometry: str, as_json: bool) -> NoReturn:
     sys.exit(0 if found.loads else 1)
 
 
-def _few(names: tuple[str, ...]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if names[_SHOWN:] else ""
-    return ", ".join(names[:_SHOWN]) + more
+ignore = click.option("--ignore", multiple=True, metavar="PATTERN",
+                      help="Do not compare these names (a glob); may be repeated.")  # fmt: skip
+
+
+@click.command()
+@click.argument("a")
+@click.argument("b")
+@click.option("--at", "step", type=click.IntRange(0), metavar="STEP",
+              help="A and B are directories of runs: compare this step of both.")  # fmt: skip
+@ignore
+@threads
+@as_json
+def diff(
+    a: str, b: str, step: int | None, ignore: tuple[str, ...], threads: int, as_json: bool
+) -> None:
+    """Compare checkpoints A and B by logical name, bit for bit: tensors, random states, values.
+
+    The two may differ in kind of state, sharding and number of ranks. Each may also be a directory
+    of torch DCP, a file of torch.save or safetensors, or a directory of Hugging Face. Exit status:
+    0 equal, 1 they differ, 2 they could not be compared.
+    """
+    from smckpt.checkpoint.upkeep.compare import compare_catalogues
+
+    if step is not None:
+        a, b = _at(a, step), _at(b, step)
+    with progress_bar("comparing", quiet=as_json) as progress:
+        opened = _opened(a, ignore), _opened(b, ignore)
+        _refuse_other_names(*opened)
+        found = compare_catalogues(*opened, ignore=ignore, threads=threads, progress=progress)
+    if as_json:
+        print_json(found.to_json())
+        sys.exit(0 if found.equal else 1)
+    size = (
+        f"{count_text(found.tensors, 'tensor')}, {count_text(found.values, 'value')}, "
+        f"{bytes_text(found.nbytes)}"
+    )
+    if found.ignored:
+        size += f"; {count_text(len(found.ignored), 'name')} ignored"
+    if found.equal:
+        print_line(f"equal: {size}")
+        sys.exit(0)
+    rows = rows_of(found.differences)
+    print_table("", ("name", "of", "what", "A and B"), rows, rest="--json")
+    names = {one.name for one in found.differences}
+    print_line(f"differ: {count_text(len(names), 'name')} of {size}")
+    sys.exit(1)
+
+
+def _opened(url: str, ignore: tuple[str, ...]) -> Catalogue:
+    """The catalogue of ours or of others."""
+    from smckpt.checkpoint.reading.readers import open_any
+    from smckpt.storage import open_storage
+    from smckpt.translate.ranks.foreign_catalogue import ForeignCatalogue
+
+    catalogue = open_any(open_storage(url))
+    if isinstance(catalogue, ForeignCatalogue):
+        catalogue.refuse_unread(lambda name: any(fnmatch.fnmatchcase(name, p) for p in ignore))
+    return catalogue
+
+
+def _refuse_other_names(a: Catalogue, b: Catalogue) -> None:
+    """Refuse a comparison of two formats that have no name in common: all would differ."""
+    from smckpt.translate.ranks.rank_sources import HUB_DIRECTORY
+
+    names, others = a.logical.keys(), b.logical.keys()
+    if (a.ours and b.ours) or not names or not others or names & others:
+        return
+    remedy = "compare files whose names agree; `smckpt show` lists them"
+    for one, other in ((a, b), (b, a)):
+        if one.identity == HUB_DIRECTORY:
+            remedy = f"run `smckpt verify --hf {one.url} --against {other.url}`, which translates "
+            remedy += "names"
+    raise UsageError(
+        f"no tensor has the same name in both: {a.url} has {min(names)}, {b.url} {min(others)}",
+        remedy=remedy,
+    )
+
+
+def _at(root: str, step: int) -> str:
+    """The checkpoint of a step below a directory."""
+    from smckpt.checkpoint.commits.discover import find_checkpoints
+
+    found = find_checkpoints(root)
+    for one in reversed(found):
+        if one.step == step:
+            return one.path
+    there = ", ".join(str(one.step) for one in found) or "none"
+    raise CheckpointNotFoundError(
+        f"step {step} is not committed here; there is {there}",
+        remedy="pass one of those to --at",
+        path=root,
+    )
+
+
+def rows_of(differences: Sequence[Difference]) -> list[tuple[str, str | None, str, str]]:
+    """Rows of the table: what the job holds once, then what each rank holds. Ranks that differ
+    alike share a row."""
+    alike: dict[tuple[str, str, str], list[str]] = {}
+    for one in differences:
+        alike.setdefault((one.name, one.what, one.text), []).append(one.holder)
+    rows = []
+    for (name, what, text), holders in alike.items():
+        ranks = [holder.removeprefix("rank ") for holder in holders if holder.startswith("rank ")]
+        together = len(ranks) == len(holders) > 1
+        of = f"ranks {few_text(ranks, _SHOWN)}" if together else ", ".join(holders)
+        rows.append((name, of or None, what, text))
+    return sorted(rows, key=lambda row: row[1] is not None)

@@ -1,1 +1,0 @@
-"""Commands that run a training to show that it resumes: prove and chaos."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import mmap
 import os
 import tempfile
 from collections.abc import Generator
@@ -14,9 +15,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemBase
 from smckpt.errors import CheckpointNotFoundError, UsageError
 from smckpt.storage import Storage, open_storage
 
-__all__ = ["UrlFileSystem", "is_url"]
-
-_COPY = 16 << 20
+__all__ = ["UrlFileSystem", "is_url", "send_file"]
 
 
 def is_url(location: Any) -> bool:
@@ -28,13 +27,14 @@ class UrlFileSystem(FileSystemBase):
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Generator[io.IOBase, None, None]:
-        location, name = _file(path)
+        location, name = self._file(path)
         if mode == "rb":
             yield io.BytesIO(location.read(name))
         elif mode == "wb":
             with tempfile.TemporaryFile() as written:
                 yield _Open(written)
-                _send(location, name, written)
+                written.flush()
+                send_file(location, name, written.fileno())
         else:
             raise UsageError(f"mode={mode!r} is not honoured", remedy='pass "rb" or "wb"')
 
@@ -42,11 +42,9 @@ class UrlFileSystem(FileSystemBase):
         return f"{os.fspath(path).rstrip('/')}/{suffix}"
 
     def rename(self, path: Any, new_path: Any) -> None:
-        location, name = _file(new_path)
-        there, old = _file(path)
-        with tempfile.TemporaryFile() as written:
-            written.write(there.read(old))
-            _send(location, name, written)
+        location, name = self._file(new_path)
+        there, old = self._file(path)
+        location.overwrite(name, there.read(old))
         there.delete(old)
 
     def init_path(self, path: Any) -> str:
@@ -57,7 +55,7 @@ class UrlFileSystem(FileSystemBase):
         """Stores make what a file needs."""
 
     def exists(self, path: Any) -> bool:
-        location, name = _file(path)
+        location, name = self._file(path)
         try:
             location.size(name)
         except CheckpointNotFoundError:
@@ -65,8 +63,12 @@ class UrlFileSystem(FileSystemBase):
         return True
 
     def rm_file(self, path: Any) -> None:
-        location, name = _file(path)
+        location, name = self._file(path)
         location.delete(name)
+
+    def _file(self, path: Any) -> tuple[Storage, str]:
+        above, _, name = os.fspath(path).rpartition("/")
+        return open_storage(above).with_links(), name
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
@@ -94,20 +96,10 @@ class _Open(io.RawIOBase):
         raise io.UnsupportedOperation  # nothing to make durable here
 
 
-def _send(location: Storage, name: str, file: Any) -> None:
-    file.flush()
-    size = file.tell()
-    writer = location.create_file(name, size, replace=True)
-    try:
-        for offset in range(0, size, _COPY):
-            file.seek(offset)
-            writer.write_at(offset, memoryview(file.read(_COPY)))
-        writer.finish()
-    except BaseException:
-        writer.abort()
-        raise
-
-
-def _file(path: Any) -> tuple[Storage, str]:
-    above, _, name = os.fspath(path).rpartition("/")
-    return open_storage(above).with_links(), name
+def send_file(storage: Storage, name: str, fd: int) -> None:
+    """Write a file of this host to a store, in place of one that has the name."""
+    if not os.fstat(fd).st_size:  # it cannot be mapped
+        storage.overwrite(name, b"")
+        return
+    with mmap.mmap(fd, 0, access=mmap.ACCESS_READ) as mapped, memoryview(mapped) as data:
+        storage.overwrite(name, data)

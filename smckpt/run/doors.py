@@ -335,11 +335,13 @@ class _OtherName(MetaPathFinder, Loader):
 
 def put_nemo(provided: Provided, shadow: bool) -> None:
     """Provide NeMo's modules of S3 checkpointing, where NeMo is absent."""
-    from smckpt.integrations.lightning import nemo, plugin, s3
+    from smckpt.integrations import lightning as ours
+    from smckpt.integrations.lightning import s3
     from smckpt.storage.urls import build_s3_url
 
     _refuse_shadow("nemo", shadow)
-    resumes = {name: getattr(nemo, name) for name in nemo.__all__}
+    names_of_resume = ("NeMoCheckpointConnector", "NeMoModelCheckpoint")
+    resumes = {name: getattr(ours, name) for name in names_of_resume}
     sizes = {name: getattr(s3, name) for name in s3.__all__ if name.startswith("DEFAULT_")}
     modules: dict[str, dict[str, Any]] = {
         "nemo": {},
@@ -352,7 +354,7 @@ def put_nemo(provided: Provided, shadow: bool) -> None:
         "nemo.utils.s3_utils": {"S3Utils": s3.S3Utils, **sizes},
         "nemo.utils.exp_manager": resumes,
         "nemo.utils.callbacks": {},
-        "nemo.utils.callbacks.s3_checkpoint_io": {"S3CheckpointIO": plugin.S3CheckpointIO},
+        "nemo.utils.callbacks.s3_checkpoint_io": {"S3CheckpointIO": ours.S3CheckpointIO},
         "nemo.utils.callbacks.nemo_model_checkpoint": resumes,
     }
     for name, names in modules.items():

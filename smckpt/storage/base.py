@@ -283,8 +283,8 @@ class Storage(ABC):
         if not self.put_exclusive(name, data):
             raise name_taken(file_url(self.url, name))
 
-    def overwrite(self, name: str, data: bytes) -> None:
-        """Create a small file, or replace the one that has the name. It has all bytes, or none.
+    def overwrite(self, name: str, data: bytes | memoryview) -> None:
+        """Create a file, or replace the one that has the name. It has all bytes, or none.
 
         Raises:
             StorageError: the store refused.

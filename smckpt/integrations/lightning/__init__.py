@@ -11,20 +11,22 @@ from smckpt.integrations import refuse_untested
 
 refuse_untested("lightning")
 
-from smckpt.integrations.lightning.connector import SmckptCheckpointConnector  # noqa: E402
-from smckpt.integrations.lightning.names import provide_s3  # noqa: E402
-from smckpt.integrations.lightning.nemo import NeMoCheckpointConnector, NeMoModelCheckpoint  # noqa: E402
+from smckpt.integrations.lightning.connector import (  # noqa: E402
+    NeMoCheckpointConnector,
+    NeMoModelCheckpoint,
+    SmckptCheckpointConnector,
+    SmckptTrainer,
+)
 from smckpt.integrations.lightning.plugin import (  # noqa: E402
     S3CheckpointIO,
     SmckptCheckpointIO,
     load_any,
 )
-from smckpt.integrations.lightning.s3 import S3Utils  # noqa: E402
+from smckpt.integrations.lightning.s3 import S3Utils, provide_s3  # noqa: E402
 from smckpt.integrations.lightning.strategies import (  # noqa: E402
     SmckptFSDPStrategy,
     SmckptModelParallelStrategy,
 )
-from smckpt.integrations.lightning.trainer import SmckptTrainer  # noqa: E402
 
 __all__ = [
     "NeMoCheckpointConnector",

@@ -1,15 +1,19 @@
 """The resumption point of a run: rank 0 alone looks for it, and tells the other ranks.
 
+`SmckptTrainer` has this connector, and NeMo's names stand for it.
+
 It also saves and restores the random numbers of each rank, which Lightning does not.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from collections.abc import Mapping
 from typing import Any
 
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from lightning.pytorch.trainer.states import TrainerFn
@@ -17,11 +21,16 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import distributed as dist
 
 from smckpt.checkpoint.records.objects import decode_object, encode_object
-from smckpt.integrations.lightning.saves import Saves, written_by_lightning
+from smckpt.integrations.lightning.plugin import Saves, written_by_lightning
 from smckpt.manager.state import random_state, set_random_state
 from smckpt.storage.urls import is_local
 
-__all__ = ["SmckptCheckpointConnector"]
+__all__ = [
+    "NeMoCheckpointConnector",
+    "NeMoModelCheckpoint",
+    "SmckptCheckpointConnector",
+    "SmckptTrainer",
+]
 
 _KEY = "smckpt"
 
@@ -51,13 +60,20 @@ class SmckptCheckpointConnector(_CheckpointConnector):  # type: ignore[misc]
 
     def dump_checkpoint(self, weights_only: bool | None = None) -> dict[str, Any]:
         checkpoint: dict[str, Any] = super().dump_checkpoint(weights_only)
-        if not weights_only:
-            progress = self.trainer.fit_loop.epoch_loop.batch_progress
-            checkpoint[_KEY] = {
-                "epoch_ended": bool(progress.is_last_batch),
-                "ranks": self.trainer.world_size,
-                "random": self._random_states(),
-            }
+        if weights_only:
+            return checkpoint
+        trainer, own = self.trainer, json.dumps(encode_object(random_state()))
+        random = {str(trainer.global_rank): own}
+        if trainer.world_size > 1 and not getattr(trainer.strategy, "saves", None):
+            # rank 0 saves alone, so it saves the numbers of all ranks
+            states: list[Any] = [None] * trainer.world_size
+            dist.gather_object(own, states if trainer.global_rank == 0 else None)
+            random = {str(rank): state for rank, state in enumerate(states)}
+        checkpoint[_KEY] = {
+            "epoch_ended": bool(trainer.fit_loop.epoch_loop.batch_progress.is_last_batch),
+            "ranks": trainer.world_size,
+            "random": random,
+        }
         return checkpoint
 
     def resume_end(self) -> None:
@@ -72,13 +88,18 @@ class SmckptCheckpointConnector(_CheckpointConnector):  # type: ignore[misc]
         super().resume_end()
 
     def _newest(self) -> str | None:
-        saves = _saves_of(self.trainer)
-        found = []
+        strategy = self.trainer.strategy
+        plugin = getattr(strategy.checkpoint_io, "checkpoint_io", strategy.checkpoint_io)
+        # those of the strategy or of its plugin have the options of S3
+        given = [getattr(owner, "saves", None) for owner in (strategy, plugin)]
+        saves = next((one for one in given if isinstance(one, Saves)), Saves({}))
+        found, last = [], set[str]()  # last: what stands under the names that Lightning looks for
         for callback in filter(_is_model_checkpoint, self.trainer.callbacks):
             if callback.dirpath:
                 found += saves.find(os.fspath(callback.dirpath), 1)
+            if is_local(os.fspath(callback.dirpath or "")):
+                last |= set(filter(os.path.exists, callback._find_last_checkpoints(self.trainer)))
         ours = max(found, key=lambda one: (one.step or 0, one.committed_at), default=None)
-        last = self._last_of_lightning()
         stock = max(filter(written_by_lightning, last), key=_modified, default=None)
         if stock is not None and (ours is None or _modified(stock) > ours.committed_at):
             return stock
@@ -87,24 +108,6 @@ class SmckptCheckpointConnector(_CheckpointConnector):  # type: ignore[misc]
         # Lightning never removes the path that a run resumed from: by the name of the link it may
         linked = (one for one in last if os.path.islink(one) and os.path.samefile(one, ours.path))
         return next(linked, ours.path)
-
-    def _last_of_lightning(self) -> set[str]:
-        """What stands under the names that Lightning looks for."""
-        found = set[str]()
-        for callback in filter(_is_model_checkpoint, self.trainer.callbacks):
-            if is_local(os.fspath(callback.dirpath or "")):
-                found |= callback._find_last_checkpoints(self.trainer)
-        return {one for one in found if os.path.exists(one)}
-
-    def _random_states(self) -> dict[str, str]:
-        """By rank: of all ranks, where rank 0 saves alone."""
-        rank = self.trainer.global_rank
-        own = json.dumps(encode_object(random_state()))
-        if self.trainer.world_size == 1 or getattr(self.trainer.strategy, "saves", None):
-            return {str(rank): own}
-        states: list[Any] = [None] * self.trainer.world_size
-        dist.gather_object(own, states if rank == 0 else None)
-        return {str(each): state for each, state in enumerate(states)}
 
 
 class _RestoresRandom(Callback):  # type: ignore[misc]
@@ -123,19 +126,37 @@ class _RestoresRandom(Callback):  # type: ignore[misc]
         trainer.callbacks.remove(self)
 
 
-def _saves_of(trainer: Any) -> Saves:
-    """Those of the strategy or of its plugin; they have the options of S3."""
-    plugin = trainer.strategy.checkpoint_io
-    inner = getattr(plugin, "checkpoint_io", plugin)
-    for owner in (trainer.strategy, inner):
-        if isinstance(saves := getattr(owner, "saves", None), Saves):
-            return saves
-    return Saves({})
-
-
 def _modified(path: str) -> int:
     return os.stat(path).st_mtime_ns
 
 
 def _is_model_checkpoint(callback: Any) -> bool:
     return isinstance(callback, ModelCheckpoint)
+
+
+class SmckptTrainer(Trainer):  # type: ignore[misc]
+    """Lightning's `Trainer`, resuming through `SmckptCheckpointConnector`."""
+
+    @functools.wraps(Trainer.__init__)  # type: ignore[misc] # Lightning reads its arguments' names
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._checkpoint_connector = SmckptCheckpointConnector(self)
+
+
+# NeMo: rank 0 alone finds where to resume from S3. `trainer._checkpoint_connector =
+# NeMoCheckpointConnector(trainer)`; rank 0 sets `trainer.ckpt_path`, `NeMoModelCheckpoint.setup()`
+# broadcasts it, and the connector of each rank takes it.
+NeMoCheckpointConnector = SmckptCheckpointConnector
+
+
+class NeMoModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]
+    """Lightning's `ModelCheckpoint`; `setup` tells all ranks where rank 0 resumes. It has none of
+    the arguments that concern `.nemo` archives."""
+
+    last_model_path: str
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        trainer.ckpt_path = trainer.strategy.broadcast(trainer.ckpt_path)
+        last: str = self.last_model_path
+        self.last_model_path = trainer.strategy.broadcast(last)

@@ -1,4 +1,5 @@
-"""NeMo's helpers for S3, over smckpt's store: its retries, checksums and request rates.
+"""NeMo's helpers for S3, over smckpt's store: its retries, checksums and request rates. And
+fsspec's view of S3, for Lightning's `ModelCheckpoint`.
 
 `S3Utils` and the functions beside it have NeMo's names and arguments. A checkpoint of smckpt, which
 is many objects, is one name here: that of its directory.
@@ -6,6 +7,7 @@ is many objects, is one name here: that of its directory.
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import mmap
 import os
@@ -13,8 +15,11 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import fsspec
+from fsspec.spec import AbstractFileSystem
+
 from smckpt.checkpoint.records.format import parse_name
-from smckpt.errors import UsageError
+from smckpt.errors import CheckpointNotFoundError, UsageError
 from smckpt.integrations.replaced import remove_or_keep
 from smckpt.storage import Storage, open_storage
 from smckpt.storage.urls import build_s3_url, is_s3_url, parse_s3_url
@@ -23,7 +28,9 @@ __all__ = [
     "DEFAULT_CHUNK_SIZE_MB",
     "DEFAULT_MAX_READ_CONCURRENCY",
     "DEFAULT_MAX_WRITE_CONCURRENCY",
+    "S3Names",
     "S3Utils",
+    "provide_s3",
 ]
 
 DEFAULT_CHUNK_SIZE_MB = 64
@@ -48,14 +55,16 @@ class S3Utils:
         storage = open_storage(build_s3_url(bucket, above))
         if match_directory:
             return name in storage.list_dirs()
-        return any(one.startswith(name) for one in _names(storage))
+        return any(one.startswith(name) for one in (*storage.list_dirs(), *storage.names()))
 
     @staticmethod
     def remove_object(s3_path: Any) -> None:
         """Remove an object, or the checkpoint at this name."""
         storage, name = _object(s3_path)
         storage.delete(name)
-        _remove_all(storage.join(name))
+        below = storage.join(name)
+        if below.names() and remove_or_keep(below.url, {}):
+            below.delete_many([one for one in below.names() if parse_name(one)])
 
     @staticmethod
     def download_s3_file_to_stream(
@@ -169,10 +178,6 @@ def _object(url: Any, **arguments: Any) -> tuple[Storage, str]:
     return open_storage(build_s3_url(bucket, above), **arguments), name
 
 
-def _names(storage: Storage) -> list[str]:
-    return [*storage.list_dirs(), *(one.name for one in storage.list())]
-
-
 def _keys(storage: Storage) -> list[str]:
     """All keys below, with those of a checkpoint as one."""
     prefix = parse_s3_url(storage.url)[1]
@@ -183,12 +188,6 @@ def _keys(storage: Storage) -> list[str]:
     for name in storage.list_dirs():
         keys += _keys(storage.join(name))
     return keys
-
-
-def _remove_all(storage: Storage) -> None:
-    if not storage.names() or not remove_or_keep(storage.url, {}):
-        return
-    storage.delete_many([one.name for one in storage.list() if parse_name(one.name)])
 
 
 def _upload(url: Any, data: memoryview, chunk_size_MB: int, concurrency: int) -> None:
@@ -216,3 +215,102 @@ def _download(
 
     with ThreadPoolExecutor(concurrency, "smckpt-download") as pool:
         list(pool.map(read, range(0, len(target), piece)))
+
+
+def provide_s3() -> None:
+    """Let fsspec find s3:// here, unless s3fs is installed or something else is registered.
+
+    s3fs wants another botocore than boto3."""
+    if importlib.util.find_spec("s3fs") is None and "s3" not in fsspec.registry:
+        fsspec.register_implementation("s3", S3Names)
+
+
+class S3Names(AbstractFileSystem):  # type: ignore[misc]
+    """Names in S3 as files and directories: `ModelCheckpoint(dirpath="s3://…")` asks for no more. A
+    whole small file can be read and written too. The options of S3 are those of the environment."""
+
+    protocol = ("s3",)
+    cachable = False
+
+    def ls(self, path: str, detail: bool = True, **_: Any) -> list[Any]:
+        found = self._listed(path)
+        if not found and not self._is_file(path):
+            raise FileNotFoundError(path)
+        found = found or [self._file(path)]
+        return found if detail else [one["name"] for one in found]
+
+    def info(self, path: str, **_: Any) -> dict[str, Any]:
+        if self._is_file(path):
+            return self._file(path)
+        if "/" in self._strip_protocol(path) and not self._listed(path):
+            raise FileNotFoundError(path)
+        return {"name": self._strip_protocol(path), "size": 0, "type": "directory"}
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        """S3 has none."""
+
+    def mkdir(self, path: str, create_parents: bool = True, **_: Any) -> None:
+        """S3 has none."""
+
+    def rm_file(self, path: str) -> None:
+        storage, name = self._storage_and_name(path)
+        storage.delete(name)
+
+    def _open(self, path: str, mode: str = "rb", **_: Any) -> Any:
+        storage, name = self._storage_and_name(path)
+        if mode == "rb":
+            try:
+                return io.BytesIO(storage.read(name))
+            except CheckpointNotFoundError as error:
+                raise FileNotFoundError(path) from error
+        if mode == "wb":
+            return _Whole(storage, name)
+        raise NotImplementedError(f"mode {mode!r} of {path}: only whole files, with rb and wb")
+
+    def _storage_and_name(self, path: str) -> tuple[Storage, str]:
+        above, _, name = self._strip_protocol(path).rpartition("/")
+        bucket, _, key = above.partition("/")
+        return open_storage(build_s3_url(bucket, key)), name
+
+    def _is_file(self, path: str) -> bool:
+        if "/" not in self._strip_protocol(path):
+            return False
+        storage, name = self._storage_and_name(path)
+        try:
+            return storage.size(name) >= 0
+        except CheckpointNotFoundError:
+            return False
+
+    def _file(self, path: str) -> dict[str, Any]:
+        storage, name = self._storage_and_name(path)
+        return {"name": self._strip_protocol(path), "size": storage.size(name), "type": "file"}
+
+    def _listed(self, path: str) -> list[dict[str, Any]]:
+        here = self._strip_protocol(path).rstrip("/")
+        bucket, _, key = here.partition("/")
+        storage = open_storage(build_s3_url(bucket, key))
+        found: list[dict[str, Any]] = [
+            {"name": f"{here}/{name}", "size": 0, "type": "directory"}
+            for name in storage.list_dirs()
+        ]
+        for one in storage.list():
+            found.append({"name": f"{here}/{one.name}", "size": one.size, "type": "file"})
+        return found
+
+
+class _Whole(io.BytesIO):
+    """A file that is uploaded when it is closed, unless the block that wrote it raised."""
+
+    def __init__(self, storage: Storage, name: str) -> None:
+        super().__init__()
+        self._storage, self._name = storage, name
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        if kind is not None:
+            super().close()
+        self.close()
+
+    def close(self) -> None:
+        if not self.closed:
+            self._storage.overwrite(self._name, self.getvalue())
+        super().close()

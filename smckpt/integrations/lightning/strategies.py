@@ -18,9 +18,9 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 import smckpt
 from smckpt.errors import UsageError
-from smckpt.integrations.lightning.plugin import SmckptCheckpointIO
-from smckpt.integrations.lightning.saves import (
+from smckpt.integrations.lightning.plugin import (
     Saves,
+    SmckptCheckpointIO,
     refuse_storage_options,
     written_by_lightning,
 )

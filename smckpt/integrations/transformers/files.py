@@ -10,7 +10,6 @@ what its checkpoint holds: which tensors of the model, and the random numbers.
 from __future__ import annotations
 
 import io
-import mmap
 import os
 import random
 import tempfile
@@ -26,6 +25,7 @@ from transformers.utils import GENERATION_CONFIG_NAME, logging
 
 from smckpt.checkpoint.commits.run_directory import Template
 from smckpt.checkpoint.records.format import parse_name
+from smckpt.integrations.url_files import send_file
 from smckpt.state_dict.fsdp1 import Fsdp1View
 from smckpt.storage import Storage
 from smckpt.translate.conversion.stock import is_stock
@@ -46,8 +46,6 @@ __all__ = [
 ]
 
 STEPS = Template("checkpoint-{step}")
-
-_PIECE = 64 << 20
 
 # on_save of transformers' own callbacks → whether it looks at the checkpoint's directory.
 _LOOKS: dict[str, Callable[[Any], bool]] = {
@@ -90,25 +88,20 @@ def put_file(storage: Storage, path: str, data: bytes) -> None:
     folder, _, name = path.rpartition("/")
     if folder:
         storage = storage.join(folder)
-    _write(storage, name, memoryview(data))
+    storage.overwrite(name, data)
 
 
 def send(storage: Storage, directory: str, names: Mapping[str, Any]) -> None:
     """Copy these files and folders of a local directory to the checkpoint's store."""
     top = Path(directory)
-    for path in sorted(one for name in names for one in _files(top / name)):
+    paths = [top / name for name in names]
+    paths += [below for path in paths for below in path.rglob("*")]
+    for path in sorted(filter(Path.is_file, paths)):
         there = storage
         for part in path.relative_to(top).parts[:-1]:
             there = there.join(part)
-        if not path.stat().st_size:
-            _write(there, path.name, memoryview(b""))
-            continue
-        with (
-            open(path, "rb") as file,
-            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped,
-            memoryview(mapped) as data,
-        ):
-            _write(there, path.name, data)
+        with open(path, "rb") as file:
+            send_file(there, path.name, file.fileno())
 
 
 def empty_store(storage: Storage, *, stock_only: bool = False, kept: Any = ()) -> None:
@@ -120,22 +113,6 @@ def empty_store(storage: Storage, *, stock_only: bool = False, kept: Any = ()) -
     storage.delete_many([name for name in names if not stock_only or is_stock(name)])
     if not stock_only:
         storage.remove_directory()
-
-
-def _files(path: Path) -> list[Path]:
-    return [one for one in path.rglob("*") if one.is_file()] if path.is_dir() else [path]
-
-
-def _write(storage: Storage, name: str, data: memoryview) -> None:
-    writer = storage.create_file(name, len(data), replace=True)
-    piece = writer.piece or _PIECE
-    try:
-        for at in range(0, len(data), piece):
-            writer.write_at(at, data[at : at + piece])
-        writer.finish()
-    except BaseException:
-        writer.abort()
-        raise
 
 
 log = logging.get_logger("transformers.smckpt")

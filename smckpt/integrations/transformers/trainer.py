@@ -128,7 +128,11 @@ class SmckptTrainerMixin:
             self._write_stock_files(directory, writers)
         elif self.args.should_save and not looked_at:
             stock_log.info(f"Saving model checkpoint to {directory}")
-        self._note_best(run, step)
+        best = self.state.best_global_step
+        if best and self.args.save_strategy != "no":
+            best_directory = os.path.join(run, f"checkpoint-{best}")
+            if best == step or os.path.isdir(best_directory):
+                self.state.best_model_checkpoint = best_directory
         self._note_callbacks()
         after = self._after_commit(run, step, before, bool(writers) and not looked_at)
         handle = smckpt.async_save(
@@ -157,13 +161,9 @@ class SmckptTrainerMixin:
 
     def _overridden(self) -> tuple[str, ...]:
         """The Trainer's methods that a class of the user's overrides."""
-        return tuple(name for name in _WRITERS if self._owner(name) is not Trainer)
-
-    def _owner(self, name: str) -> Any:
-        if name in vars(self):
-            return self
-        kinds = (kind for kind in type(self).__mro__ if kind is not SmckptTrainerMixin)
-        return next((kind for kind in kinds if name in vars(kind)), Trainer)
+        owners = [self, *(kind for kind in type(self).__mro__ if kind is not SmckptTrainerMixin)]
+        first = ((name, next(one for one in owners if name in vars(one))) for name in _WRITERS)
+        return tuple(name for name, owner in first if owner is not Trainer)
 
     def _write_stock_files(self, directory: str, writers: tuple[str, ...]) -> None:
         """What the Trainer itself writes of the model, and by the methods that are overridden."""
@@ -184,14 +184,6 @@ class SmckptTrainerMixin:
             written = {name: now[name] for name in now if before.get(name) != now[name]}
             where = access_to(directory, **self.smckpt_arguments).open(directory)
             send(where, directory, {name: 0 for name in written if STEPS.step_of(name) is None})
-
-    def _note_best(self, run: str, step: int) -> None:
-        best = self.state.best_global_step
-        if not best or self.args.save_strategy == "no":
-            return
-        directory = os.path.join(run, f"checkpoint-{best}")
-        if best == step or os.path.isdir(directory):
-            self.state.best_model_checkpoint = directory
 
     def _note_callbacks(self) -> None:
         """On all ranks, for each saves its own state and goes on from it. The Trainer itself notes
@@ -229,8 +221,14 @@ class SmckptTrainerMixin:
             sends: whether methods of the user's have written files that belong to the checkpoint.
         """
         checkpoints, directory = self._checkpoints, os.path.join(run, f"checkpoint-{step}")
-        rotate = self._rotation(run, step)
-        beside = self._files_beside() if self.args.should_save else {}
+        limit, best = self.args.save_total_limit or 0, self.state.best_model_checkpoint
+        beside: Mapping[str, bytes] = {}
+        if self.args.should_save:
+            if self._smckpt_beside is None:
+                # once, and in this thread: a fast tokenizer fails where one thread uses it and
+                # another saves it
+                self._smckpt_beside = files_of_tokenizer(self)
+            beside = {**self._smckpt_beside, **files_of_run(self)}
 
         def act(_: smckpt.SaveHandle) -> None:
             try:
@@ -247,37 +245,19 @@ class SmckptTrainerMixin:
                         put_file(there, path, data)
                     send(there, directory, sent)
             finally:
-                rotate()
+                # the Trainer's rule, not a policy of `RunDirectory`: it counts directories, those
+                # that the Trainer itself wrote too, and the best among the limit
+                kept = {step, STEPS.step_of(os.path.basename(best or ""))} - {None}
+                steps = checkpoints.steps(run) if limit > 0 else []
+                steps = [one for one in steps if one <= step and one not in kept]
+                for old in steps[: max(len(steps) - max(limit - len(kept), 0), 0)]:
+                    gone = os.path.join(run, f"checkpoint-{old}")
+                    stock_log.info(
+                        f"Deleting older checkpoint [{gone}] due to args.save_total_limit"
+                    )
+                    checkpoints.remove(gone)
 
         return act
-
-    def _files_beside(self) -> Mapping[str, bytes]:
-        """What the Trainer saves with each model besides its weights: path → content. The
-        tokenizer's are made once, and in this thread: a fast tokenizer fails where one thread uses
-        it and another saves it."""
-        if self._smckpt_beside is None:
-            self._smckpt_beside = files_of_tokenizer(self)
-        return {**self._smckpt_beside, **files_of_run(self)}
-
-    def _rotation(self, run: str, step: int) -> Callable[[], None]:
-        """The function that removes older checkpoints after a commit."""
-        checkpoints = self._checkpoints
-        limit, best = self.args.save_total_limit, self.state.best_model_checkpoint
-
-        def rotate() -> None:
-            if not limit or limit < 0:
-                return
-            # the Trainer's rule: it counts directories, its own too, and the best among the limit
-            kept = {step, STEPS.step_of(os.path.basename(best or ""))} - {None}
-            steps = [one for one in checkpoints.steps(run) if one <= step and one not in kept]
-            for old in steps[: max(len(steps) - max(limit - len(kept), 0), 0)]:
-                directory = os.path.join(run, f"checkpoint-{old}")
-                stock_log.info(
-                    f"Deleting older checkpoint [{directory}] due to args.save_total_limit"
-                )
-                checkpoints.remove(directory)
-
-        return rotate
 
     # -- resuming ----------------------------------------------------------------------------
 
@@ -300,7 +280,18 @@ class SmckptTrainerMixin:
                 if (handle := getattr(self, "neftune_hook_handle", None)) is not None:
                     handle.remove()  # the Trainer adds it again
         smckpt.maybe_finalize_async_calls()
-        self._remove_last(self.args.output_dir)
+        # do to a run that is elsewhere what the Trainer does to its local directory: with
+        # save_total_limit=1, keep the best alone
+        run, best, checkpoints = (
+            self.args.output_dir,
+            self.state.best_model_checkpoint,
+            self._checkpoints,
+        )
+        if self.args.should_save and best and self.args.save_total_limit == 1:
+            steps = checkpoints.steps(run) if checkpoints.elsewhere(run) else []
+            for name in (f"checkpoint-{one}" for one in steps if one <= self.state.global_step):
+                if os.path.dirname(best) == run.rstrip("/") and os.path.basename(best) != name:
+                    checkpoints.remove(os.path.join(run, name))
         return out
 
     def _chosen(self, asked: Any, lost: dict[str, CheckpointError]) -> Any:
@@ -342,8 +333,18 @@ class SmckptTrainerMixin:
         self._smckpt_resumed = ResumedStep(chosen, values)
         if "trainer" not in values:
             return
-        run = os.path.dirname(chosen.directory)
-        state = agreed(lambda: self._with_best(run, values["trainer"]))
+
+        def with_best() -> dict[str, Any]:
+            """The Trainer's state, with the best checkpoint by the name that it has here."""
+            state: dict[str, Any] = values["trainer"]
+            best = state.get("best_model_checkpoint")
+            if best is None or (is_local(best) and os.path.isdir(best)):
+                return state
+            here = os.path.join(os.path.dirname(chosen.directory), os.path.basename(best))
+            known = os.path.isdir(here) or self._checkpoints.keys(here) is not None
+            return {**state, "best_model_checkpoint": here if known else None}
+
+        state = agreed(with_best)
         if self.args.local_process_index == 0:
             with tempfile.TemporaryDirectory() as folder:
                 TrainerState(**state).save_to_json(os.path.join(folder, TRAINER_STATE_NAME))
@@ -352,15 +353,6 @@ class SmckptTrainerMixin:
             if (best := state.get("best_model_checkpoint")) is not None:
                 os.makedirs(best, exist_ok=True)  # the Trainer forgets one that it does not see
         self.accelerator.wait_for_everyone()
-
-    def _with_best(self, run: str, state: dict[str, Any]) -> dict[str, Any]:
-        """The Trainer's state, with the best checkpoint by the name that it has here."""
-        best = state.get("best_model_checkpoint")
-        if best is None or (is_local(best) and os.path.isdir(best)):
-            return state
-        here = os.path.join(run, os.path.basename(best))
-        known = os.path.isdir(here) or self._checkpoints.keys(here) is not None
-        return {**state, "best_model_checkpoint": here if known else None}
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any, **kwargs: Any) -> None:
         if self._keys(resume_from_checkpoint) is None:
@@ -430,20 +422,6 @@ class SmckptTrainerMixin:
         """In transformers 4, as above."""
         smckpt.maybe_finalize_async_calls()
         return super()._sorted_checkpoints(*args, **kwargs)  # type: ignore[misc]
-
-    def _remove_last(self, run: str) -> None:
-        """Do to a run that is elsewhere what the Trainer does to its local directory: with
-        save_total_limit=1, keep the best alone."""
-        best, checkpoints = self.state.best_model_checkpoint, self._checkpoints
-        if not (self.args.should_save and best and self.args.save_total_limit == 1):
-            return
-        if checkpoints.elsewhere(run) and os.path.dirname(best) == run.rstrip("/"):
-            for step in checkpoints.steps(run):
-                if (
-                    os.path.basename(best) != f"checkpoint-{step}"
-                    and step <= self.state.global_step
-                ):
-                    checkpoints.remove(os.path.join(run, f"checkpoint-{step}"))
 
     @property
     def _wrapped(self) -> Any:

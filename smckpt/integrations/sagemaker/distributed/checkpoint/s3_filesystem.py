@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, ParamSpec, TypeVar
 
-from smckpt.errors import CheckpointNotFoundError, StorageError, UsageError
+from smckpt.errors import StorageError, UsageError
+from smckpt.integrations.url_files import UrlFileSystem
 from smckpt.storage import Storage, open_storage
 from smckpt.storage.s3.client import make_client
 from smckpt.storage.s3.config import MIN_PART_MB, StoreOptions
@@ -133,7 +134,7 @@ def _of_connector(config: Any) -> dict[str, Any]:
     return fields
 
 
-class S3FileSystem:
+class S3FileSystem(UrlFileSystem):
     """Small files in S3, through smckpt's store. A file is in memory as a whole.
 
     `fs` lists: `fs.fs.listdir(path)`, as s3fs does.
@@ -163,18 +164,6 @@ class S3FileSystem:
 
     def concat_path(self, path: str | os.PathLike[str], suffix: str) -> str:
         return f"{format_s3_path(path).rstrip('/')}/{suffix}"
-
-    def exists(self, path: str | os.PathLike[str]) -> bool:
-        directory, name = self._file(path)
-        try:
-            directory.size(name)
-        except CheckpointNotFoundError:
-            return False
-        return True
-
-    def rm_file(self, path: str | os.PathLike[str]) -> None:
-        directory, name = self._file(path)
-        directory.delete(name)
 
     def listdir(self, path: str | os.PathLike[str], detail: bool = False) -> list[str]:
         """Files and directories there, as "bucket/key"."""

@@ -57,10 +57,10 @@ if TYPE_CHECKING:
     )
     from smckpt.full import FullStateDictConfig, extend_torch_config, sm_state_dict_type
     from smckpt.integrations.dcp import DistributedFileSystemReader, DistributedFileSystemWriter
-    from smckpt.manager.keeping.retention import Best, Every
     from smckpt.manager.manager import CheckpointManager
     from smckpt.manager.memory import Memory
     from smckpt.manager.notice import Signals
+    from smckpt.manager.retention import Best, Every
     from smckpt.state_dict import FULL, LOCAL, SHARDED, SMStateDictType, init_optim_state
     from smckpt.storage import StoreOptions, register_store
     from smckpt.storage.urls import build_s3_url, is_s3_url, parse_s3_url
@@ -185,7 +185,7 @@ _HOMES = {
     "smckpt.errors": tuple(name for name in __all__ if name.endswith("Error")),
     "smckpt.full": ("FullStateDictConfig", "extend_torch_config", "sm_state_dict_type"),
     "smckpt.manager.manager": ("CheckpointManager",),
-    "smckpt.manager.keeping.retention": ("Best", "Every"),
+    "smckpt.manager.retention": ("Best", "Every"),
     "smckpt.manager.memory": ("Memory",),
     "smckpt.manager.notice": ("Signals",),
     "smckpt.state_dict": ("FULL", "LOCAL", "SHARDED", "SMStateDictType", "init_optim_state"),

@@ -29,7 +29,7 @@ __all__ = ["doctor", "ls", "prune", "status"]
 
 
 def best_of(_: Any, __: Any, text: str | None) -> Any:
-    from smckpt.manager.keeping.retention import Best
+    from smckpt.manager.retention import Best
 
     if text is None:
         return None
@@ -51,7 +51,9 @@ def ls(root: str, state: bool, best: Any, as_json: bool) -> None:
     """List the committed checkpoints in and below ROOT, newest first, with the metrics that a
     manager has recorded. `smckpt doctor` lists the unfinished ones too."""
     from smckpt.checkpoint.commits.discover import find_checkpoints
-    from smckpt.storage.urls import is_local, local_path
+    from smckpt.checkpoint.commits.foreign import foreign_below
+    from smckpt.storage import open_storage
+    from smckpt.storage.urls import is_local, local_path, normal_url, relative_url
 
     # an empty list for a mistyped directory would look like an answer
     if is_local(root) and not os.path.isdir(local_path(root)):
@@ -76,11 +78,14 @@ def ls(root: str, state: bool, best: Any, as_json: bool) -> None:
         )
         return
     if not found:
-        print_line(_nothing_below(root))
+        known = next(foreign_below(open_storage(root)), None)  # another format
+        print_line(f"no committed checkpoint in or below {root}" + (f". {known}" if known else ""))
         return
     print_line(f"in {root}:")
     columns: dict[str, list[Any]] = {
-        "checkpoint": [_below(root, one) for one in found],
+        "checkpoint": [
+            relative_url(normal_url(one), normal_url(root)).rstrip("/") or "." for one in found
+        ],
         "step": [one.step for one in found],
         "kind": [one.kind for one in found],
         "size": [bytes_text(one.nbytes) for one in found],
@@ -112,22 +117,6 @@ def _state(checkpoint: str) -> str:
         return what_is_missing(open_storage(checkpoint)) or "whole"
     except CheckpointError as error:
         return error.message
-
-
-def _nothing_below(root: str) -> str:
-    """The message for a directory without smckpt's checkpoints; it names another format."""
-    from smckpt.checkpoint.commits.foreign import foreign_below
-    from smckpt.storage import open_storage
-
-    known = next(foreign_below(open_storage(root)), None)
-    return f"no committed checkpoint in or below {root}" + (f". {known}" if known else "")
-
-
-def _below(root: str, path: str) -> str:
-    """A path as seen from the root."""
-    from smckpt.storage.urls import normal_url, relative_url
-
-    return relative_url(normal_url(path), normal_url(root)).rstrip("/") or "."
 
 
 @click.command()
@@ -241,8 +230,7 @@ def _run_at(root: Storage, newest: Any) -> dict[str, Any] | None:
     """The manager's record of its run in the newest step, with the failures since. newest: the
     condition of that step; None: there is none."""
     from smckpt.checkpoint.commits.discover import found_at
-    from smckpt.manager.attempts import uncommitted_at
-    from smckpt.manager.record import history_of, run_of
+    from smckpt.manager.record import history_of, run_of, uncommitted_at
 
     if newest is None:
         failed = uncommitted_at(root, "").failed
@@ -280,7 +268,7 @@ def prune(
     finishes deletions that were cut short.
     """
     from smckpt.checkpoint.commits.run_directory import RunDirectory, rooted
-    from smckpt.manager.keeping.retention import Every, policies_of
+    from smckpt.manager.retention import Every, policies_of
     from smckpt.storage import open_storage
 
     top, template = rooted(root)

@@ -112,19 +112,31 @@ def save_state(
         raise UsageError("save_state has no directory", remedy="pass output_dir")
     with _rest_alone(accelerator), tempfile.TemporaryDirectory() as folder:
         stock(folder, safe_serialization)
-        own = _packed(Path(folder))
+        packed = io.BytesIO()
+        with zipfile.ZipFile(packed, "w") as archive:
+            for path in sorted(filter(Path.is_file, Path(folder).rglob("*"))):
+                # without its time, so that a run that is repeated saves the same bytes
+                name = str(path.relative_to(folder))
+                archive.writestr(zipfile.ZipInfo(name), path.read_bytes())
+        own = packed.getvalue()
     shared = [own]
     if accelerator.num_processes > 1:
         shared = broadcast_object_list([own if accelerator.is_main_process else b""])
+    limit = accelerator.project_configuration.total_limit
+    before = stock_files(directory) if is_local(directory) and accelerator.is_main_process else {}
+
+    def after_commit(_: smckpt.SaveHandle) -> None:
+        remove_stale(directory, before)
+        if named and limit is not None:
+            keep_last(_run(accelerator), max(limit, 1), iteration)
+
     with _kinds(accelerator):
         state = {**_live(accelerator), "files": shared[0], "own_files": own}
         smckpt.async_save(
             state,
             checkpoint_id=directory,
             step=iteration,
-            options=smckpt.SaveOptions(
-                on_commit=_after_commit(accelerator, directory, iteration if named else None)
-            ),
+            options=smckpt.SaveOptions(on_commit=after_commit),
             **arguments,
         )
     return directory
@@ -250,16 +262,6 @@ def _rest_alone(accelerator: Any) -> Iterator[None]:
         configuration.automatic_checkpoint_naming = named
 
 
-def _packed(folder: Path) -> bytes:
-    made = io.BytesIO()
-    with zipfile.ZipFile(made, "w") as packed:
-        for path in sorted(folder.rglob("*")):
-            if path.is_file():
-                # without its time, so that a run that is repeated saves the same bytes
-                packed.writestr(zipfile.ZipInfo(str(path.relative_to(folder))), path.read_bytes())
-    return made.getvalue()
-
-
 # -- where -------------------------------------------------------------------------------------
 
 
@@ -308,7 +310,11 @@ def _to_load(accelerator: Any, input_dir: Any) -> tuple[str, bool]:
         at = f"{_folder(accelerator)}/checkpoint_{number or 0}"
     if at and _is_committed(at, _arguments(accelerator)):
         return at, True
-    if at and (not is_local(at) or _begun(at)):
+    # whether a local directory has nothing but files of a save of smckpt
+    begun = os.path.isdir(at) and all(
+        name.startswith(".") or parse_name(name) is not None for name in os.listdir(at)
+    )
+    if at and (not is_local(at) or begun):
         above = os.path.dirname(at.rstrip("/") if not is_local(at) else os.path.abspath(at))
         beside = smckpt.find_checkpoints(above, sure=True, **_arguments(accelerator))[-1:]
         raise CheckpointNotFoundError(
@@ -319,33 +325,6 @@ def _to_load(accelerator: Any, input_dir: Any) -> tuple[str, bool]:
             path=at,
         )
     return at, False
-
-
-def _begun(directory: str) -> bool:
-    """Whether a local directory has nothing but files of a save of smckpt."""
-    if not os.path.isdir(directory):
-        return False
-    names = os.listdir(directory)
-    return all(name.startswith(".") or parse_name(name) is not None for name in names)
-
-
-def _after_commit(
-    accelerator: Any, directory: str, iteration: int | None
-) -> Callable[[smckpt.SaveHandle], None]:
-    """The function that the coordinator calls after the commit.
-
-    Args:
-        iteration: with automatic naming; None: nothing older is removed.
-    """
-    limit = accelerator.project_configuration.total_limit
-    before = stock_files(directory) if is_local(directory) and accelerator.is_main_process else {}
-
-    def act(_: smckpt.SaveHandle) -> None:
-        remove_stale(directory, before)
-        if iteration is not None and limit is not None:
-            keep_last(_run(accelerator), max(limit, 1), iteration)
-
-    return act
 
 
 def _refuse(accelerator: Any, hooks: Any, what: str, kwargs: dict[str, Any]) -> None:

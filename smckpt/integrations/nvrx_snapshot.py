@@ -88,11 +88,12 @@ def taken(
     arena = arena_of(size)
     arena.view(0, data.tell())[:] = data.getbuffer()
     memory = torch.frombuffer(arena.view(0, arena.size), dtype=torch.uint8)
-    copies = [
-        (memory.narrow(0, offset, length), _bytes_of(storage))
-        for (offset, length), storage in zip(places, pickler.storages, strict=True)
-        if length
-    ]
+    copies = []
+    for (offset, length), storage in zip(places, pickler.storages, strict=True):
+        if length:
+            flat = torch.empty(0, dtype=torch.uint8, device=storage.device)
+            flat.set_(storage, 0, (length,))  # type: ignore[call-overload]
+            copies.append((memory.narrow(0, offset, length), flat))
     if cuda := next((source.device for _, source in copies if source.is_cuda), None):
         arena.pin(cuda)
     copy_all(copies)
@@ -152,21 +153,14 @@ class _Unpickler(pickle.Unpickler):
             self.outboxes += [Outbox() for _ in range(index + 1 - len(self.outboxes))]
             return self.outboxes[index]
         if index not in self._storages:
-            self._storages[index] = self._storage(index)
+            offset, length = self._ranges.storages[index]
+            self._storages[index] = (
+                torch.frombuffer(self._memory, dtype=torch.uint8, count=length, offset=offset)
+                if length
+                else torch.empty(0)
+            ).untyped_storage()
         storage = self._storages[index]
         if dtype is None:
             return storage
         wrapped: Any = torch.storage.TypedStorage
         return wrapped(wrap_storage=storage, dtype=dtype, _internal=True)
-
-    def _storage(self, index: int) -> torch.UntypedStorage:
-        offset, length = self._ranges.storages[index]
-        if not length:
-            return torch.empty(0).untyped_storage()
-        flat = torch.frombuffer(self._memory, dtype=torch.uint8, count=length, offset=offset)
-        return flat.untyped_storage()
-
-
-def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
-    flat = torch.empty(0, dtype=torch.uint8, device=storage.device)
-    return flat.set_(storage, 0, (storage.nbytes(),))  # type: ignore[call-overload, no-any-return]

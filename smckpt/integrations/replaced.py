@@ -15,7 +15,7 @@ import smckpt
 from smckpt.checkpoint.commits.remove import remove_probes
 from smckpt.checkpoint.commits.run_directory import RunDirectory, Template
 from smckpt.errors import CheckpointNotFoundError, CheckpointPinnedError
-from smckpt.manager.keeping.retention import Newest
+from smckpt.manager.retention import Newest
 from smckpt.storage import access_to
 from smckpt.translate.conversion.stock import is_stock
 
@@ -49,7 +49,8 @@ def stock_files(directory: str) -> dict[str, tuple[int, int]]:
     return {
         name: stamp
         for name, stamp in stamps(directory).items()
-        if is_stock(name) or _is_adapter(os.path.join(directory, name))
+        # or the folder of one adapter of PEFT among several
+        if is_stock(name) or os.path.isfile(os.path.join(directory, name, "adapter_config.json"))
     }
 
 
@@ -63,11 +64,6 @@ def remove_stale(directory: str, before: Mapping[str, tuple[int, int]]) -> None:
                 shutil.rmtree(path, ignore_errors=True)
             else:
                 os.unlink(path)
-
-
-def _is_adapter(path: str) -> bool:
-    """Whether it is the folder of one adapter of PEFT among several."""
-    return os.path.isfile(os.path.join(path, "adapter_config.json"))
 
 
 def run_directory(root: str, template: str, arguments: Mapping[str, Any]) -> RunDirectory:

@@ -186,7 +186,6 @@ class OpenTelemetry:
             from opentelemetry import metrics
         except ImportError as error:
             raise _missing("opentelemetry") from error
-        self._observation = metrics.Observation
         self._taken: dict[str, float] = {}  # queue → when its newest committed state was taken
         meter = metrics.get_meter("smckpt", meter_provider=provider)
         self._seconds = meter.create_histogram("smckpt.duration", "s", "Until a stage had ended")
@@ -195,8 +194,13 @@ class OpenTelemetry:
         self._bytes = meter.create_counter("smckpt.io", "By", "Bytes written or read")
         self._retries = meter.create_counter("smckpt.retries", "1", "Requests sent again")
         self._alarms = meter.create_counter("smckpt.alarms", "1", "What saves warned of")
+
+        def ages(options: CallbackOptions) -> Iterable[Observation]:
+            now, taken = time.monotonic(), list(self._taken.items())
+            return [metrics.Observation(now - at, {"queue": queue}) for queue, at in taken]
+
         meter.create_observable_gauge(
-            "smckpt.durable.age", [self._ages], "s", "Age of the newest committed state"
+            "smckpt.durable.age", [ages], "s", "Age of the newest committed state"
         )
 
     def __call__(self, event: SaveEvent | LoadEvent) -> None:
@@ -212,10 +216,6 @@ class OpenTelemetry:
             self._alarms.add(len(event.alarms), of)
             if event.age is not None:
                 self._taken[event.queue] = time.monotonic() - event.age
-
-    def _ages(self, options: CallbackOptions) -> Iterable[Observation]:
-        now = time.monotonic()
-        return [self._observation(now - at, {"queue": q}) for q, at in list(self._taken.items())]
 
 
 def _kind(event: SaveEvent | LoadEvent) -> str:

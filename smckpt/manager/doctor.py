@@ -88,33 +88,34 @@ def _condition(root: Storage, storage: Storage, unread: CheckpointError | None) 
     try:
         if unread is not None:
             raise unread
-        return _looked_at(root, subpath, storage)
+        names = storage.names()
+        if any(name.startswith("removing-") for name in names):
+            return Condition(
+                subpath,
+                _step_in(subpath),
+                "removing",
+                "a deletion is under way, or was cut short",
+                "the next run that keeps checkpoints here finishes it, or "
+                f"`smckpt prune {root.url} --keep-last N`, which keeps N steps",
+            )
+        found = found_at(storage)
+        if found is not None:
+            try:
+                missing = what_is_missing(storage, found.identity)
+            except CheckpointError as error:
+                missing = str(error)
+            state, remedy = ("cut", mend_remedy(storage)) if missing else ("whole", "")
+            return Condition(subpath, found.step, state, missing, remedy, found.nbytes, found)
+        if commits_at(storage):
+            try:
+                choose_commit(storage)
+                return None  # one group of a committed step; the step's own directory reports it
+            except CheckpointNotFoundError as error:
+                why = error.message
+            return _unfinished(root, subpath, storage, names, why)
+        return _unfinished(root, subpath, storage, names, "")
     except CheckpointError as error:
         return Condition(subpath, _step_in(subpath), "damaged", str(error), mend_remedy(storage))
-
-
-def _looked_at(root: Storage, subpath: str, storage: Storage) -> Condition | None:
-    names = storage.names()
-    if any(name.startswith("removing-") for name in names):
-        return Condition(
-            subpath,
-            _step_in(subpath),
-            "removing",
-            "a deletion is under way, or was cut short",
-            "the next run that keeps checkpoints here finishes it, or "
-            f"`smckpt prune {root.url} --keep-last N`, which keeps N steps",
-        )
-    found = found_at(storage)
-    if found is not None:
-        return _committed(subpath, storage, found)
-    if commits_at(storage):
-        try:
-            choose_commit(storage)
-            return None  # one group of a committed step; the step's own directory reports it
-        except CheckpointNotFoundError as error:
-            why = error.message
-        return _unfinished(root, subpath, storage, names, why)
-    return _unfinished(root, subpath, storage, names, "")
 
 
 def mend_remedy(storage: Storage) -> str:
@@ -122,22 +123,6 @@ def mend_remedy(storage: Storage) -> str:
     return (
         f"`smckpt repair {storage.url}` mends what it finds beside it, with `--from COPY` what a "
         "copy has. Until then a restore takes the next older step"
-    )
-
-
-def _committed(subpath: str, storage: Storage, found: FoundCheckpoint) -> Condition:
-    try:
-        missing = what_is_missing(storage, found.identity)
-    except CheckpointError as error:
-        missing = str(error)
-    return Condition(
-        subpath,
-        found.step,
-        "cut" if missing else "whole",
-        missing,
-        mend_remedy(storage) if missing else "",
-        found.nbytes,
-        found,
     )
 
 
@@ -187,20 +172,14 @@ def _waiting(root: Storage, storage: Storage, parsed: Sequence[tuple[str, Parsed
     why = f"{len(wrote)} ranks have written their part"
     if not away:
         return f"{why}, and no manifest is there"
-    hosts = _hosts(root)
+    hosts = dict[int, str]()  # where the ranks ran that saved the newest step below
+    with contextlib.suppress(CheckpointError):
+        if found := find_checkpoints(root.url):
+            commit = choose_commit(root.at(found[-1].path))
+            hosts = {part.rank: part.host for _, m in commit.manifests for part in m.parts}
     there = {hosts[rank] for rank in away if rank in hosts}
     where = f" (in the newest step on {', '.join(sorted(there)[:8])})" if there else ""
     return f"{why}, ranks {away[:8]} have not{where}"
-
-
-def _hosts(root: Storage) -> dict[int, str]:
-    """Where the ranks ran that saved the newest step below."""
-    with contextlib.suppress(CheckpointError):
-        found = find_checkpoints(root.url)
-        if found:
-            commit = choose_commit(root.at(found[-1].path))
-            return {part.rank: part.host for _, m in commit.manifests for part in m.parts}
-    return {}
 
 
 def _step_in(subpath: str) -> int | None:

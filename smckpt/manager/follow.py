@@ -11,6 +11,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +27,7 @@ from smckpt.errors import (
     StorageError,
     UsageError,
 )
-from smckpt.storage import Access, Storage, StoreOptions, access_to
+from smckpt.storage import Access, StoreOptions, access_to
 from smckpt.storage.urls import Below, is_local, join_url, normal_url, relative_url
 
 __all__ = ["RECORD", "FollowedStep", "follow"]
@@ -104,8 +105,14 @@ def follow(
         log.warning("there is no directory %s yet; its steps are exported when they come", base)
     tried: set[tuple[str, str]] = set()
     while True:
-        newest = -1
-        for found in _look(root, once, storage):
+        newest, present = -1, list[FoundCheckpoint]()
+        try:
+            present = find_checkpoints(root, storage=storage)
+        except StorageError as error:
+            if once:
+                raise
+            log.warning("no look for new steps: %s", error)
+        for found in present:
             step = found.step or 0
             newest = max(newest, step)
             if step % every or (found.path, found.identity) in tried:
@@ -120,18 +127,6 @@ def follow(
         time.sleep(interval)
 
 
-def _look(
-    root: str | os.PathLike[str], once: bool, storage: StoreOptions | Mapping[str, Any] | None
-) -> list[FoundCheckpoint]:
-    try:
-        return find_checkpoints(root, storage=storage)
-    except StorageError as error:
-        if once:
-            raise
-        log.warning("no look for new steps: %s", error)
-        return []
-
-
 def _follow_one(
     found: FoundCheckpoint,
     directory: str,
@@ -142,8 +137,11 @@ def _follow_one(
     began = time.monotonic()
     target = access.open(directory)
     try:
-        if _recorded(target) == found.identity:
-            return None
+        with suppress(CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError):
+            # one that cannot be read is replaced by the export that comes
+            whole = read_body(target, RECORD, most=_MAX_RECORD)[0]
+            if whole.get("identity") == found.identity:
+                return None
         with pinned(found, seconds=_PIN, storage=storage):
             target.delete(RECORD)  # of an older commit; from here on nothing whole is here
             export(found, directory)
@@ -160,11 +158,3 @@ def _follow_one(
     finally:
         target.close()
     return FollowedStep(found, directory, time.monotonic() - began)
-
-
-def _recorded(target: Storage) -> str | None:
-    """The commit whose export in `target` is whole."""
-    try:
-        return str(read_body(target, RECORD, most=_MAX_RECORD)[0].get("identity"))
-    except (CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError):
-        return None  # the export that comes replaces it

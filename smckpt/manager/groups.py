@@ -69,7 +69,17 @@ def _replicas(
                 f"parallel_state has {degrees.world_size} ranks, the job {len(everyone[0])}",
                 remedy="pass the ParallelState of this job",
             )
-        ranks, at = _coordinates(degrees)
+        group = group_of(None)
+        assert group is not None
+        rank, ranker = group.rank, degrees.ranker
+        sizes = {
+            "pp": (degrees.pp_size, ranker.get_pp_rank),
+            "tp": (degrees.tp_size, ranker.get_tp_rank),
+            "ep": (degrees.ep_size, ranker.get_ep_rank),
+            "shard": (degrees.fsdp_size, ranker.get_fsdp_rank),
+        }
+        ranks = tuple(ranker.get_rep_group(rank))
+        at = tuple((role, index(rank)) for role, (size, index) in sizes.items() if size > 1)
     elif len(models) == 1:
         try:
             ranks, at = replicas_of(models[0])
@@ -85,18 +95,3 @@ def _replicas(
     roles = at if degrees is not None else [(role_of(dim) or dim, index) for dim, index in at]
     coordinates = {"fsdp" if role == "shard" else role: index for role, index in roles}
     return ranks, template.group_of(coordinates)
-
-
-def _coordinates(degrees: ParallelState) -> tuple[tuple[int, ...], tuple[tuple[str, int], ...]]:
-    """The replication group of this rank, and its coordinates: pp, tp, ep, shard."""
-    group = group_of(None)
-    assert group is not None
-    rank, ranker = group.rank, degrees.ranker
-    sizes = {
-        "pp": (degrees.pp_size, ranker.get_pp_rank),
-        "tp": (degrees.tp_size, ranker.get_tp_rank),
-        "ep": (degrees.ep_size, ranker.get_ep_rank),
-        "shard": (degrees.fsdp_size, ranker.get_fsdp_rank),
-    }
-    at = tuple((role, index(rank)) for role, (size, index) in sizes.items() if size > 1)
-    return tuple(ranker.get_rep_group(rank)), at

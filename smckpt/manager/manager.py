@@ -30,13 +30,12 @@ from smckpt.engine.loading.load_plan import LoadOptions
 from smckpt.engine.saving.job import SaveHandle, SaveOptions, Timings, options_of
 from smckpt.errors import UsageError
 from smckpt.manager.groups import agreed_group
-from smckpt.manager.keeping.retention import Best, Retention, policies_of
-from smckpt.manager.keeping.rivals import Rivals
-from smckpt.manager.keeping.room import meet_about_room
 from smckpt.manager.memory import Memory, MemoryTier, Tiers
 from smckpt.manager.notice import Signals, Watch, called, signals_of
 from smckpt.manager.record import mark_of, recorded, save_seconds_of
 from smckpt.manager.resume import resume
+from smckpt.manager.retention import Best, Retention, Rivals, policies_of
+from smckpt.manager.room import meet_about_room
 from smckpt.manager.schedule import Interval, Schedule
 from smckpt.manager.state import (
     Failed,

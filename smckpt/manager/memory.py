@@ -34,7 +34,7 @@ from smckpt.errors import (
     StorageError,
     UsageError,
 )
-from smckpt.manager.keeping.retention import Newest, Retention
+from smckpt.manager.retention import Newest, Retention
 from smckpt.manager.schedule import Interval, Schedule, refused
 from smckpt.meeting.round import Meeting
 from smckpt.staging.arena import free_memory

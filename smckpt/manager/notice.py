@@ -29,7 +29,6 @@ from typing import Any, NoReturn, TypeVar
 
 from smckpt.errors import UsageError
 from smckpt.meeting.group import Membership
-from smckpt.meeting.round import Meeting
 from smckpt.meeting.store import OverStore
 
 __all__ = ["Notice", "Signals", "Watch", "called", "signals_of"]
@@ -269,25 +268,25 @@ class Watch:
         """The first notice that any rank received."""
         meeting = self._membership.meeting(self._timeout)
         while not self._ended.is_set():
-            self._wait_for_signal()
+            if not self._pipe:
+                self._ended.wait(self._pause)
+            elif self._flag is None and select.select(self._pipe[:1], (), (), self._pause)[0]:
+                for number in os.read(self._pipe[0], 64):
+                    if number in self._before:
+                        self._flag = signal.Signals(number).name
             mine: dict[str, Any] | None = None
             if self._flag is not None:
                 grace = self._grace_after(self._flag)
                 rank = self._membership.group.rank
                 mine = vars(Notice(self._flag, rank, socket.gethostname(), grace))
-            first = _earliest_notice(meeting, mine)
+            transport, first = meeting.transport, None
+            if mine is not None:
+                first = meeting.first("notice", mine)
+            elif isinstance(transport, OverStore):
+                first = transport.keys.peek("notice")
             if first is not None:
                 return Notice(**first)
         return None
-
-    def _wait_for_signal(self) -> None:
-        """Wait until a signal comes, or until it is time to ask the store."""
-        if not self._pipe:
-            self._ended.wait(self._pause)
-        elif self._flag is None and select.select(self._pipe[:1], (), (), self._pause)[0]:
-            for number in os.read(self._pipe[0], 64):
-                if number in self._before:
-                    self._flag = signal.Signals(number).name
 
     def _obey(self, notice: Notice) -> None:
         self.notice = notice
@@ -302,10 +301,17 @@ class Watch:
             self._status,
             notice.grace,
         )
+
+        def hold() -> int:
+            """Make this rank's loop wait at its next step; returns the step it has passed."""
+            with self._lock:
+                self._holds = True
+                return self._passed
+
         meeting = self._membership.meeting(self._timeout)
         self._after = meeting.round(
             "last",
-            self._hold,
+            hold,
             lambda brought: max(brought().values()),
             timeout=self._patience(notice.grace),
         )
@@ -324,12 +330,6 @@ class Watch:
             )
         return max(grace - max(_SAVE_FACTOR * self.save_seconds, grace / 3), grace / 10)
 
-    def _hold(self) -> int:
-        """Make this rank's loop wait at its next step; returns the step it has passed."""
-        with self._lock:
-            self._holds = True
-            return self._passed
-
     def _end(self, why: str) -> None:
         if not self._saved:
             log.error(
@@ -347,12 +347,3 @@ def called(method: Callable[[T], None], reference: weakref.ref[T]) -> None:
     owner = reference()
     if owner is not None:
         method(owner)
-
-
-def _earliest_notice(meeting: Meeting, mine: dict[str, Any] | None) -> dict[str, Any] | None:
-    """The notice that came first: an earlier one, else `mine`."""
-    transport = meeting.transport
-    if mine is not None:
-        first: dict[str, Any] = meeting.first("notice", mine)
-        return first
-    return transport.keys.peek("notice") if isinstance(transport, OverStore) else None

@@ -145,16 +145,13 @@ def resume(
             return Resumed(found, turn.lost)
         found, count = FoundCheckpoint.from_json(turn.found), count + 1
         time.sleep(turn.pause)
-        outcome = _tried(load, found)
-
-
-def _tried(load: Callable[[FoundCheckpoint], None], found: FoundCheckpoint) -> Outcome:
-    try:
-        load(found)
-        return Outcome()
-    except Exception as error:
-        ours = as_checkpoint_error(error)
-        return Outcome(True, is_damage(ours), any(map(may_pass, _causes(ours))), ours.to_json())
+        try:
+            load(found)
+            outcome = Outcome()
+        except Exception as error:
+            ours = as_checkpoint_error(error)
+            passing = any(map(may_pass, _causes(ours)))
+            outcome = Outcome(True, is_damage(ours), passing, ours.to_json())
 
 
 def is_damage(error: CheckpointError) -> bool:

@@ -20,8 +20,7 @@ from typing import Any, Literal
 from smckpt.checkpoint.commits.discover import FoundCheckpoint
 from smckpt.engine.saving.job import Timings
 from smckpt.errors import PeerError, UsageError
-from smckpt.manager.attempts import RunAttempt
-from smckpt.manager.record import History, history_of
+from smckpt.manager.record import History, RunAttempt, history_of
 from smckpt.meeting.group import Membership
 from smckpt.meeting.keys import Keys
 from smckpt.meeting.store import OverStore
@@ -225,7 +224,11 @@ class Schedule:
             if self._error is not None:
                 raise self._error
             now = time.monotonic()
-            self._count(step, now)
+            if self._passed is not None and step > self._passed[0]:
+                took = max(now - self._passed[1], 1e-6) / (step - self._passed[0])
+                known = self._step_seconds
+                self._step_seconds = 0.8 * known + 0.2 * took if known else took
+            self._passed = step, now
             if self._since is None:
                 self._since = now
             ahead = FEWEST
@@ -251,13 +254,6 @@ class Schedule:
                 self._since = now + (at - step) * self._step_seconds
             self._plan = Plan(self._plan.generation, until, tuple(saves))
             self._news.notify_all()
-
-    def _count(self, step: int, now: float) -> None:
-        if self._passed is not None and step > self._passed[0]:
-            took = max(now - self._passed[1], 1e-6) / (step - self._passed[0])
-            known = self._step_seconds
-            self._step_seconds = 0.8 * known + 0.2 * took if known else took
-        self._passed = step, now
 
     def _wait(self, step: int) -> None:
         until = time.monotonic() + self._timeout

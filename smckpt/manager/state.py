@@ -34,7 +34,7 @@ __all__ = [
 
 def models_in(state: Any) -> list[nn.Module]:
     """The modules in a state, in its order."""
-    return [value for value in _leaves(state) if isinstance(value, nn.Module)]
+    return [value for _, value in _named(state, "") if isinstance(value, nn.Module)]
 
 
 def taken(state: Mapping[str, Any], kind: SMStateDictType) -> dict[str, Any]:
@@ -178,17 +178,6 @@ def _is_stateful(value: Any) -> bool:
         and callable(getattr(value, "state_dict", None))
         and callable(getattr(value, "load_state_dict", None))
     )
-
-
-def _leaves(value: Any) -> Iterator[Any]:
-    if isinstance(value, Mapping):
-        for child in value.values():
-            yield from _leaves(child)
-    elif type(value) in (list, tuple):
-        for child in value:
-            yield from _leaves(child)
-    else:
-        yield value
 
 
 class Failed(Mapping[str, Any]):

@@ -145,7 +145,10 @@ class Chaos:
             trial = _Trial(Script(self.command, self.root, self.chdir, scratch, self.say), self)
             self.say("the uninterrupted run, which counts the moments")
             count = trial.uninterrupted()
-            chosen = _spread(count, count if self.moments is None else self.moments)
+            wanted = min(count, self.moments or count)
+            chosen = [(count + 1) // 2]
+            if wanted > 1:  # evenly spread, the first and the last among them
+                chosen = [1 + round(at * (count - 1) / (wanted - 1)) for at in range(wanted)]
             self.say(f"{count} moments; killed at {len(chosen)} of them")
             resumes = []
             for number, moment in enumerate(chosen, 1):
@@ -160,15 +163,6 @@ class Chaos:
                 remedy="make the script do the same in each run",
             )
         return ChaosResult(count, trial.whole.newest.step or 0, tuple(resumes))
-
-
-def _spread(count: int, wanted: int) -> list[int]:
-    """Moments, the first and the last among them."""
-    if wanted >= count:
-        return list(range(1, count + 1))
-    if wanted == 1:
-        return [(count + 1) // 2]
-    return [1 + round(index * (count - 1) / (wanted - 1)) for index in range(wanted)]
 
 
 class _Trial:
@@ -209,15 +203,22 @@ class _Trial:
         resumed = self._script.watch(name, self._limit)
         steps = [one.step for one in resumed.found if one.step is not None]
         committed = max(steps, default=None)
-        outcome, why = self._resume(name, resumed, committed)
-        if outcome == EXACT:
-            _clear(resumed.root)
+        outcome, why = self._resumed(name, resumed, committed)
+        if outcome == EXACT and is_local(resumed.root):
+            shutil.rmtree(local_path(resumed.root), ignore_errors=True)
+        elif outcome == EXACT:
+            with contextlib.suppress(CheckpointError):  # what stays costs space only
+                _empty(Access().open(resumed.root))
         return Resume(moment, call, committed, outcome, why)
 
     def _kill(self, name: str, moment: int) -> str:
         """Run until the moment. Returns the call before which it was killed, or ""."""
         watch = self._script.watch(name, self._limit)
-        _refuse_occupied(watch.root)
+        store = Access().open(watch.root)
+        if store.list() or store.list_dirs():  # it would be deleted after the run
+            raise UsageError(
+                "there is something here already", remedy="pass a new --out", path=watch.root
+            )
         with self._output(name) as log, Moments(watch.root, moment) as moments:
 
             def until() -> bool:
@@ -234,7 +235,7 @@ class _Trial:
                 )
         return moments.stopped
 
-    def _resume(self, name: str, watch: RunWatch, committed: int | None) -> tuple[str, str]:
+    def _resumed(self, name: str, watch: RunWatch, committed: int | None) -> tuple[str, str]:
         with self._output(name) as log:
             try:
                 status = self._script.run(watch, lambda: watch.due() and False, output=log)
@@ -243,9 +244,6 @@ class _Trial:
             if status:
                 return CRASHED, f"status {status}; its last lines: {_tail(log)}"
         watch.look()
-        return self._judged(watch, committed)
-
-    def _judged(self, watch: RunWatch, committed: int | None) -> tuple[str, str]:
         fresh = [one.step for one in watch.fresh.values() if one.step is not None]
         again = min(fresh, default=None) if committed is not None else None
         began = min(one.step for one in self.whole.fresh.values() if one.step is not None)
@@ -294,22 +292,6 @@ def _tail(log: int) -> str:
     text = os.pread(log, 1 << 14, max(size - (1 << 14), 0)).decode(errors="replace")
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return " | ".join(lines[-_TAIL:])
-
-
-def _refuse_occupied(root: str) -> None:
-    """What is there when a run begins is deleted after it, so nothing may be there."""
-    store = Access().open(root)
-    if store.list() or store.list_dirs():
-        raise UsageError("there is something here already", remedy="pass a new --out", path=root)
-
-
-def _clear(root: str) -> None:
-    """Delete what a run has left."""
-    if is_local(root):
-        shutil.rmtree(local_path(root), ignore_errors=True)
-        return
-    with contextlib.suppress(CheckpointError):  # what stays costs space only
-        _empty(Access().open(root))
 
 
 def _empty(store: Storage) -> None:

@@ -136,8 +136,23 @@ class Moments:
 
     @property
     def program(self) -> bytes:
-        """The filter, for `traced.ask`."""
-        return _filter(self._calls, self._audit)
+        """The filter for `traced.ask`, in the kernel's instructions. It passes over what can be
+        told from numbers: other calls, opens that only read, and writes to stdout and stderr."""
+        program = [
+            *((_LOAD, 0, 0, 4), (_EQUAL, 1, 0, self._audit)),
+            *((_RETURN, 0, 0, _ALLOW), (_LOAD, 0, 0, 0)),
+        ]
+        ask = (_RETURN, 0, 0, _NOTIFY)
+        for number, (_, call) in self._calls.items():
+            test: list[tuple[int, int, int, int]] = []
+            if call.flags is not None:
+                test = [(_LOAD, 0, 0, 16 + 8 * call.flags), (_ANY_BIT, 0, 1, _WRITES)]
+            elif call.fd is not None:
+                test = [(_LOAD, 0, 0, 16 + 8 * call.fd), (_AT_LEAST, 0, 1, 3)]
+            rest = [*test, ask, (_RETURN, 0, 0, _ALLOW)]
+            program += [(_EQUAL, 0, len(rest), number), *rest]
+        program.append((_RETURN, 0, 0, _ALLOW))
+        return b"".join(struct.pack("=HBBI", *each) for each in program)
 
     @property
     def inherited(self) -> int:
@@ -225,25 +240,6 @@ def _calls(table: Mapping[str, _Call]) -> tuple[dict[int, tuple[str, _Call]], in
     )
 
 
-def _filter(calls: Mapping[int, tuple[str, _Call]], audit: int) -> bytes:
-    """The filter, in the kernel's instructions. It passes over what can be told from numbers: other
-    calls, opens that only read, and writes to stdout and stderr."""
-    program = [
-        (_LOAD, 0, 0, 4), (_EQUAL, 1, 0, audit), (_RETURN, 0, 0, _ALLOW), (_LOAD, 0, 0, 0),
-    ]  # fmt: skip
-    ask = (_RETURN, 0, 0, _NOTIFY)
-    for number, (_, call) in calls.items():
-        test: list[tuple[int, int, int, int]] = []
-        if call.flags is not None:
-            test = [(_LOAD, 0, 0, 16 + 8 * call.flags), (_ANY_BIT, 0, 1, _WRITES)]
-        elif call.fd is not None:
-            test = [(_LOAD, 0, 0, 16 + 8 * call.fd), (_AT_LEAST, 0, 1, 3)]
-        rest = [*test, ask, (_RETURN, 0, 0, _ALLOW)]
-        program += [(_EQUAL, 0, len(rest), number), *rest]
-    program.append((_RETURN, 0, 0, _ALLOW))
-    return b"".join(struct.pack("=HBBI", *each) for each in program)
-
-
 @dataclass(frozen=True)
 class _Notice:
     """A call that waits."""
@@ -276,7 +272,9 @@ class _Notice:
         for directory, text in self.call.paths:
             path = os.fsdecode(self.memory(self.arguments[text], _LONGEST).partition(b"\0")[0])
             if not os.path.isabs(path):
-                fd = _AT_CWD if directory is None else _signed(self.arguments[directory])
+                fd = _AT_CWD
+                if directory is not None:  # a signed number
+                    fd = ctypes.c_int32(self.arguments[directory] & 0xFFFFFFFF).value
                 path = os.path.join(self.link(fd), path)
             found.append(path)
         return found
@@ -287,11 +285,6 @@ class _Notice:
                 return os.pread(memory.fileno(), size, address)
         except (OSError, OverflowError):
             return b""
-
-
-def _signed(value: int) -> int:
-    low = value & 0xFFFFFFFF
-    return low - (1 << 32) if low >> 31 else low
 
 
 class _FileCalls:
@@ -308,19 +301,18 @@ class _FileCalls:
                 os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path))
                 for path in notice.paths()
             ]
-        ways = [path[len(self._root) + 1 :] for path in paths if self._below(path)]
+        ways = [path[len(self._root) + 1 :] for path in paths if path.startswith(self._root + "/")]
         return f"{notice.name} {' '.join(ways)}" if ways else ""
-
-    def _below(self, path: str) -> bool:
-        return path.startswith(self._root + "/")
 
 
 class _Messages:
     """What is sent to the port of the object store, or to that of a proxy."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
-        ports = [_port_of(environment[name]) for name in _ENDPOINTS if environment.get(name)]
-        self._ports = {*ports, _PORT}
+        self._ports = {_PORT}
+        for url in filter(None, map(environment.get, _ENDPOINTS)):
+            parts = urlsplit(url if "//" in url else f"//{url}")
+            self._ports.add(parts.port or (80 if parts.scheme == "http" else _PORT))
         self._known: dict[str, bool] = {}
 
     def described(self, notice: _Notice) -> str:
@@ -338,11 +330,6 @@ class _Messages:
             line.split(b" HTTP/", 1)[0].decode("ascii", "replace") if b" HTTP/" in line else ""
         )
         return f"{notice.name} {request}" if request.isprintable() and request else notice.name
-
-
-def _port_of(url: str) -> int:
-    parts = urlsplit(url if "//" in url else f"//{url}")
-    return parts.port or (80 if parts.scheme == "http" else _PORT)
 
 
 def _remote_port(thread: int, inode: str) -> int:

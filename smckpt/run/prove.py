@@ -6,7 +6,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 from smckpt.checkpoint.upkeep.compare import Compared
 from smckpt.errors import UsageError
@@ -98,10 +98,29 @@ class Proving:
             script = Script(self.command, self.root, self.chdir, scratch, self.say)
             killed = script.watch("interrupted", self.timeout)
             self.say("run 1 of 3: until a step is committed, then SIGKILL")
-            status = script.run(killed, lambda: killed.due() and self._reached(killed))
+
+            def reached() -> bool:
+                if killed.due():
+                    refuse_nameless(killed.found)
+                    steps = [one.step for one in killed.found if one.step is not None]
+                    at = self.kill_at
+                    killed.killed = any(at is None or step >= at for step in steps)
+                return killed.killed
+
+            status = script.run(killed, reached)
             killed.look()
             if not killed.killed:
-                self._refuse_end(script, killed, status)
+                if status:
+                    raise UsageError(
+                        f"the first run ended with status {status} before it could be killed",
+                        remedy="its output is above: the command must end with status 0 by itself",
+                    )
+                script.refuse_end(killed, "the script", status)
+                steps = ", ".join(str(one.step) for one in killed.found)
+                raise UsageError(
+                    f"the script ended before it could be killed; it has committed steps {steps}",
+                    remedy="pass a smaller step to --kill-at, or let it train longer",
+                )
             before = killed.newest
             self.say(f"killed at the commit of step {before.step}; run 2 of 3: the same command")
             resumed = self._finished(script, "interrupted", "the resumed run")
@@ -109,31 +128,12 @@ class Proving:
             whole = self._finished(script, "uninterrupted", "the uninterrupted run")
         return _compared(killed, resumed, whole, self.ignore)
 
-    def _reached(self, watch: RunWatch) -> bool:
-        refuse_nameless(watch.found)
-        steps = [one.step for one in watch.found if one.step is not None]
-        watch.killed = any(self.kill_at is None or step >= self.kill_at for step in steps)
-        return watch.killed
-
     def _finished(self, script: Script, directory: str, name: str) -> RunWatch:
         watch = script.watch(directory, self.timeout)
         status = script.run(watch, lambda: watch.due() and False)
         watch.look()
         script.refuse_end(watch, name, status)
         return watch
-
-    def _refuse_end(self, script: Script, watch: RunWatch, status: int) -> NoReturn:
-        if status:
-            raise UsageError(
-                f"the first run ended with status {status} before it could be killed",
-                remedy="its output is above: the command must end with status 0 by itself",
-            )
-        script.refuse_end(watch, "the script", status)
-        steps = ", ".join(str(one.step) for one in watch.found)
-        raise UsageError(
-            f"the script ended before it could be killed; it has committed steps {steps}",
-            remedy="pass a smaller step to --kill-at, or let it train longer",
-        )
 
 
 def _compared(

@@ -210,7 +210,9 @@ class RunWatch:
         self.look()
         self._next = began + _SHARE * (time.monotonic() - began)
         if not self.fresh and not self._warned and began >= self._next_there:
-            self._warn_elsewhere()
+            if (there := self._elsewhere()) is not None:
+                self._warned = True
+                self._say(f"{there} was committed, and nothing yet below {self.root}; {_HOW}")
             now = time.monotonic()
             self._next_there = now + max(1.0, _SHARE * (now - began))
         return True
@@ -235,12 +237,6 @@ class RunWatch:
         for one in self.found:
             if (one.path, one.identity) not in self.before:
                 self.fresh[one.path, one.identity] = one
-
-    def _warn_elsewhere(self) -> None:
-        there = self._elsewhere()
-        if there is not None:
-            self._warned = True
-            self._say(f"{there} was committed, and nothing yet below {self.root}; {_HOW}")
 
     def _elsewhere(self) -> FoundCheckpoint | None:
         """A checkpoint that was committed meanwhile below the working directory, but not below the

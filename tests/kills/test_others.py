@@ -16,7 +16,7 @@ from smckpt import ExportOptions, export_hf, find_checkpoints, verify_checkpoint
 from smckpt.checkpoint.commits.discover import found_at
 from smckpt.checkpoint.commits.run_directory import RunDirectory, Template
 from smckpt.checkpoint.upkeep.repair import repair_checkpoint
-from smckpt.manager.keeping.retention import Newest, Retention
+from smckpt.manager.retention import Newest, Retention
 from smckpt.storage import open_storage
 from tests.support import synthetic
 from tests.support.kills import SAMPLE_OR_ALL, copied, everything, fresh, killed_everywhere

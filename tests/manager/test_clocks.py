@@ -145,7 +145,7 @@ def reads_while_it_is_deleted(root: str, off: float) -> tuple[str, str]:
 def _save_alone(root: str, step: int, keep: int | None) -> None:
     """By rank 0 alone, with the manager's own rules for what is deleted."""
     from smckpt.checkpoint.commits.run_directory import RunDirectory, Template
-    from smckpt.manager.keeping.retention import Retention, policies_of
+    from smckpt.manager.retention import Retention, policies_of
     from smckpt.storage import open_storage
 
     smckpt.save(

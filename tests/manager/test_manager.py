@@ -26,8 +26,8 @@ from smckpt import (
 )
 from smckpt.engine.api import _RUNTIME
 from smckpt.errors import CheckpointError, CorruptCheckpointError, KeysMismatchError, UsageError
-from smckpt.manager.keeping.retention import Best, Every
 from smckpt.manager.manager import QUEUE
+from smckpt.manager.retention import Best, Every
 from tests.support.launch import run_ranks
 
 

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from smckpt.checkpoint.commits.run_directory import RunDirectory, Template
-from smckpt.manager.keeping.retention import Newest, Retention
+from smckpt.manager.retention import Newest, Retention
 from smckpt.storage import open_storage
 from tests.support.copies import contents
 from tests.support.proxy import faulty_proxy

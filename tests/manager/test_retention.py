@@ -28,8 +28,7 @@ from smckpt.errors import (
     StorageError,
     UsageError,
 )
-from smckpt.manager.keeping.retention import Best, Every, Newest, Retention, policies_of
-from smckpt.manager.keeping.rivals import Rivals
+from smckpt.manager.retention import Best, Every, Newest, Retention, Rivals, policies_of
 from smckpt.storage import open_storage
 from smckpt.storage.disk.posix import PosixStorage
 from tests.support import synthetic

@@ -14,9 +14,9 @@ import torch
 
 from smckpt import CheckpointManager, ParallelState, find_checkpoints
 from smckpt.errors import StorageError
-from smckpt.manager.keeping import room
-from smckpt.manager.keeping.retention import Best, Every, Newest
-from smckpt.manager.keeping.room import Outlook, Room, degrees_text, room_at
+from smckpt.manager import room
+from smckpt.manager.retention import Best, Every, Newest
+from smckpt.manager.room import Outlook, Room, degrees_text, room_at
 from tests.support.launch import run_ranks
 
 STATE = {"model": torch.nn.Linear(1000, 1000)}  # 4 MB

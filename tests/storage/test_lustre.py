@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from smckpt.manager.keeping import room
-from smckpt.manager.keeping.room import Outlook, Room, room_at
+from smckpt.manager import room
+from smckpt.manager.room import Outlook, Room, room_at
 from smckpt.storage.disk import lustre
 from smckpt.storage.disk.lustre import LustreTarget, quotas_left, targets
 from tests.support.limits import seconds

@@ -81,8 +81,16 @@ class ForeignQueue:
         began = time.perf_counter()
         handle = SaveHandle(self._numbers, _directory_of(checkpoint_id, writer), None)
         self._numbers += 1
-        self._wait_for_room()
-        process_group = self._own_group(group, agreed_name)
+        if self.flying is not None and not self.flying.done():
+            log.info("a save waits for save %d, which DCP is still writing", self.flying.number)
+            self.flying.ended()  # gloo's timeout bounds each collective of it
+        process_group = None
+        if dist.is_available() and dist.is_initialized():
+            if self._process_group is None or self._world is not dist.group.WORLD:
+                # it is another object after the job has made the process group again
+                self._world = dist.group.WORLD
+                self._process_group = gloo_group(group, agreed_name())
+            process_group = self._process_group
         refused: BaseException | None = None
         staged: dict[str, Any] = {}
         try:
@@ -140,22 +148,6 @@ class ForeignQueue:
 
     def _unseen(self) -> list[SaveHandle]:
         return [handle for handle in self._unreported if not handle.failure_seen]
-
-    def _wait_for_room(self) -> None:
-        flying = self.flying
-        if flying is None or flying.done():
-            return
-        log.info("a save waits for save %d, which DCP is still writing", flying.number)
-        flying.ended()  # gloo's timeout bounds each collective of it
-
-    def _own_group(self, group: Group, agreed_name: Callable[[], str]) -> Any:
-        if not (dist.is_available() and dist.is_initialized()):
-            return None
-        if self._process_group is None or self._world is not dist.group.WORLD:
-            # it is another object after the job has made the process group again
-            self._world = dist.group.WORLD
-            self._process_group = gloo_group(group, agreed_name())
-        return self._process_group
 
     def _raise_failures(self) -> None:
         with self._lock:
@@ -245,7 +237,8 @@ def load_with_dcp(
         if isinstance(failure := getattr(reader, "failure", None), CheckpointError):
             raise failure from error
         where = _directory_of(checkpoint_id, reader)
-        if _is_ours(where, reader):
+        foreign = not isinstance(reader, DistributedFileSystemReader)
+        if foreign and where and DistributedFileSystemReader.validate_checkpoint_id(where):
             raise UsageError(
                 f"a {type(reader).__name__} cannot read a checkpoint of smckpt",
                 remedy="leave storage_reader out, or pass a DistributedFileSystemReader",
@@ -320,13 +313,6 @@ def _directory_of(checkpoint_id: Any, storage: Any) -> str:
     """The directory of a reader or writer, if it has one."""
     urls = (checkpoint_id, getattr(storage, "checkpoint_id", None), getattr(storage, "path", None))
     return str(next((one for one in urls if one), ""))
-
-
-def _is_ours(where: str, reader: StorageReader) -> bool:
-    """Whether another system's reader was given a checkpoint of smckpt."""
-    return not isinstance(reader, DistributedFileSystemReader) and (
-        bool(where) and DistributedFileSystemReader.validate_checkpoint_id(where)
-    )
 
 
 class _Refusal(SavePlanner):

@@ -194,40 +194,32 @@ class DistributedFileSystemReader(StorageReader):
         """
         catalogue = self._opened()
         with noticing_replacement(self._storage(), catalogue.identity):
-            self._read_all(catalogue, plan, planner)
+            tensors = []
+            for item in plan.items:
+                if item.type == LoadItemType.BYTE_IO:
+                    planner.load_bytes(item, self._bytes_of(item))
+                else:
+                    tensors.append(item)
+            for batch in _batches(tensors, planner):
+                self._read(catalogue, batch)
+                for item, target in batch:
+                    planner.commit_tensor(item, target)
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
     # -- inside ------------------------------------------------------------------------------
 
-    def _read_all(
-        self, catalogue: CommittedCatalogue, plan: LoadPlan, planner: LoadPlanner
-    ) -> None:
-        tensors = []
-        for item in plan.items:
-            if item.type == LoadItemType.BYTE_IO:
-                planner.load_bytes(item, self._bytes_of(item))
-            else:
-                tensors.append(item)
-        for batch in _batches(tensors, planner):
-            self._read(catalogue, batch)
-            for item, target in batch:
-                planner.commit_tensor(item, target)
-
     def _opened(self) -> CommittedCatalogue:
         if self._catalogue is None:
-            self._catalogue = self._found()
+            if (group := self._group()) is None:
+                self._catalogue = open_catalogue(self._storage())
+            else:
+                from smckpt.engine.api import _RUNTIME  # this process's, as in `smckpt.load`
+
+                self._catalogue = _RUNTIME.loader(group).open(self._storage(), self._timeout)
             self._objects = {}
         return self._catalogue
-
-    def _found(self) -> CommittedCatalogue:
-        group = self._group()
-        if group is None:
-            return open_catalogue(self._storage())
-        from smckpt.engine.api import _RUNTIME  # this process's loaders, as in `smckpt.load`
-
-        return _RUNTIME.loader(group).open(self._storage(), self._timeout)
 
     def _group(self) -> Group | None:
         """The group as it is now: the job may have destroyed it since."""
@@ -256,7 +248,10 @@ class DistributedFileSystemReader(StorageReader):
             entries[name] = TensorStorageMetadata(
                 TensorProperties(dtype=getattr(torch, tensor.dtype)),
                 torch.Size(tensor.shape),
-                [_chunk(box) for box in sorted(boxes, key=lambda b: (b.offsets, b.sizes))],
+                [
+                    ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
+                    for box in sorted(boxes, key=lambda b: (b.offsets, b.sizes))
+                ],
             )
             paths[name] = tuple(tensor.path)
         for path, value in self._flat_objects(catalogue):
@@ -390,10 +385,6 @@ def _entry(number: int, name: str, dtype: str, shape: tuple[int, ...], item: Rea
         after=(),
         ranks=(0,),
     )
-
-
-def _chunk(box: Box) -> ChunkStorageMetadata:
-    return ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
 
 
 # -- paths and values as DCP has them --------------------------------------------------------------

@@ -178,7 +178,8 @@ class DistributedFileSystemWriter(StorageWriter):
         """Called by DCP on each rank."""
         self._refuse_cached([plan])
         self._own = tuple(plan.items)
-        return replace(plan, storage_data=_global_rank())
+        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        return replace(plan, storage_data=rank)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Called by DCP on the coordinator: opens the attempt and takes the lease of the directory.
@@ -255,7 +256,12 @@ class DistributedFileSystemWriter(StorageWriter):
         )
         done = self._write(ticket, layout, dict(zip(map(id, entries), tensors, strict=True)), part)
         done["host"] = part["host"]
-        results = [WriteResult(item.index, _size(item), None) for item in plan.items]
+        results = []
+        for item in plan.items:
+            size = 0
+            if (data := item.tensor_data) is not None:
+                size = data.chunk.sizes.numel() * data.properties.dtype.itemsize
+            results.append(WriteResult(item.index, size, None))
         results.append(WriteResult(MetadataIndex(""), 0, {"rank": ticket.rank, **done}))
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
@@ -286,20 +292,19 @@ class DistributedFileSystemWriter(StorageWriter):
             record=None,
         )
         if self._sweep:
-            self._delete_superseded(published["manifest"], fencing_token)
+            try:
+                sweep(
+                    self.access,
+                    directory=self.checkpoint_id,
+                    keep=[published["manifest"]],
+                    fencing_token=fencing_token,
+                )
+            except CheckpointError as error:  # the save is committed anyway
+                log.warning(
+                    "the files that %s supersedes are not deleted: %s", published["manifest"], error
+                )
 
     # -- inside ------------------------------------------------------------------------------
-
-    def _delete_superseded(self, manifest: str, fencing_token: int) -> None:
-        try:
-            sweep(
-                self.access,
-                directory=self.checkpoint_id,
-                keep=[manifest],
-                fencing_token=fencing_token,
-            )
-        except CheckpointError as error:  # the save is committed anyway
-            log.warning("the files that %s supersedes are not deleted: %s", manifest, error)
 
     def _refuse_cached(self, plans: Iterable[SavePlan]) -> None:
         if not all(getattr(plan, "usable", True) for plan in plans):
@@ -367,16 +372,6 @@ class DistributedFileSystemWriter(StorageWriter):
                 arena.close()
 
 
-def _global_rank() -> int:
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-
-
-def _size(item: WriteItem) -> int:
-    if item.tensor_data is None:
-        return 0
-    return item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize
-
-
 def _path_of(fqn: str, paths: Mapping[str, Path]) -> Path:
     return tuple(paths.get(fqn, (fqn,)))
 
@@ -390,19 +385,29 @@ def _entries(
         by_name.setdefault(item.index.fqn, []).append(item)
     entries, tensors = [], []
     for fqn, shards in by_name.items():
-        found = [_resolved(item, planner) for item in shards]
+        boxes, data = [], []  # and their elements, which the planner may have changed
+        for item in shards:
+            planned, tensor = item.tensor_data, planner.resolve_data(item)
+            assert planned is not None
+            if not isinstance(tensor, torch.Tensor) or tensor.shape != planned.chunk.sizes:
+                raise StateError(
+                    f"{item.index.fqn}: the planner's data is not a tensor of shape "
+                    f"{tuple(planned.chunk.sizes)}, as its plan says",
+                    remedy="resolve_data must return what create_local_plan announced",
+                )
+            boxes.append(Box(tuple(planned.chunk.offsets), tuple(planned.chunk.sizes)))
+            data.append(tensor.detach())
         path = _path_of(fqn, paths)
         turn = max(i for i, part in enumerate(path) if isinstance(part, str))
         first = shards[0].tensor_data
         assert first is not None
-        geometry = BoxGeometry(
-            str(path[turn]), tuple(first.size), tuple(box for box, _ in found), (rank,)
-        )
-        data = [tensor for _, tensor in found]
+        geometry = BoxGeometry(str(path[turn]), tuple(first.size), tuple(boxes), (rank,))
+        if (dtype := str(data[0].dtype).removeprefix("torch.")) not in DTYPES:
+            raise StateError(f"{fqn} has dtype {dtype}", remedy="store it as another dtype")
         entries.append(
             Entry(
                 path=path,
-                dtype=_dtype_name(fqn, data[0].dtype),
+                dtype=dtype,
                 geometry=geometry,
                 before=path[:turn],
                 after=path[turn + 1 :],
@@ -411,27 +416,6 @@ def _entries(
         )
         tensors.append(data)
     return entries, tensors
-
-
-def _resolved(item: WriteItem, planner: SavePlanner) -> tuple[Box, torch.Tensor]:
-    """The box of a write item and its elements, which the planner may have changed."""
-    data = item.tensor_data
-    tensor = planner.resolve_data(item)
-    assert data is not None
-    if not isinstance(tensor, torch.Tensor) or tensor.shape != data.chunk.sizes:
-        raise StateError(
-            f"{item.index.fqn}: the planner's data is not a tensor of shape "
-            f"{tuple(data.chunk.sizes)}, as its plan says",
-            remedy="resolve_data must return what create_local_plan announced",
-        )
-    return Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes)), tensor.detach()
-
-
-def _dtype_name(fqn: str, dtype: torch.dtype) -> str:
-    name = str(dtype).removeprefix("torch.")
-    if name not in DTYPES:
-        raise StateError(f"{fqn} has dtype {name}", remedy="store it as another dtype")
-    return name
 
 
 def _decoded(fqn: str, data: Any) -> Any:

@@ -64,7 +64,9 @@ class State:
                 remedy="call init() after the job's process group is initialised",
             )
         if name.endswith("_process_group"):
-            return self._group(name)
+            if name not in self._groups:
+                raise AttributeError(f"torch.sagemaker.state has no {name}")
+            return self._groups[name]
         return getattr(self.parallel, name)
 
     def set_up(self, parallel: ParallelState) -> None:
@@ -104,12 +106,6 @@ class State:
             groups = ranker.get_fsdp_groups()
             return {"groups": [g for g in groups if ranker.get_rep_rank(g[0]) == replica]}
         return {}
-
-    def _group(self, name: str) -> Any:
-        try:
-            return self._groups[name]
-        except KeyError:
-            raise AttributeError(f"torch.sagemaker.state has no {name}") from None
 
 
 state = State()  # SMP's scripts import it by name, before init() fills it

@@ -118,7 +118,11 @@ class SmckptTrainerMixin:
         step = self.state.global_step
         run = self._get_output_dir(trial=trial)  # type: ignore[attr-defined]
         directory = os.path.join(run, f"checkpoint-{step}")
-        looked_at, writers = self._is_looked_at(), self._overridden()
+        looked_at = self._is_looked_at()
+        # the Trainer's methods that a class of the user's overrides
+        owners = [self, *(kind for kind in type(self).__mro__ if kind is not SmckptTrainerMixin)]
+        first = ((name, next(one for one in owners if name in vars(one))) for name in _WRITERS)
+        writers = tuple(name for name, owner in first if owner is not Trainer)
         before = stock_files(directory) if self.args.should_save else {}
         if self.args.should_save:
             os.makedirs(directory, exist_ok=True)
@@ -158,12 +162,6 @@ class SmckptTrainerMixin:
             alone = self.args.world_size <= 1
             self._smckpt_looked_at = own if alone else any(gather_object([own]))
         return self._smckpt_looked_at
-
-    def _overridden(self) -> tuple[str, ...]:
-        """The Trainer's methods that a class of the user's overrides."""
-        owners = [self, *(kind for kind in type(self).__mro__ if kind is not SmckptTrainerMixin)]
-        first = ((name, next(one for one in owners if name in vars(one))) for name in _WRITERS)
-        return tuple(name for name, owner in first if owner is not Trainer)
 
     def _write_stock_files(self, directory: str, writers: tuple[str, ...]) -> None:
         """What the Trainer itself writes of the model, and by the methods that are overridden."""

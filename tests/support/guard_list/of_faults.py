@@ -301,33 +301,33 @@ LATE = [
 
 TWO_JOBS = [
     of(
-        "jobs: the older job saves no more", "manager/keeping/rivals.py",
+        "jobs: the older job saves no more", "manager/retention.py",
         "        if self._over is not None:\n            raise self._over\n", "",
         JOBS + "test_a_process_that_outlived_its_restart_saves_and_deletes_no_more",
     ),
     of(
-        "jobs: only the older one", "manager/keeping/rivals.py",
+        "jobs: only the older one", "manager/retention.py",
         "        if claim > self._claim:\n", "        if True:\n",
         JOBS + "test_of_two_jobs_one_goes_on_and_the_other_is_told",
     ),
     of(
-        "jobs: a claim is above those before it", "manager/keeping/rivals.py",
+        "jobs: a claim is above those before it", "manager/retention.py",
         "self._claim = Claim(latest + 1,", "self._claim = Claim(1,",
         JOBS + "test_a_process_that_outlived_its_restart_saves_and_deletes_no_more",
     ),
     of(
-        "jobs: those that save to the same directories are seen", "manager/keeping/rivals.py",
+        "jobs: those that save to the same directories are seen", "manager/retention.py",
         "for other in [*again, subpath, *(", "for other in [*(",
         JOBS + "test_a_later_job_that_saves_to_the_same_directories_only_is_seen",
     ),
     of(
-        "jobs: the older job deletes no more", "manager/keeping/retention.py",
+        "jobs: the older job deletes no more", "manager/retention.py",
         "                if looks and all(looks):",
         "                if looks:",
         JOBS + "test_a_process_that_outlived_its_restart_saves_and_deletes_no_more",
     ),
     of(
-        "jobs: a step of another run is not replaced", "manager/keeping/rivals.py",
+        "jobs: a step of another run is not replaced", "manager/retention.py",
         "        if owner not in (None, run):\n", "        if False:\n",
         JOBS + "test_a_step_of_another_run_is_not_replaced",
     ),
@@ -351,7 +351,7 @@ WRONG_CLOCKS = [
         RETENTION + "test_what_was_saved_last_stays_though_step_and_clock_say_it_is_old",
     ),
     of(
-        "clock: the newest by step stays", "manager/keeping/retention.py",
+        "clock: the newest by step stays", "manager/retention.py",
         "for order in (by_step, by_time)", "for order in (by_time,)",
         CLOCKS + "test_each_run_goes_on_from_the_newest_step_whatever_clocks_say",
     ),

@@ -24,7 +24,7 @@ KEEPING = [
         RETENTION + "test_nothing_goes_before_something_newer_is_whole",
     ),
     of(
-        "keep: one that is not whole does not count", "manager/keeping/retention.py",
+        "keep: one that is not whole does not count", "manager/retention.py",
         "count -= whole(one)", "count -= 1",
         RETENTION + "test_one_that_is_not_whole_does_not_count_towards_n",
     ),
@@ -81,7 +81,7 @@ KEEPING = [
         (RETENTION + "test_a_store_that_fails_is_asked_again_after_the_next_commit",),
     ),
     of(
-        "keep: the run's name", "manager/keeping/retention.py",
+        "keep: the run's name", "manager/retention.py",
         "self.run in (None, mark_of(one))", "True",
         RETENTION + "test_what_others_wrote_stays",
     ),
@@ -254,7 +254,7 @@ KEEPING = [
         RETENTION + "test_a_mark_that_leads_elsewhere_deletes_nothing",
     ),
     of(
-        "keep: newest by time too, after a step back", "manager/keeping/retention.py",
+        "keep: newest by time too, after a step back", "manager/retention.py",
         "for order in (by_step, by_time)", "for order in (by_step,)",
         RETENTION + "test_after_a_step_back_what_is_saved_since_stays",
     ),
@@ -340,27 +340,27 @@ DECIDING = [
 
 SPACE = [
     of(
-        "space: a step that does not fit is refused", "manager/keeping/room.py",
+        "space: a step that does not fit is refused", "manager/room.py",
         "    if step > room.nbytes:\n", "    if False:\n",
         ROOM + "test_a_step_that_does_not_fit_is_refused_before_anything_is_written",
     ),
     of(
-        "space: one step more than the rules keep", "manager/keeping/room.py",
+        "space: one step more than the rules keep", "manager/room.py",
         "needed = (stay + 1) * step", "needed = stay * step",
         ROOM + "test_what_the_rules_keep_must_fit_too",
     ),
     of(
-        "space: what this run has saved counts as free", "manager/keeping/room.py",
+        "space: what this run has saved counts as free", "manager/room.py",
         "if needed > room.nbytes + saved():", "if needed > room.nbytes:",
         ROOM + "test_the_best_are_kept_too_and_what_this_run_has_saved_may_go",
     ),
     of(
-        "space: a file system without a size", "manager/keeping/room.py",
+        "space: a file system without a size", "manager/room.py",
         "    if not stats.f_blocks:\n        return None\n", "",
         ROOM + "test_a_file_system_without_a_size_tells_nothing",
     ),
     of(
-        "space: the quota", "manager/keeping/room.py",
+        "space: the quota", "manager/room.py",
         "    if quota is not None:\n", "    if False:\n",
         ROOM + "test_the_smaller_of_quota_and_file_system_counts",
     ),

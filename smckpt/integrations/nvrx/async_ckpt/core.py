@@ -212,7 +212,14 @@ class AsyncCallsQueue:
         finalized: list[int] = []
         while self.async_calls:
             active = self.async_calls[0]
-            running, failed = _state(active, blocking, no_dist)
+            call = active.call
+            if active.async_caller is not None:
+                active.async_caller.wait(call, None if blocking else 0.0)
+            # results queues carry an error to the finalize functions of all ranks: then it is no
+            # failure of the call
+            running, failed = not call.ended, call.error is not None and not call.queues
+            if not no_dist:
+                running, failed = _agreed(running, failed, active.idx)
             if running:
                 break
             self.async_calls.popleft()
@@ -220,7 +227,11 @@ class AsyncCallsQueue:
                 active.async_caller.close()
             if failed:
                 _raise_failure(active, no_dist)
-            _finalize(active)
+            for results in call.queues if call.error is not None else ():
+                results.put(call.error)
+            active.async_request.execute_finalize_fns(validate_matching_call_idx=False)
+            if call.error is not None and any(not results.empty() for results in call.queues):
+                raise AsyncCallFailedError(call.error) from call.error  # nobody has looked
             finalized.append(active.idx)
         return finalized
 
@@ -262,11 +273,12 @@ class AsyncCallsQueue:
             if active.async_caller is not None:
                 seconds = None if deadline is None else max(deadline - time.monotonic(), 0.0)
                 active.async_caller.wait(active.call, seconds)
-        handles = [
-            _failure(active.idx, error)
-            for active in self.async_calls
-            if (error := _lost(active)) is not None
-        ]
+        handles = []
+        for active in self.async_calls:
+            if (error := _lost(active)) is not None:
+                handle = SaveHandle(active.idx, error.path or "an async call of NVRx", None)
+                handle.finish(Timings(0.0, 0.0, 0.0, 0.0, 0.0, 0), as_checkpoint_error(error))
+                handles.append(handle)
         self._end(abort=bool(timeout is not None and not all(a.call.ended for a in left)))
         return handles
 
@@ -337,18 +349,6 @@ def _queues() -> _Queues:
     return found
 
 
-def _state(active: _Active, blocking: bool, no_dist: bool) -> tuple[bool, bool]:
-    """Whether a call runs, or has failed, here or on any rank. Results queues carry an error to the
-    finalize functions of all ranks: then it is no failure of the call."""
-    call = active.call
-    if active.async_caller is not None:
-        active.async_caller.wait(call, None if blocking else 0.0)
-    failed = call.error is not None and not call.queues
-    if no_dist:
-        return not call.ended, failed
-    return _agreed(not call.ended, failed, active.idx)
-
-
 def _raise_failure(active: _Active, no_dist: bool) -> NoReturn:
     """
     Raises:
@@ -366,16 +366,6 @@ def _raise_failure(active: _Active, no_dist: bool) -> NoReturn:
     raise AssertionError("never reached")
 
 
-def _finalize(active: _Active) -> None:
-    call = active.call
-    for results in call.queues:
-        if call.error is not None:
-            results.put(call.error)
-    active.async_request.execute_finalize_fns(validate_matching_call_idx=False)
-    if call.error is not None and any(not results.empty() for results in call.queues):
-        raise AsyncCallFailedError(call.error) from call.error  # nobody has looked
-
-
 def _lost(active: _Active) -> CheckpointError | None:
     """Why the work of a call that was never finalized is lost, if it is."""
     if active.call.error is not None:
@@ -388,12 +378,6 @@ def _lost(active: _Active) -> CheckpointError | None:
             remedy="call maybe_finalize_async_calls(blocking=True) before the program ends",
         )
     return None
-
-
-def _failure(idx: int, error: CheckpointError) -> SaveHandle:
-    handle = SaveHandle(idx, error.path or "an async call of NVRx", None)
-    handle.finish(Timings(0.0, 0.0, 0.0, 0.0, 0.0, 0), as_checkpoint_error(error))
-    return handle
 
 
 def _agreed(running: int, failed: int, idx: int) -> tuple[bool, bool]:

@@ -155,7 +155,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         }
         write = partial(_write, str(self.checkpoint_dir), self.open_file, self.transforms, options)
         rank = dist.get_rank() if dist.is_initialized() else 0
-        return write, partial(_together, parts, data), [rank, None, self.results_queue]
+        return write, partial(tuple, (parts, data)), [rank, None, self.results_queue]
 
     def _parts(self) -> list[tuple[list[tuple[WriteItem, Any]], Any]]:
         """The items and the beginning of their files' names."""
@@ -263,10 +263,6 @@ class _Resolved(SavePlanner):
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         raise AssertionError("never reached")
-
-
-def _together(parts: list[SavePlan], data: list[Any]) -> tuple[list[SavePlan], list[Any]]:
-    return parts, data
 
 
 def _write(

@@ -159,17 +159,12 @@ def save_state_dict_async_finalize(
     except CheckpointException as error:
         if dist_wrapper.is_coordinator:
             raise
-        raise _heard(error) from error
-
-
-def _heard(error: CheckpointException) -> CheckpointException:
-    """As the other ranks hear it: whose worker failed, and why."""
-    failures = {}
-    for rank, (cause, trace) in error.failures.items():
-        if reason := str(cause).partition("Worker failure: ")[2]:
-            cause = RuntimeError(f"rank {rank} could not write: {reason}")
-        failures[rank] = (cause, trace)
-    return CheckpointException("write", failures)
+        failures = {}  # as the other ranks hear it: whose worker failed, and why
+        for rank, (cause, trace) in error.failures.items():
+            if reason := str(cause).partition("Worker failure: ")[2]:
+                cause = RuntimeError(f"rank {rank} could not write: {reason}")
+            failures[rank] = (cause, trace)
+        raise CheckpointException("write", failures) from error
 
 
 class _Planned:

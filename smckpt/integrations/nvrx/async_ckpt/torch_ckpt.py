@@ -121,7 +121,11 @@ def sweep_unfinished(directory: str | os.PathLike[str], names: re.Pattern[str]) 
     """Delete what killed calls of `save_whole` have left of files with these names. A file that a
     living process writes is locked, and stays."""
     try:
-        found = [entry.path for entry in os.scandir(directory) if _is_unfinished(entry, names)]
+        found = [
+            entry.path
+            for entry in os.scandir(directory)
+            if (named := _UNFINISHED.fullmatch(entry.name)) and names.fullmatch(named[1])
+        ]
     except OSError:
         return  # not there, or not readable: what follows says so
     for path in found:
@@ -129,11 +133,6 @@ def sweep_unfinished(directory: str | os.PathLike[str], names: re.Pattern[str]) 
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.unlink(path)
             log.info("removed %s, which a killed save has left", path)
-
-
-def _is_unfinished(entry: os.DirEntry[str], names: re.Pattern[str]) -> bool:
-    found = _UNFINISHED.fullmatch(entry.name)
-    return found is not None and names.fullmatch(found[1]) is not None
 
 
 def _locked(path: str) -> BinaryIO:

@@ -59,7 +59,11 @@ def limit_num_subdirs(
         for path in root.iterdir()
         if path.is_dir() and not path.is_symlink() and re.match(regex or "", path.name)
     ]
-    whole = [name for name in sorted(names, key=sort_fn or str) if not _unfinished(root / name)]
+    whole = []
+    for name in sorted(names, key=sort_fn or str):
+        ours = any(parse_name(file.name) is not None for file in (root / name).rglob("*"))
+        if not ours or smckpt.find_checkpoints(root / name):  # else: without a commit yet
+            whole.append(name)
     gone = []
     for name in whole[:-num_max]:
         # the commit goes first: a crash leaves nothing that loads
@@ -70,9 +74,3 @@ def limit_num_subdirs(
         logger.info("removed %s", root / name)
         shutil.rmtree(root / name, ignore_errors=not (root / name).exists())
     return gone
-
-
-def _unfinished(path: Path) -> bool:
-    """Whether it has files of smckpt but no commit."""
-    ours = any(parse_name(file.name) is not None for file in path.rglob("*"))
-    return ours and not smckpt.find_checkpoints(path)

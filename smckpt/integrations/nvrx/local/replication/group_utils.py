@@ -140,7 +140,8 @@ class GroupWrapper:
         self, my_tensors: Sequence[torch.Tensor], target_device: Any = None
     ) -> list[list[torch.Tensor]]:
         """The tensors of each rank, on all ranks."""
-        device = self._device()
+        known = dist.Backend.backend_capability.get(dist.get_backend(self.group), [])
+        device: Any = "cpu" if "cpu" in known else torch.accelerator.current_accelerator()
         shapes = self.all_gather_object([(t.shape, t.dtype) for t in my_tensors])
         everyone = []
         for rank, theirs in zip(self.ranks, shapes, strict=True):
@@ -176,10 +177,6 @@ class GroupWrapper:
                 dist.recv_object_list(into, entry.sender, group=self.group)
                 got[entry.id_] = into[0]
         return got
-
-    def _device(self) -> Any:
-        known = dist.Backend.backend_capability.get(dist.get_backend(self.group), [])
-        return "cpu" if "cpu" in known else torch.accelerator.current_accelerator()
 
 
 ProcessGroupLike = GroupWrapper | dist.ProcessGroup

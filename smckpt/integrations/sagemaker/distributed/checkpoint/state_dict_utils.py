@@ -46,7 +46,12 @@ def sm_state_dict_type(
         of_torch = isinstance(state_dict_type, StateDictType)
         enter = FullyShardedDataParallel.state_dict_type if of_torch else smckpt.sm_state_dict_type
         if of_torch:
-            state_dict_config = _without_needless_offload(model, state_dict_config)
+            units = FullyShardedDataParallel.fsdp_modules(model)
+            on_cpu = units and all(unit.compute_device == torch.device("cpu") for unit in units)
+            config = state_dict_config
+            if on_cpu and isinstance(config, FullStateDictConfig) and config.offload_to_cpu:
+                # with shards already on the CPU, torch's offloading reads memory that it has freed
+                state_dict_config = replace(config, offload_to_cpu=False)
         elif state_dict_type is SMStateDictType.LOCAL:
             for unit in FullyShardedDataParallel.fsdp_modules(model):
                 # FSDP's own hooks would gather, and hang where one rank calls alone.
@@ -55,15 +60,6 @@ def sm_state_dict_type(
             enter(model, state_dict_type, state_dict_config, optim_state_dict_config)
         )
         yield
-
-
-def _without_needless_offload(model: nn.Module, config: Any) -> Any:
-    """With shards already on the CPU, torch's offloading reads memory that it has freed."""
-    units = FullyShardedDataParallel.fsdp_modules(model)
-    on_cpu = bool(units) and all(unit.compute_device == torch.device("cpu") for unit in units)
-    if on_cpu and isinstance(config, FullStateDictConfig) and config.offload_to_cpu:
-        return replace(config, offload_to_cpu=False)
-    return config
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import os
@@ -15,7 +16,7 @@ from smckpt.engine.groups import ReplicationGroup
 from smckpt.engine.saving.job import bytes_text
 from smckpt.errors import StorageError
 from smckpt.layout.image import compile_layout
-from smckpt.manager.keeping.retention import Best, Newest
+from smckpt.manager.retention import Best, Newest
 from smckpt.meeting.round import Meeting
 from smckpt.state_dict.select import Selector
 from smckpt.storage.disk import lustre
@@ -102,9 +103,16 @@ def _existing(path: str) -> str:
 
 def _quota_left(path: str) -> int | None:
     """The rest of the user's disk quota; None without one, or if the kernel does not tell."""
-    device = _device_of(path)
+    number, device = os.stat(path).st_dev, ""
+    wanted = f"{os.major(number)}:{os.minor(number)}"
+    with contextlib.suppress(OSError), open("/proc/self/mountinfo") as mounts:
+        for line in mounts:
+            before, _, after = line.partition(" - ")
+            if before.split()[2] == wanted:
+                device = after.split()[1]  # what is mounted there
+                break
     call = getattr(ctypes.CDLL(None), "quotactl", None)
-    if device is None or call is None:
+    if not device.startswith("/") or call is None:
         return None
     quota = _Quota()
     if call(_Q_GETQUOTA, os.fsencode(device), os.getuid(), ctypes.byref(quota)):
@@ -113,22 +121,6 @@ def _quota_left(path: str) -> int | None:
     if not limit:
         return None
     return max(int(limit) * 1024 - int(quota.used_bytes), 0)
-
-
-def _device_of(path: str) -> str | None:
-    """The block device that is mounted there."""
-    number = os.stat(path).st_dev
-    wanted = f"{os.major(number)}:{os.minor(number)}"
-    try:
-        with open("/proc/self/mountinfo") as mounts:
-            for line in mounts:
-                before, _, after = line.partition(" - ")
-                if before.split()[2] == wanted:
-                    source = after.split()[1]
-                    return source if source.startswith("/") else None
-    except OSError:
-        pass
-    return None
 
 
 def degrees_text(given: ParallelState | None, groups: Sequence[str]) -> str:

@@ -1,1 +1,0 @@
-"""Which checkpoints stay, and who may delete one."""

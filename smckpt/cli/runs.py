@@ -50,6 +50,7 @@ def best_of(_: Any, __: Any, text: str | None) -> Any:
 def ls(root: str, state: bool, best: Any, as_json: bool) -> None:
     """List the committed checkpoints in and below ROOT, newest first, with the metrics that a
     manager has recorded. `smckpt doctor` lists the unfinished ones too."""
+    from smckpt.checkpoint.commits.contents import what_is_missing
     from smckpt.checkpoint.commits.discover import find_checkpoints
     from smckpt.checkpoint.commits.foreign import foreign_below
     from smckpt.storage import open_storage
@@ -63,7 +64,12 @@ def ls(root: str, state: bool, best: Any, as_json: bool) -> None:
             path=root,
         )
     found = find_checkpoints(root)[::-1]
-    states = {one: _state(one) for one in found} if state else {}
+    states = {}
+    for one in found if state else ():
+        try:
+            states[one] = what_is_missing(open_storage(one)) or "whole"
+        except CheckpointError as error:
+            states[one] = error.message
     ranked = best.ranked(found)[: best.count] if best is not None else []
     if as_json:
         print_json(
@@ -107,16 +113,6 @@ def ls(root: str, state: bool, best: Any, as_json: bool) -> None:
 
 def _number(ranked: list[Any], one: Any) -> int | None:
     return ranked.index(one) + 1 if one in ranked else None
-
-
-def _state(checkpoint: str) -> str:
-    from smckpt.checkpoint.commits.contents import what_is_missing
-    from smckpt.storage import open_storage
-
-    try:
-        return what_is_missing(open_storage(checkpoint)) or "whole"
-    except CheckpointError as error:
-        return error.message
 
 
 @click.command()

@@ -121,8 +121,11 @@ class SmckptTrainerMixin:
         looked_at = self._is_looked_at()
         # the Trainer's methods that a class of the user's overrides
         owners = [self, *(kind for kind in type(self).__mro__ if kind is not SmckptTrainerMixin)]
-        first = ((name, next(one for one in owners if name in vars(one))) for name in _WRITERS)
-        writers = tuple(name for name, owner in first if owner is not Trainer)
+        writers = tuple(
+            name
+            for name in _WRITERS
+            if next((one for one in owners if name in vars(one)), Trainer) is not Trainer
+        )
         before = stock_files(directory) if self.args.should_save else {}
         if self.args.should_save:
             os.makedirs(directory, exist_ok=True)

@@ -312,7 +312,7 @@ TWO_JOBS = [
     ),
     of(
         "jobs: a claim is above those before it", "manager/retention.py",
-        "self._claim = Claim(latest + 1,", "self._claim = Claim(1,",
+        "self._claim = Claim(generation,", "self._claim = Claim(1,",
         JOBS + "test_a_process_that_outlived_its_restart_saves_and_deletes_no_more",
     ),
     of(

@@ -25,15 +25,15 @@ PUBLISHED = [
     of(
         "follow: what is exported stays",
         "manager/follow.py",
-        "if _recorded(target) == found.identity:",
+        'if whole.get("identity") == found.identity:',
         "if False:",
         FOLLOW + "test_what_is_exported_stays_and_what_a_kill_left_is_made_anew",
     ),
     of(
         "follow: the record names the commit",
         "manager/follow.py",
-        "if _recorded(target) == found.identity:",
-        "if _recorded(target):",
+        'if whole.get("identity") == found.identity:',
+        "if whole:",
         FOLLOW + "test_a_step_that_is_saved_anew_replaces_its_export",
     ),
     of(

@@ -29,6 +29,7 @@ from typing import Any, NoReturn, TypeVar
 
 from smckpt.errors import UsageError
 from smckpt.meeting.group import Membership
+from smckpt.meeting.round import Meeting
 from smckpt.meeting.store import OverStore
 
 __all__ = ["Notice", "Signals", "Watch", "called", "signals_of"]
@@ -279,11 +280,7 @@ class Watch:
                 grace = self._grace_after(self._flag)
                 rank = self._membership.group.rank
                 mine = vars(Notice(self._flag, rank, socket.gethostname(), grace))
-            transport, first = meeting.transport, None
-            if mine is not None:
-                first = meeting.first("notice", mine)
-            elif isinstance(transport, OverStore):
-                first = transport.keys.peek("notice")
+            first = _earliest_notice(meeting, mine)
             if first is not None:
                 return Notice(**first)
         return None
@@ -347,3 +344,12 @@ def called(method: Callable[[T], None], reference: weakref.ref[T]) -> None:
     owner = reference()
     if owner is not None:
         method(owner)
+
+
+def _earliest_notice(meeting: Meeting, mine: dict[str, Any] | None) -> dict[str, Any] | None:
+    """The notice that came first: an earlier one, else `mine`."""
+    transport = meeting.transport
+    if mine is not None:
+        first: dict[str, Any] = meeting.first("notice", mine)
+        return first
+    return transport.keys.peek("notice") if isinstance(transport, OverStore) else None

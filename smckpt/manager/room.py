@@ -103,16 +103,9 @@ def _existing(path: str) -> str:
 
 def _quota_left(path: str) -> int | None:
     """The rest of the user's disk quota; None without one, or if the kernel does not tell."""
-    number, device = os.stat(path).st_dev, ""
-    wanted = f"{os.major(number)}:{os.minor(number)}"
-    with contextlib.suppress(OSError), open("/proc/self/mountinfo") as mounts:
-        for line in mounts:
-            before, _, after = line.partition(" - ")
-            if before.split()[2] == wanted:
-                device = after.split()[1]  # what is mounted there
-                break
+    device = _device_of(path)
     call = getattr(ctypes.CDLL(None), "quotactl", None)
-    if not device.startswith("/") or call is None:
+    if device is None or call is None:
         return None
     quota = _Quota()
     if call(_Q_GETQUOTA, os.fsencode(device), os.getuid(), ctypes.byref(quota)):
@@ -121,6 +114,19 @@ def _quota_left(path: str) -> int | None:
     if not limit:
         return None
     return max(int(limit) * 1024 - int(quota.used_bytes), 0)
+
+
+def _device_of(path: str) -> str | None:
+    """The block device that is mounted there."""
+    number = os.stat(path).st_dev
+    wanted = f"{os.major(number)}:{os.minor(number)}"
+    with contextlib.suppress(OSError), open("/proc/self/mountinfo") as mounts:
+        for line in mounts:
+            before, _, after = line.partition(" - ")
+            if before.split()[2] == wanted:
+                source = after.split()[1]
+                return source if source.startswith("/") else None
+    return None
 
 
 def degrees_text(given: ParallelState | None, groups: Sequence[str]) -> str:

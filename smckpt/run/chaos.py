@@ -145,10 +145,7 @@ class Chaos:
             trial = _Trial(Script(self.command, self.root, self.chdir, scratch, self.say), self)
             self.say("the uninterrupted run, which counts the moments")
             count = trial.uninterrupted()
-            wanted = min(count, self.moments or count)
-            chosen = [(count + 1) // 2]
-            if wanted > 1:  # evenly spread, the first and the last among them
-                chosen = [1 + round(at * (count - 1) / (wanted - 1)) for at in range(wanted)]
+            chosen = _spread(count, count if self.moments is None else self.moments)
             self.say(f"{count} moments; killed at {len(chosen)} of them")
             resumes = []
             for number, moment in enumerate(chosen, 1):
@@ -163,6 +160,15 @@ class Chaos:
                 remedy="make the script do the same in each run",
             )
         return ChaosResult(count, trial.whole.newest.step or 0, tuple(resumes))
+
+
+def _spread(count: int, wanted: int) -> list[int]:
+    """Moments, the first and the last among them."""
+    if wanted >= count:
+        return list(range(1, count + 1))
+    if wanted == 1:
+        return [(count + 1) // 2]
+    return [1 + round(index * (count - 1) / (wanted - 1)) for index in range(wanted)]
 
 
 class _Trial:

@@ -122,7 +122,7 @@ class _SpreadStorage(Storage):
     def put(self, name: str, data: bytes) -> None:
         self.holder(name).put(name, data)
 
-    def overwrite(self, name: str, data: bytes) -> None:
+    def overwrite(self, name: str, data: bytes | memoryview) -> None:
         self.holder(name).overwrite(name, data)
 
     def rename(self, name: str, new: str) -> None:

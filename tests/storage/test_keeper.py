@@ -290,28 +290,47 @@ def test_ranks_that_ask_together_have_a_file_copied_once(
     assert copies == [third.peer]
 
 
-def test_reads_from_another_host_share_a_connection(
-    three: list[Running], monkeypatch: pytest.MonkeyPatch
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[Peer | str]:
+    """The connections that stores make, by keeper."""
+    made = list[Peer | str]()
+
+    def counted(to: Peer | str) -> socket.socket:
+        made.append(to)
+        return call(to)
+
+    monkeypatch.setattr(memory_store, "call", counted)
+    return made
+
+
+def test_requests_share_a_connection_to_each_keeper(
+    three: list[Running], calls: list[Peer | str]
 ) -> None:
     first, second, _ = three
     write(open_storage(f"keeper://{second.job}/run/1"), "data", bytes(range(256)) * 64)
     joined([first, second])
-    calls = []
-
-    def counted(to: Peer | str) -> socket.socket:
-        calls.append(to)
-        return call(to)
-
-    monkeypatch.setattr(memory_store, "call", counted)
-    store = open_storage(f"keeper://{first.job}/run/1")
+    calls.clear()
+    above = open_storage(f"keeper://{first.job}/run")
     for at in range(20):
-        assert store.read("data", at, 5) == bytes(range(at, at + 5))
-    assert calls.count(second.peer) == 1
-    for _, idle in store._idle[second.peer.secret]:  # type: ignore[attr-defined]
+        store = above.join("1")
+        assert (store.read("data", at, 5), store.names()) == (bytes(range(at, at + 5)), ["data"])
+    # the one of this host is asked while the other one is
+    assert calls.count(second.peer) == 1 and calls.count(local_name(first.job)) <= 2
+    for _, idle in store._calls._idle[second.peer]:  # type: ignore[attr-defined]
         idle.shutdown(socket.SHUT_RD)  # as when the keeper has closed it
     assert store.read("data", 7, 2) == bytes((7, 8))
     assert calls.count(second.peer) == 2
     store.close()
+
+
+def test_a_load_from_this_hosts_keeper_takes_few_connections(
+    running: Running, calls: list[Peer | str]
+) -> None:
+    at = f"keeper://{running.job}/run/4"
+    smckpt.save({"w": torch.arange(1000.0)}, checkpoint_id=at, step=4)
+    calls.clear()
+    smckpt.load({"w": torch.zeros(1000)}, checkpoint_id=at)
+    assert len(calls) <= 4
 
 
 def test_a_keeper_that_hangs_costs_one_wait(

@@ -65,12 +65,14 @@ class Keeper:
         self._healing = threading.Lock()
         self._files: dict[str, dict[str, _Image]] = {}
         self._held = 0
-        self._peers: list[Peer] = []
         self._replicas = 0
-        self._own = -1  # which of them it is itself
         self._silent: dict[int, float] = {}  # of them: which do not answer, until when it holds
         self._tcp = socket.create_server((address, port)) if address else None
-        self.address = self._tcp.getsockname()[:2] if self._tcp is not None else ("", 0)
+        self.address: tuple[str, int] = ("", 0)
+        if self._tcp is not None:
+            self.address = self._tcp.getsockname()[:2]
+        self._peers = [Peer(socket.gethostname(), *self.address, self.secret)]
+        self._own = 0  # which of them it is itself
 
     def serve(self, local: socket.socket, ends: Sequence[int] = ()) -> None:
         """Answer until one of the descriptors `ends` can be read, such as a pidfd.
@@ -164,9 +166,8 @@ class Keeper:
         self, made: socket.socket, do: str, asked: dict[str, Any], begun: list[tuple[int, int]]
     ) -> None:
         if do == "hello":
-            address, port = self.address
-            itself = Peer(socket.gethostname(), address, port, self.secret)
-            send(made, {"own": itself.to_json(), "held": self._held, "budget": self.budget})
+            itself = self._peers[self._own].to_json()
+            send(made, {"own": itself, "held": self._held, "budget": self.budget})
         elif do == "join":
             peers = [Peer(*map(_as, (str, str, int, str), each)) for each in asked["peers"]]
             own = next(n for n, one in enumerate(peers) if one.secret == self.secret)
@@ -275,10 +276,10 @@ class Keeper:
         """
         with self._lock:
             peers, own = self._peers, self._own
-            wanted = min(self._replicas, max(len(peers) - 1, 0))
+            wanted = min(self._replicas, len(peers) - 1)
         hosts, failed, code = list[str](), list[str](), errno.EIO
         silent = self._silent_now()
-        after = [*range(own + 1, len(peers)), *range(max(own, 0))]
+        after = [*range(own + 1, len(peers)), *range(own)]
         for at in sorted(after, key=silent.__contains__):
             if len(hosts) == wanted:
                 break

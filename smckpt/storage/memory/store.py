@@ -88,7 +88,7 @@ class KeeperStorage(Storage):
 
     def __init__(self, url: str, access: Access | None = None) -> None:
         self._lock = threading.Lock()
-        self._idle: dict[str, list[tuple[float, socket.socket]]] = {}  # of a peer, since when
+        self._calls = _Connections()
         self._open: dict[str, tuple[Descriptor, int]] = {}  # of large files here, with their sizes
         super().__init__(url, access)
         self._job = job_of(self.url)
@@ -152,7 +152,7 @@ class KeeperStorage(Storage):
         others = [*range(known.own + 1, len(known.peers)), *range(known.own)]
         for at in sorted(others, key=known.silent.__contains__):
             try:
-                with self._calling(known, at, stays=True) as to:
+                with self._calling(known, at) as to:
                     if self._read_from(to, name, offset, wanted, seen):
                         return
             except OSError as error:
@@ -203,13 +203,12 @@ class KeeperStorage(Storage):
         if found is not None:
             return found
         try:
-            with call(local_name(self._job)) as to:
+            with self._calls.to(local_name(self._job)) as to:
                 send(to, {**self._at(name), "do": "read", "descriptor": True})
-                try:
-                    size = int(reply_of(to)["size"])
-                except FileNotFoundError:
-                    return None
+                size = int(reply_of(to)["size"])
                 found = Descriptor(socket.recv_fds(to, 1, 1)[1][0]), size
+        except FileNotFoundError:
+            return None
         except (OSError, IndexError) as error:
             raise no_keeper(self._job, error) from error
         if size > self.request_bytes:
@@ -219,6 +218,8 @@ class KeeperStorage(Storage):
 
     def size(self, name: str) -> int:
         self.refuse_name(name)
+        if (here := self._descriptor(name)) is not None:
+            return here[1]
         for info in self.list(name):
             if info.name == name:
                 return info.size
@@ -229,6 +230,9 @@ class KeeperStorage(Storage):
         for answer in self._all({"do": "list", "directory": self._directory}):
             found |= {str(n): int(size) for n, size in answer["files"] if str(n).startswith(prefix)}
         return [FileInfo(name, size) for name, size in sorted(found.items())]
+
+    def names(self, *prefixes: str, all_kinds: bool = False) -> Sequence[str]:
+        return [one.name for one in self.list() if one.name.startswith(prefixes or "")]
 
     def list_dirs(self) -> Sequence[str]:
         answers = self._all({"do": "directories", "directory": self._directory})
@@ -244,64 +248,46 @@ class KeeperStorage(Storage):
                     found.setdefault(str(directory)[len(above) :], set()).add(str(name))
         return found
 
+    def at(self, url: str) -> Storage:
+        made = super().at(url)
+        if isinstance(made, KeeperStorage):
+            made._calls = self._calls
+        return made
+
     def close(self) -> None:
         with self._lock:
-            idle, self._idle, self._open = self._idle, {}, {}
-        for _, made in [one for each in idle.values() for one in each]:
-            made.close()
-
-    def __del__(self) -> None:
-        self.close()
+            self._open = {}
+        self._calls.close()
 
     # -- the keepers -------------------------------------------------------------------------------
 
+    def _here(self, request: dict[str, Any]) -> dict[str, Any]:
+        """As `asked_locally`, over a connection that stays."""
+        try:
+            with self._calls.to(local_name(self._job)) as to:
+                send(to, request)
+                return reply_of(to)
+        except OSError as error:
+            raise no_keeper(self._job, error) from error
+
     def _peers(self) -> _Peers:
-        answer = asked_locally(self._job, {"do": "peers"})
-        if answer["own"] < 0:  # it knows of no others
-            return _Peers((Peer(*asked_locally(self._job, {"do": "hello"})["own"]),), 0)
+        answer = self._here({"do": "peers"})
         silent = frozenset(map(int, answer["silent"]))
         return _Peers(tuple(Peer(*each) for each in answer["peers"]), int(answer["own"]), silent)
 
     @contextlib.contextmanager
-    def _calling(self, known: _Peers, at: int, *, stays: bool = False) -> Iterator[socket.socket]:
-        """A connection to one of the keepers. If it does not answer, this host's hears of it.
-
-        Args:
-            stays: the connection stays open for the next such call, for which it needs no proof.
-        """
-        peer = known.peers[at]
-        to: socket.socket | None = None
+    def _calling(self, known: _Peers, at: int) -> Iterator[socket.socket]:
+        """A connection to one of the keepers. If it does not answer, this host's hears of it."""
         try:
-            if stays:
-                to = self._idle_to(peer)
-            if to is None:
-                to = call(local_name(self._job) if at == known.own else peer)
-            yield to
-            if stays:
-                with self._lock:
-                    self._idle.setdefault(peer.secret, []).append((time.monotonic(), to))
-                    to = None
+            to = local_name(self._job) if at == known.own else known.peers[at]
+            with self._calls.to(to) as made:
+                yield made
         except (KeeperRefusal, FileNotFoundError):
             raise
         except OSError:
             if at != known.own:
-                asked_locally(self._job, {"do": "silent", "peer": at})
+                self._here({"do": "silent", "peer": at})
             raise
-        finally:
-            if to is not None:
-                to.close()
-
-    def _idle_to(self, peer: Peer) -> socket.socket | None:
-        while True:
-            with self._lock:
-                idle = self._idle.get(peer.secret, [])
-                if not idle:
-                    return None
-                since, found = idle.pop()
-            # the keeper closes it after a while; what is to be read then is its end
-            if time.monotonic() - since < IDLE / 2 and not select.select([found], [], [], 0)[0]:
-                return found
-            found.close()
 
     def _all(self, request: dict[str, Any]) -> Sequence[dict[str, Any]]:
         """The answers of all keepers that answer; this host's must."""
@@ -357,6 +343,51 @@ class KeeperStorage(Storage):
                 path=file_url(self.url, name),
             )
         return storage_error(error, file_url(self.url, name), action)
+
+
+class _Connections:
+    """Connections to keepers. They stay open for the next request, which needs no proof then."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._idle: dict[Peer | str, list[tuple[float, socket.socket]]] = {}  # since when
+
+    @contextlib.contextmanager
+    def to(self, keeper: Peer | str) -> Iterator[socket.socket]:
+        made = self._idle_to(keeper) or call(keeper)
+        answered = False
+        try:
+            yield made
+            answered = True
+        except (KeeperRefusal, FileNotFoundError):
+            answered = True
+            raise
+        finally:
+            if answered:
+                with self._lock:
+                    self._idle.setdefault(keeper, []).append((time.monotonic(), made))
+            else:
+                made.close()
+
+    def _idle_to(self, keeper: Peer | str) -> socket.socket | None:
+        while True:
+            with self._lock:
+                idle = self._idle.get(keeper, [])
+                if not idle:
+                    return None
+                since, found = idle.pop()
+            # the keeper closes it after a while; what is to be read then is its end
+            if time.monotonic() - since < IDLE / 2 and not select.select([found], [], [], 0)[0]:
+                return found
+            found.close()
+
+    def close(self) -> None:
+        with self._lock:
+            idle, self._idle = self._idle, {}
+        for _, made in [one for each in idle.values() for one in each]:
+            made.close()
+
+    __del__ = close
 
 
 class _KeptWriter(FileWriter):

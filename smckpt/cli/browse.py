@@ -103,11 +103,11 @@ def browse(
 
 def _telemetry(files: tuple[str, ...], facts: Facts) -> dict[str, Any]:
     from smckpt.cli.browse_facts import plain
-    from smckpt.storage.urls import join_url, normal_url
+    from smckpt.storage.urls import join_url, normal_url, scheme_of
 
     places = {
-        join_url(facts.root.url, step["place"]).rstrip("/"): number
-        for number, step in enumerate(facts.steps)
+        (place if scheme_of(place) else join_url(facts.root.url, place)).rstrip("/"): number
+        for number, place in enumerate(step["place"] for step in facts.steps)
     }
 
     def step_number(directory: str) -> int | None:

@@ -85,10 +85,10 @@ class Facts:
             step["verified"] = verdict = self._verified(condition, progress, beside)
             if condition.state == "whole" and not verdict["ok"]:
                 path, what, _ = verdict["problems"][0]
-                remedy = mend_remedy(self.root.join(condition.place))
+                remedy = mend_remedy(self.root.at(condition.url))
                 step |= {"state": "damaged", "why": f"{path}: {what}", "remedy": remedy}
         if condition.state in ("whole", "cut"):
-            self._read(step, run, first)
+            self._read(condition.url, step, run, first)
         if step["state"] == "whole":
             run["whole"] += 1
             if run["restorable"] is None:
@@ -96,14 +96,14 @@ class Facts:
         self.steps.append(step)
 
     def _read(
-        self, step: dict[str, Any], run: dict[str, Any], counted: Sequence[Statistics]
+        self, url: str, step: dict[str, Any], run: dict[str, Any], counted: Sequence[Statistics]
     ) -> None:
         from smckpt.checkpoint.reading.committed import open_catalogue
         from smckpt.cli.show import describe
         from smckpt.manager.record import run_in
 
         try:
-            catalogue = open_catalogue(self.root.join(step["place"]))
+            catalogue = open_catalogue(self.root.at(url))
             facts = describe(catalogue, None)
             details = self._details(facts, [m.attempt for m in catalogue.manifests])
             rows = [_row(tensor) for tensor in facts["tensors"]]
@@ -192,7 +192,7 @@ class Facts:
     ) -> dict[str, Any]:
         from smckpt.checkpoint.upkeep.verify import verify_storage
 
-        directory, quick = self.root.join(condition.place), self.wanted.verify == "quick"
+        directory, quick = self.root.at(condition.url), self.wanted.verify == "quick"
         url, bar = directory.url, None if quick else progress
         try:
             report = verify_storage(directory, url, progress=bar, quick=quick, beside=beside)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -19,7 +19,7 @@ from smckpt.cli.output import (
     print_table,
     time_text,
 )
-from smckpt.errors import CheckpointError, CheckpointNotFoundError
+from smckpt.errors import CheckpointError, CheckpointNotFoundError, StorageError
 
 if TYPE_CHECKING:
     from smckpt.manager.doctor import Condition
@@ -48,13 +48,14 @@ def best_of(_: Any, __: Any, text: str | None) -> Any:
               help="Number the N best by this metric of a run (or METRIC:max:N).")  # fmt: skip
 @as_json
 def ls(root: str, state: bool, best: Any, as_json: bool) -> None:
-    """List the committed checkpoints in and below ROOT, newest first, with the metrics that a
-    manager has recorded. `smckpt doctor` lists the unfinished ones too."""
+    """List the committed checkpoints in and below ROOT, and the run's in memory, newest first, with
+    the metrics that a manager has recorded. `smckpt doctor` lists the unfinished ones too."""
     from smckpt.checkpoint.commits.contents import what_is_missing
-    from smckpt.checkpoint.commits.discover import find_checkpoints
+    from smckpt.checkpoint.commits.discover import find_checkpoints, in_order
     from smckpt.checkpoint.commits.foreign import foreign_below
+    from smckpt.manager.record import memory_of
     from smckpt.storage import open_storage
-    from smckpt.storage.urls import is_local, local_path, normal_url, relative_url
+    from smckpt.storage.urls import is_local, local_path, scheme_of
 
     # an empty list for a mistyped directory would look like an answer
     if is_local(root) and not os.path.isdir(local_path(root)):
@@ -63,7 +64,14 @@ def ls(root: str, state: bool, best: Any, as_json: bool) -> None:
             remedy="check the path, and that the file system is mounted",
             path=root,
         )
-    found = find_checkpoints(root)[::-1]
+    found = find_checkpoints(root)
+    memory, away = memory_of(found[-1]) if found else "", ""
+    if memory and scheme_of(root) != "keeper":
+        try:
+            found = in_order([*found, *find_checkpoints(memory)])
+        except StorageError as error:
+            away = f"the steps in memory cannot be seen from here: {error}"
+    found.reverse()
     states = {}
     for one in found if state else ():
         try:
@@ -89,9 +97,7 @@ def ls(root: str, state: bool, best: Any, as_json: bool) -> None:
         return
     print_line(f"in {root}:")
     columns: dict[str, list[Any]] = {
-        "checkpoint": [
-            relative_url(normal_url(one), normal_url(root)).rstrip("/") or "." for one in found
-        ],
+        "checkpoint": [_below(root, one.path) for one in found],
         "step": [one.step for one in found],
         "kind": [one.kind for one in found],
         "size": [bytes_text(one.nbytes) for one in found],
@@ -109,10 +115,21 @@ def ls(root: str, state: bool, best: Any, as_json: bool) -> None:
         columns["state"] = [states[one] for one in found]
     right = ("step", "size", "groups", "best", *names)
     print_table("", tuple(columns), zip(*columns.values(), strict=True), right=right)
+    if away:
+        print_line(away)
 
 
 def _number(ranked: list[Any], one: Any) -> int | None:
     return ranked.index(one) + 1 if one in ranked else None
+
+
+def _below(root: str, path: str) -> str:
+    """A path as seen from the root; of another store its URL."""
+    from smckpt.storage.urls import normal_url, relative_url, scheme_of
+
+    if scheme_of(path) != scheme_of(root):
+        return path
+    return relative_url(normal_url(path), normal_url(root)).rstrip("/") or "."
 
 
 @click.command()
@@ -143,7 +160,8 @@ def doctor(root: str, read: bool, as_json: bool) -> None:
         report = {"restorable": restorable, "steps": [one.to_json() for one in conditions]}
         print_json(report)
     else:
-        for one in conditions[:whole]:
+        away = [one for one in conditions if one.state == "away"]
+        for one in [*(each for each in conditions[:whole] if each not in away), *away]:
             print_line(f"{one.place or '.'}: {one.state}: {one.why}. What to do: {one.remedy}")
         if whole is None:
             known = None if conditions else next(foreign_below(top), None)
@@ -162,7 +180,7 @@ def _checked(top: Storage, condition: Condition, read: bool) -> Condition:
 
     if condition.state != "whole":
         return condition
-    at = top.join(condition.place)
+    at = top.at(condition.url)
     try:
         found = [
             f"{one.path}: {one.what}" for one in verify_checkpoint(at.url, quick=not read).problems
@@ -180,19 +198,23 @@ def _checked(top: Storage, condition: Condition, read: bool) -> Condition:
 @as_json
 def status(root: str, as_json: bool) -> None:
     """Show unfinished saves and deletions below ROOT, and the age of the newest step. For a run
-    with a manager, also show its failures and the interval that "auto" has chosen."""
+    with a manager, also show its failures, the interval that "auto" has chosen, and what the
+    keepers of its steps in memory hold."""
     from smckpt.checkpoint.commits.discover import in_order
     from smckpt.manager.doctor import examine
     from smckpt.storage import open_storage
+    from smckpt.storage.memory.store import KeeperStorage
 
     top = open_storage(root)
     conditions = examine(top)
     whole = [one for one in conditions if one.state == "whole"]
     steps = {one.checkpoint: one for one in whole if one.checkpoint is not None}
     newest = steps[in_order([*steps])[-1]] if steps else None
-    incomplete = [one for one in conditions if one.state in ("unfinished", "removing")]
+    incomplete = [one for one in conditions if one.state in ("unfinished", "removing", "away")]
     age = None if newest is None else max(time.time() - newest.committed_at / 1e9, 0)
     run = _run_at(top, newest)
+    seen = [one for one in conditions if one.in_memory and one.state != "away"]
+    held = KeeperStorage(seen[0].url).held() if seen else []
     if as_json:
         print_json(
             {
@@ -202,6 +224,7 @@ def status(root: str, as_json: bool) -> None:
                 "under_way": [one.to_json() for one in incomplete],
                 "steps": len(whole),
                 "bytes": sum(one.nbytes for one in whole),
+                "keepers": [asdict(one) for one in held],
             }
         )
         return
@@ -210,8 +233,10 @@ def status(root: str, as_json: bool) -> None:
         print_line(f"no step below {root} is committed{after}")
     else:
         total = bytes_text(sum(one.nbytes for one in whole))
-        print_line(f"{count_text(len(whole), 'step')}, {total}; the newest is {newest.place}, "
-                   f"committed {age:.0f} s ago")  # fmt: skip
+        memory = sum(one.in_memory for one in whole)
+        among = f" ({memory} in memory)" if memory else ""
+        print_line(f"{count_text(len(whole), 'step')}{among}, {total}; the newest is "
+                   f"{newest.place}, committed {age:.0f} s ago")  # fmt: skip
     if newest is not None and run is not None:
         print_line(f"the run has trained for {run['seconds'] / 3600:.3g} h, with "
                    f"{count_text(run['failures'], 'failure')}")  # fmt: skip
@@ -220,6 +245,9 @@ def status(root: str, as_json: bool) -> None:
             print_line(f'interval="auto" is {chosen["seconds"]:.3g} s: {chosen["why"]}')
     for one in incomplete:
         print_line(f"{one.place or '.'}: {one.state}: {one.why}, {bytes_text(one.nbytes)}")
+    for each in held:
+        of = f"holds {bytes_text(each.nbytes)} of {bytes_text(each.budget)}"
+        print_line(f"keeper of {each.host}: {each.error or of}")
 
 
 def _run_at(root: Storage, newest: Any) -> dict[str, Any] | None:
@@ -231,7 +259,7 @@ def _run_at(root: Storage, newest: Any) -> dict[str, Any] | None:
     if newest is None:
         failed = uncommitted_at(root, "").failed
         return {"failures": failed, "seconds": 0.0, "interval": None} if failed else None
-    directory = root.join(newest.place)
+    directory = root.at(newest.url)
     found = found_at(directory)
     run = None if found is None else run_of(found)
     if found is None or run is None:

@@ -14,15 +14,17 @@ from smckpt.checkpoint.commits.discover import (
     FoundCheckpoint,
     find_checkpoints,
     found_at,
+    in_order,
     walk,
 )
 from smckpt.checkpoint.commits.foreign import natural_order
 from smckpt.checkpoint.commits.leases import leases_at
 from smckpt.checkpoint.records.format import ParsedName, parse_name
 from smckpt.checkpoint.upkeep.unfinished import Refusal, UnfinishedStep, unfinished_step
-from smckpt.errors import CheckpointError, CheckpointNotFoundError
+from smckpt.errors import CheckpointError, CheckpointNotFoundError, StorageError
+from smckpt.manager.record import memory_of
 from smckpt.storage import Storage
-from smckpt.storage.urls import relative_url
+from smckpt.storage.urls import relative_url, scheme_of
 
 __all__ = ["Condition", "examine", "mend_remedy"]
 
@@ -32,15 +34,16 @@ class Condition:
     """The condition of one directory.
 
     Args:
-        place: its path relative to the root.
+        place: its path relative to the root; of a step in memory its URL.
         step: None if it is not known.
         state: "whole"; "cut" (committed, but a file is missing or short); "damaged" (the commit
             cannot be read); "unfinished" (not committed, perhaps not yet); "removing" (a deletion
-            runs or was cut short).
+            runs or was cut short); "away" (the steps in memory, which this host cannot see).
         why: what is wrong, in a sentence; "" for a whole one.
         remedy: what to do.
         nbytes: size of the data files that are there.
         checkpoint: None: nothing is committed.
+        url: of the directory.
     """
 
     place: str
@@ -50,11 +53,16 @@ class Condition:
     remedy: str = ""
     nbytes: int = 0
     checkpoint: FoundCheckpoint | None = None
+    url: str = ""
 
     def to_json(self) -> dict[str, Any]:
         facts = asdict(replace(self, checkpoint=None))
-        del facts["checkpoint"]
+        del facts["checkpoint"], facts["url"]
         return {**facts, "committed_at": self.committed_at}
+
+    @property
+    def in_memory(self) -> bool:
+        return scheme_of(self.url) == "keeper"
 
     @property
     def committed_at(self) -> int:
@@ -63,23 +71,42 @@ class Condition:
 
 
 def examine(root: Storage, depth: int = DEPTH) -> list[Condition]:
-    """All directories at and below `root` that hold files of a checkpoint, newest step first, then
-    those without a step, by name. It lists directories and reads manifests, but no data.
+    """All directories at and below `root` that hold files of a checkpoint, and the steps in memory
+    that the newest step names; newest step first, in memory before on disk, then those without a
+    step, by name. It lists directories and reads manifests, but no data.
 
     Raises:
         StorageError: the store failed to read the root.
     """
     root.list_dirs()
     found = [
-        condition
+        replace(condition, url=storage.url)
         for storage, _, unread in walk(root, depth)
         if (condition := _condition(root, storage, unread)) is not None
     ]
+    found += _in_memory(root, [one.checkpoint for one in found if one.checkpoint is not None])
     return sorted(
         found,
-        key=lambda one: (one.step is not None, one.step or 0, natural_order(one.place)),
+        key=lambda one: (
+            one.step is not None,
+            one.step or 0,
+            one.in_memory,
+            natural_order(one.place),
+        ),
         reverse=True,
     )
+
+
+def _in_memory(root: Storage, on_disk: list[FoundCheckpoint]) -> list[Condition]:
+    """The steps in memory, where the newest step on disk names them."""
+    url = memory_of(in_order(on_disk)[-1]) if on_disk else ""
+    if not url or scheme_of(root.url) == "keeper":
+        return []
+    try:
+        return [replace(one, place=one.url.rstrip("/")) for one in examine(root.at(url))]
+    except StorageError as error:
+        remedy = "run this on a host of the job, as the user that trains"
+        return [Condition(url, None, "away", str(error), remedy, url=url)]
 
 
 def _condition(root: Storage, storage: Storage, unread: CheckpointError | None) -> Condition | None:
@@ -120,6 +147,8 @@ def _condition(root: Storage, storage: Storage, unread: CheckpointError | None) 
 
 def mend_remedy(storage: Storage) -> str:
     """What to do about a committed step whose files are damaged."""
+    if scheme_of(storage.url) == "keeper":
+        return "hosts that had it are gone: a restore takes the next older step"
     return (
         f"`smckpt repair {storage.url}` mends what it finds beside it, with `--from COPY` what a "
         "copy has. Until then a restore takes the next older step"

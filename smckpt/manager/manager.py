@@ -274,6 +274,7 @@ class CheckpointManager:
             "seconds": round(history.seconds, 1),
             "ended": notice.signal if notice is not None else None,
             "interval": self._schedule.chosen(),
+            "memory": self._memory.root,
         }
 
     # -- going on ----------------------------------------------------------------------------

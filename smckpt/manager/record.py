@@ -24,7 +24,7 @@ from smckpt.decoding import Count
 from smckpt.errors import CheckpointError, UsageError
 from smckpt.meeting.presence import has_ended, own_process
 from smckpt.storage import Storage
-from smckpt.storage.urls import file_url
+from smckpt.storage.urls import file_url, scheme_of
 
 __all__ = [
     "History",
@@ -33,6 +33,7 @@ __all__ = [
     "claim_of",
     "history_of",
     "mark_of",
+    "memory_of",
     "recorded",
     "run_in",
     "run_of",
@@ -70,6 +71,12 @@ def claim_of(found: FoundCheckpoint) -> tuple[int, str]:
     if isinstance(claim, dict) and type(claim.get("generation")) is int:
         return claim["generation"], str(claim.get("name", ""))
     return 0, ""
+
+
+def memory_of(found: FoundCheckpoint) -> str:
+    """Where the run's steps in memory were when a manager saved this one; "" if nowhere."""
+    url = _manager_of(found.metadata).get("memory")
+    return url if isinstance(url, str) and scheme_of(url) == "keeper" else ""
 
 
 def run_of(found: FoundCheckpoint) -> dict[str, Any] | None:

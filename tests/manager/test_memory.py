@@ -22,7 +22,7 @@ from smckpt import CheckpointManager, Memory, UsageError
 from smckpt.manager import schedule
 from smckpt.manager.memory import SERVICE
 from smckpt.storage import open_storage
-from tests.support.hosts import Host, hosts
+from tests.support.hosts import Host, hosts, keeper_service
 from tests.support.limits import seconds
 
 SCRIPT = """
@@ -179,16 +179,9 @@ with CheckpointManager(sys.argv[1], memory=Memory(5), signals=(), random=False) 
 
 
 @pytest.fixture
-def service(tmp_path: Path) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    name = f"k{os.getpid()}"
-    command = [sys.executable, "-m", "smckpt.cli", "keeper", name, "--address", "127.0.0.1"]
-    with subprocess.Popen(
-        [*command, "--budget", "0.1"], stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline().startswith(f"keeper {name} at 127.0.0.1:")
-        yield name, process
-        process.kill()
+def service() -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    with keeper_service() as started:
+        yield started
 
 
 def test_a_keeper_that_is_a_service_outlives_the_job(

@@ -90,6 +90,20 @@ def _ip(*words: str) -> None:
 
 
 @contextlib.contextmanager
+def keeper_service() -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """A keeper of this host as a service: its name and process."""
+    name = f"k{os.getpid()}"
+    command = [sys.executable, "-m", "smckpt.cli", "keeper", name, "--address", "127.0.0.1"]
+    with subprocess.Popen(
+        [*command, "--budget", "0.1"], stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith(f"keeper {name} at 127.0.0.1:")
+        yield name, process
+        process.kill()
+
+
+@contextlib.contextmanager
 def hosts(count: int) -> Iterator[list[Host]]:
     """Skips the test where namespaces cannot be made."""
     own = f"sm{secrets.token_hex(3)}"  # the kernel removes those of a test before it later

@@ -129,7 +129,7 @@ class Keeper:
                 every = [
                     [d, n, one.size] for d, here in self._files.items() for n, one in here.items()
                 ]
-            send(made, {"files": every})
+            send(made, {"files": every, "held": self._held, "budget": self.budget})
         elif do == "directories":
             above = f"{asked['directory']}/" if asked["directory"] else ""
             with self._lock:

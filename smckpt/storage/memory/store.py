@@ -81,6 +81,16 @@ class _Peers:
     silent: frozenset[int] = frozenset()
 
 
+@dataclass(frozen=True)
+class Held:
+    """Bytes that the keeper of a host holds, and may hold. error: it does not answer."""
+
+    host: str
+    nbytes: int
+    budget: int
+    error: str = ""
+
+
 class KeeperStorage(Storage):
     """The directory `keeper://JOB/…`. Sends nothing until it is used."""
 
@@ -254,6 +264,16 @@ class KeeperStorage(Storage):
             made._calls = self._calls
         return made
 
+    def held(self) -> Sequence[Held]:
+        """What each keeper of the job holds."""
+        known = self._peers()
+        return [
+            Held(peer.host, one["held"], one["budget"])
+            if isinstance(one, dict)
+            else Held(peer.host, 0, 0, f"does not answer: {one}")
+            for peer, one in zip(known.peers, self._answers(known, {"do": "all"}), strict=True)
+        ]
+
     def close(self) -> None:
         with self._lock:
             self._open = {}
@@ -292,15 +312,19 @@ class KeeperStorage(Storage):
     def _all(self, request: dict[str, Any]) -> Sequence[dict[str, Any]]:
         """The answers of all keepers that answer; this host's must."""
         known = self._peers()
+        answers = self._answers(known, request)
+        if isinstance(failed := answers[known.own], OSError):
+            raise no_keeper(self._job, failed)
+        return [one for one in answers if isinstance(one, dict)]
 
+    def _answers(
+        self, known: _Peers, request: dict[str, Any]
+    ) -> Sequence[dict[str, Any] | OSError]:
         def ask(to: socket.socket) -> dict[str, Any]:
             send(to, request)
             return reply_of(to)
 
-        answers = self._each(known, range(len(known.peers)), ask)
-        if isinstance(failed := answers[known.own], OSError):
-            raise no_keeper(self._job, failed)
-        return [one for one in answers if isinstance(one, dict)]
+        return self._each(known, range(len(known.peers)), ask)
 
     def _each(
         self, known: _Peers, which: Sequence[int], ask: Callable[[socket.socket], Result]

@@ -82,7 +82,7 @@ class _Peers:
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldBytes:
     """Bytes that the keeper of a host holds, and may hold. error: it does not answer."""
 
     host: str
@@ -264,13 +264,13 @@ class KeeperStorage(Storage):
             made._calls = self._calls
         return made
 
-    def held(self) -> Sequence[Held]:
+    def held(self) -> Sequence[HeldBytes]:
         """What each keeper of the job holds."""
         known = self._peers()
         return [
-            Held(peer.host, one["held"], one["budget"])
+            HeldBytes(peer.host, one["held"], one["budget"])
             if isinstance(one, dict)
-            else Held(peer.host, 0, 0, f"does not answer: {one}")
+            else HeldBytes(peer.host, 0, 0, f"does not answer: {one}")
             for peer, one in zip(known.peers, self._answers(known, {"do": "all"}), strict=True)
         ]
 

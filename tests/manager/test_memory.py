@@ -34,12 +34,14 @@ import smckpt
 from smckpt import CheckpointManager, Memory
 
 root, until, last, replicas = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+copies = int(sys.argv[5])  # HSDP with as many replicas; 1: FSDP
 logging.basicConfig(level=logging.INFO)
 dist.init_process_group("gloo")
 world = dist.get_world_size()
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(12, 24), torch.nn.Linear(24, 6))
-fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+mesh = init_device_mesh("cpu", (copies, world // copies), mesh_dim_names=("copies", "shards"))
+fully_shard(model, mesh=mesh if copies > 1 else mesh["shards"])
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
 state = {"model": model, "optimizer": optimizer}
 with CheckpointManager(root, interval=100, memory=Memory(interval=5, replicas=replicas),
@@ -62,27 +64,44 @@ dist.destroy_process_group()
 """
 
 
-def start(job: Sequence[Host], tmp_path: Path, port: int, script: str, *words: str) -> None:
+def start(
+    job: Sequence[Host], tmp_path: Path, port: int, script: str, *words: str, ranks: int = 1
+) -> None:
+    """Args:
+    ranks: of each host.
+    """
     tmp_path.mkdir(exist_ok=True)
     program = tmp_path / "train.py"
     program.write_text(textwrap.dedent(script))
-    for rank, host in enumerate(job):
-        env = {
-            "RANK": str(rank), "WORLD_SIZE": str(len(job)), "LOCAL_RANK": "0",
-            "MASTER_ADDR": job[0].address, "MASTER_PORT": str(port),
-            "TORCHELASTIC_RUN_ID": f"job{tmp_path.name}", "GLOO_SOCKET_IFNAME": "e0",
-        }  # fmt: skip
-        host.begin([sys.executable, str(program), str(tmp_path / "root"), *words], env)
+    of_all = {
+        "WORLD_SIZE": str(len(job) * ranks), "MASTER_ADDR": job[0].address,
+        "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": f"job{tmp_path.name}",
+        "GLOO_SOCKET_IFNAME": "e0",
+    }  # fmt: skip
+    for number, host in enumerate(job):
+        envs = [
+            {**of_all, "RANK": str(number * ranks + local), "LOCAL_RANK": str(local)}
+            for local in range(ranks)
+        ]
+        host.begin([sys.executable, str(program), str(tmp_path / "root"), *words], *envs)
 
 
 def run(
-    job: Sequence[Host], tmp_path: Path, port: int, until: int, last: int = -1, replicas: int = 1
+    job: Sequence[Host],
+    tmp_path: Path,
+    port: int,
+    until: int,
+    last: int = -1,
+    replicas: int = 1,
+    ranks: int = 1,
+    copies: int = 1,
 ) -> list[Any]:
-    start(job, tmp_path, port, SCRIPT, str(until), str(last), str(replicas))
+    words = [str(each) for each in (until, last, replicas, copies)]
+    start(job, tmp_path, port, SCRIPT, *words, ranks=ranks)
     ended = [host.ended() for host in job]
     wanted = 9 if last >= 0 else 0
     assert [code for code, *_ in ended] == [wanted] * len(job), ended
-    return [json.loads(out) for _, out, _ in ended if out]
+    return [json.loads(line) for _, out, _ in ended for line in out.splitlines()]
 
 
 def close(one: dict[str, Any], other: dict[str, Any]) -> bool:
@@ -103,6 +122,31 @@ def test_a_host_dies_and_the_others_go_on_from_memory(tmp_path: Path, dead: int)
     assert [began for began, _ in resumed] == [10, 10]
     assert [began for began, _ in straight] == [0, 0]
     assert close(resumed[0][1], straight[0][1])
+    assert smckpt.find_checkpoints(tmp_path / "root") == []  # nothing was on disk
+
+
+@pytest.mark.parametrize(
+    ("count", "ranks", "copies"),
+    [
+        (2, 2, 2),
+        pytest.param(4, 1, 2, marks=pytest.mark.long),
+        pytest.param(4, 2, 1, marks=pytest.mark.long),
+    ],
+)
+def test_a_job_shrinks_by_a_host_and_grows_again_from_memory(
+    tmp_path: Path, count: int, ranks: int, copies: int
+) -> None:
+    """HSDP with 2 copies and FSDP2. A host that dies leaves HSDP with one copy."""
+    with hosts(count) as job:
+        run(job, tmp_path, 29621, until=20, last=12, ranks=ranks, copies=copies)
+        job[-1].die()
+        run(job[:-1], tmp_path, 29622, until=20, last=17, ranks=ranks)
+        job[-1].revive()  # with nothing in its memory
+        grown = run(job, tmp_path, 29623, until=18, ranks=ranks, copies=copies)
+        straight = run(job, tmp_path / "straight", 29624, until=18, ranks=ranks, copies=copies)
+    assert [began for began, _ in grown] == [15] * count * ranks
+    assert [began for began, _ in straight] == [0] * count * ranks
+    assert close(grown[0][1], straight[0][1])
     assert smckpt.find_checkpoints(tmp_path / "root") == []  # nothing was on disk
 
 

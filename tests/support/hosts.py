@@ -14,18 +14,25 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
 from tests.support.limits import seconds
 
 _AGENT = """
-import json, subprocess, sys
+import json, os, subprocess, sys
+from concurrent.futures import ThreadPoolExecutor
 for line in sys.stdin:
-    asked = json.loads(line)
-    done = subprocess.run(asked["command"], env=asked["env"], capture_output=True, text=True,
-                          timeout=asked["limit"])
-    print(json.dumps([done.returncode, done.stdout, done.stderr[-4000:]]), flush=True)
+    command, envs, limit = json.loads(line)
+    def run(env):
+        return subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True,
+                              timeout=limit)
+    with ThreadPoolExecutor(len(envs)) as pool:
+        ended = [*pool.map(run, envs)]
+    code = next((one.returncode for one in ended if one.returncode), 0)
+    print(json.dumps([code, "".join(one.stdout for one in ended),
+                      "".join(one.stderr[-4000:] for one in ended)]), flush=True)
 """
 
 
@@ -35,9 +42,10 @@ class Host:
     address: str
     agent: subprocess.Popen[str]
 
-    def begin(self, command: list[str], env: Mapping[str, str]) -> None:
+    def begin(self, command: list[str], *envs: Mapping[str, str]) -> None:
+        """Run the command once in each environment."""
         assert self.agent.stdin is not None
-        asked = {"command": command, "env": {**os.environ, **env}, "limit": seconds(300)}
+        asked = command, envs, seconds(300)
         self.agent.stdin.write(json.dumps(asked) + "\n")
         self.agent.stdin.flush()
 
@@ -65,6 +73,21 @@ class Host:
         self.close()
         self.agent = _agent(self.name)
 
+    def slow(self, rate: str) -> None:
+        """Let so much through the host's link, such as "8mbit"."""
+        limit = "root", "tbf", "rate", rate, "burst", "64kbit", "latency", "400ms"
+        _run("tc", "qdisc", "add", "dev", f"{self.name}o", *limit)
+        _run("tc", "-n", self.name, "qdisc", "add", "dev", "e0", *limit)
+
+    def carried(self) -> int:
+        """Bytes that went over the host's link."""
+        counters = Path(f"/sys/class/net/{self.name}o/statistics")
+        return sum(int((counters / f"{each}_bytes").read_text()) for each in ("rx", "tx"))
+
+    def link(self, state: str) -> None:
+        """Cut the host's link ("down"), or mend it ("up")."""
+        _run("ip", "link", "set", f"{self.name}o", state)
+
     def close(self) -> None:
         for stream in (self.agent.stdin, self.agent.stdout):
             if stream is not None:
@@ -85,8 +108,8 @@ def _agent(name: str) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
-def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, timeout=seconds(20))
+def _run(*words: str) -> None:
+    subprocess.run(words, check=True, capture_output=True, timeout=seconds(20))
 
 
 @contextlib.contextmanager
@@ -112,17 +135,19 @@ def hosts(count: int) -> Iterator[list[Host]]:
     made: list[Host] = []
     try:
         try:
-            _ip("link", "add", bridge, "type", "bridge")
-            _ip("link", "set", bridge, "up")
+            _run("ip", "link", "add", bridge, "type", "bridge")
+            _run("ip", "link", "set", bridge, "up")
         except (OSError, subprocess.SubprocessError):
             pytest.skip("network namespaces take the rights of root")
         for number, name in enumerate(names):
-            _ip("netns", "add", name)
-            _ip("link", "add", f"{name}o", "type", "veth", "peer", "name", "e0", "netns", name)
-            _ip("link", "set", f"{name}o", "master", bridge, "up")
-            _ip("-n", name, "address", "add", f"{net}.{number + 1}/24", "dev", "e0")
-            _ip("-n", name, "link", "set", "e0", "up")
-            _ip("-n", name, "link", "set", "lo", "up")
+            _run("ip", "netns", "add", name)
+            _run(
+                "ip", "link", "add", f"{name}o", "type", "veth", "peer", "name", "e0", "netns", name
+            )
+            _run("ip", "link", "set", f"{name}o", "master", bridge, "up")
+            _run("ip", "-n", name, "address", "add", f"{net}.{number + 1}/24", "dev", "e0")
+            _run("ip", "-n", name, "link", "set", "e0", "up")
+            _run("ip", "-n", name, "link", "set", "lo", "up")
             made.append(Host(name, f"{net}.{number + 1}", _agent(name)))
         yield made
     finally:

@@ -39,8 +39,9 @@ from smckpt.storage.memory.wire import (
 
 __all__ = ["Keeper", "listening", "main"]
 
+# Bytes that are received, and sent, at a time. A rank that waits for copies hears of each piece:
+# over a slow link a larger one would take longer than IDLE.
 _PIECE = 8 << 20
-_PIECES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -365,8 +366,8 @@ def _copy(peer: Peer, asked: dict[str, Any], image: _Image, goes_on: Callable[[]
     with call(peer) as to, open(os.dup(image.fd), "rb") as file:
         send(to, {**asked, "do": "take", "size": image.size})
         reply_of(to)
-        for at in range(0, image.size, _PIECES):
-            to.sendfile(file, at, min(_PIECES, image.size - at))
+        for at in range(0, image.size, _PIECE):
+            to.sendfile(file, at, min(_PIECE, image.size - at))
             goes_on()
         if not reply_of(to)["created"]:
             raise KeeperRefusal(errno.EEXIST, "the name exists")

@@ -41,7 +41,7 @@ from smckpt.staging.arena import free_memory
 from smckpt.storage import open_storage
 from smckpt.storage.memory.keeper import listening
 from smckpt.storage.memory.store import KeeperStorage, asked_locally, job_of
-from smckpt.storage.memory.wire import own_address
+from smckpt.storage.memory.wire import Peer, own_address
 from smckpt.storage.urls import Below
 
 __all__ = ["MEMORY_QUEUE", "Memory", "MemoryTier", "Tiers"]
@@ -69,12 +69,15 @@ class Memory:
             hosts, each gets one.
         budget: bytes that the keeper of a host may hold, for all ranks there and the copies of
             others; None: half of what is free when the first rank starts it.
+        domain: what may fail together with this rank's host, such as the name of its rack. Copies
+            go to other domains, as far as there are any. None: the host by itself.
     """
 
     interval: Interval
     keep: int = 2
     replicas: int = 1
     budget: int | None = None
+    domain: str | None = None
 
     def __post_init__(self) -> None:
         refused(self.interval)
@@ -86,6 +89,10 @@ class Memory:
                 raise UsageError(
                     f"{name} of Memory is {value!r}", remedy=f"give a whole number from {least}"
                 )
+        if self.domain is not None and not (isinstance(self.domain, str) and self.domain):
+            raise UsageError(
+                f"domain of Memory is {self.domain!r}", remedy="give the name of a rack or zone"
+            )
 
 
 class MemoryTier:
@@ -137,14 +144,15 @@ class MemoryTier:
             try:
                 if not is_service:
                     _start_here(job, memory.budget)
-                return [asked_locally(job, {"do": "hello"})["own"], ""]
+                own = Peer(*asked_locally(job, {"do": "hello"})["own"])
+                return [replace(own, domain=memory.domain or own.secret).to_json(), ""]
             except (CheckpointError, OSError) as error:
                 return [None, str(error)]
 
         def all_of(brought: Callable[[], dict[int, list[Any]]]) -> list[Any]:
-            found = brought()
-            failed = next((error for _, error in found.values() if error), "")
-            peers = {peer[3]: peer for peer, _ in found.values() if peer is not None}
+            found = [each for _, each in sorted(brought().items())]
+            failed = next((error for _, error in found if error), "")
+            peers = {peer[3]: peer for peer, _ in found if peer is not None}
             cut_off = [host for host, address, *_ in peers.values() if not address]
             if cut_off and len(peers) > 1 and memory.replicas:
                 failed = failed or f"no network leads to {cut_off[0]}"
@@ -184,6 +192,8 @@ class MemoryTier:
             )
             if have < memory.replicas:
                 log.warning("%d hosts hold %d copies, not %d", len(peers), have, memory.replicas)
+            if have and len({domain for *_, domain in peers}) == 1:
+                log.warning("all hosts are in domain %s: copies do not leave it", memory.domain)
 
     def is_due(self, step: int) -> bool:
         due = self.memory is not None and self.schedule.is_due(step)

@@ -35,6 +35,7 @@ from smckpt import CheckpointManager, Memory
 
 root, until, last, replicas = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
 copies = int(sys.argv[5])  # HSDP with as many replicas; 1: FSDP
+disk = int(sys.argv[6])
 logging.basicConfig(level=logging.INFO)
 dist.init_process_group("gloo")
 world = dist.get_world_size()
@@ -44,7 +45,7 @@ mesh = init_device_mesh("cpu", (copies, world // copies), mesh_dim_names=("copie
 fully_shard(model, mesh=mesh if copies > 1 else mesh["shards"])
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
 state = {"model": model, "optimizer": optimizer}
-with CheckpointManager(root, interval=100, memory=Memory(interval=5, replicas=replicas),
+with CheckpointManager(root, interval=disk, memory=Memory(interval=5, replicas=replicas),
                        timeout=120) as manager:
     step = began = manager.restore(into=state)
     while step < until:
@@ -95,12 +96,15 @@ def run(
     replicas: int = 1,
     ranks: int = 1,
     copies: int = 1,
+    disk: int = 100,
+    says: str = "",
 ) -> list[Any]:
-    words = [str(each) for each in (until, last, replicas, copies)]
+    words = [str(each) for each in (until, last, replicas, copies, disk)]
     start(job, tmp_path, port, SCRIPT, *words, ranks=ranks)
     ended = [host.ended() for host in job]
     wanted = 9 if last >= 0 else 0
     assert [code for code, *_ in ended] == [wanted] * len(job), ended
+    assert says in ended[0][2]
     return [json.loads(line) for _, out, _ in ended for line in out.splitlines()]
 
 
@@ -153,12 +157,13 @@ def test_a_job_shrinks_by_a_host_and_grows_again_from_memory(
 def test_hosts_with_each_others_only_copies_die_and_the_job_begins_from_disk(
     tmp_path: Path,
 ) -> None:
-    with hosts(3) as job:
-        run(job, tmp_path, 29614, until=20, last=12, replicas=0)
+    with hosts(4) as job:
+        run(job, tmp_path, 29614, until=20, last=16, disk=10)
         job[1].die()
-        left = [job[0], job[2]]
-        resumed = run(left, tmp_path, 29615, until=7)
-    assert [began for began, _ in resumed] == [0, 0]
+        job[2].die()  # the copies of host 1 are there
+        left = [job[0], job[3]]
+        resumed = run(left, tmp_path, 29615, until=12, disk=10, says="step 15 in memory is lost: ")
+    assert [began for began, _ in resumed] == [10, 10]
 
 
 def test_no_process_is_left_after_the_job(tmp_path: Path) -> None:
@@ -176,7 +181,15 @@ def test_no_process_is_left_after_the_job(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"interval": 0}, {"keep": 0}, {"replicas": -1}, {"budget": 0}, {"interval": "often"}]
+    "wrong",
+    [
+        {"interval": 0},
+        {"keep": 0},
+        {"replicas": -1},
+        {"budget": 0},
+        {"interval": "often"},
+        {"domain": ""},
+    ],
 )
 def test_what_memory_cannot_do_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=next(iter(wrong))):

@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -240,6 +241,15 @@ def three(job: str) -> Iterator[list[Running]]:
         one.stop()
 
 
+def in_domains(running: Sequence[Running], *domains: str) -> None:
+    peers = [
+        replace(one.peer, domain=domain).to_json()
+        for one, domain in zip(running, domains, strict=True)
+    ]
+    for one in running:
+        asked_locally(one.job, {"do": "join", "peers": peers, "replicas": 1})
+
+
 def write(store: Storage, name: str, data: bytes) -> None:
     writer = store.create_file(name, len(data))
     writer.write_at(0, memoryview(data))
@@ -264,6 +274,27 @@ def test_a_file_whose_copy_went_with_its_host_is_copied_again(three: list[Runnin
         time.sleep(0.01)
     joined([third])
     assert open_storage(f"keeper://{third.job}/run/1").read("data") == bytes(1000)
+
+
+def test_copies_go_to_another_domain_first(three: list[Running]) -> None:
+    first, second, third = three
+    store = open_storage(f"keeper://{first.job}/run/1")
+    in_domains(three, "rack1", "rack1", "rack2")
+    write(store, "data", bytes(1000))
+    assert [held(one) for one in three] == [1000, 0, 1000]
+    joined([first])
+    store.delete("data")
+    write(store, "other", bytes(10))  # without a copy
+    in_domains([first, second, third], "rack1", "rack1", "rack2")
+    asked_locally(first.job, {"do": "heal"})
+    until = time.monotonic() + seconds(20)
+    while held(third) != 1010:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    assert held(second) == 0
+    in_domains([first, second], "rack1", "rack1")  # there is no other one
+    write(store, "third", bytes(1))
+    assert held(second) == 1
 
 
 def test_ranks_that_ask_together_have_a_file_copied_once(

@@ -170,7 +170,7 @@ class Keeper:
             itself = self._peers[self._own].to_json()
             send(made, {"own": itself, "held": self._held, "budget": self.budget})
         elif do == "join":
-            peers = [Peer(*map(_as, (str, str, int, str), each)) for each in asked["peers"]]
+            peers = [Peer(*map(_as, (str, str, int, str, str), each)) for each in asked["peers"]]
             own = next(n for n, one in enumerate(peers) if one.secret == self.secret)
             with self._lock:
                 self._peers, self._own, self._replicas = peers, own, int(asked["replicas"])
@@ -267,7 +267,8 @@ class Keeper:
     def _copied(
         self, asked: dict[str, Any], image: _Image, goes_on: Callable[[], None]
     ) -> list[str]:
-        """Send a file to other keepers, in their order from here; the hosts that took it.
+        """Send a file to other keepers, in their order from here, those of other domains first; the
+        hosts that took it.
 
         Args:
             goes_on: called after each piece.
@@ -281,7 +282,8 @@ class Keeper:
         hosts, failed, code = list[str](), list[str](), errno.EIO
         silent = self._silent_now()
         after = [*range(own + 1, len(peers)), *range(own)]
-        for at in sorted(after, key=silent.__contains__):
+        domain = peers[own].domain
+        for at in sorted(after, key=lambda at: (at in silent, peers[at].domain == domain)):
             if len(hosts) == wanted:
                 break
             try:
@@ -335,9 +337,12 @@ class Keeper:
                         held[at] = {(str(d), str(n)) for d, n, _ in reply_of(to)["files"]}
         for file in sorted(mine):
             holders = sorted(at for at, files in held.items() if file in files)
-            lacking = sorted(held.keys() - holders, key=lambda at: (at < own, at))
             if holders[0] != own:
                 continue
+            known = {peers[at].domain for at in holders}
+            lacking = sorted(
+                held.keys() - holders, key=lambda at: (peers[at].domain in known, at < own, at)
+            )
             for at in lacking[: max(wanted - len(holders), 0)]:
                 with contextlib.suppress(OSError):
                     self._copy_again(peers[at], *file)

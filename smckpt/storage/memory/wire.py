@@ -44,15 +44,16 @@ _UNPROVEN = 1 << 10  # bytes of a header from somebody who has not proven anythi
 
 @dataclass(frozen=True)
 class Peer:
-    """A keeper: its host, for errors, where it listens, and its secret."""
+    """A keeper: its host, for errors, where it listens, its secret, and what may fail with it."""
 
     host: str
     address: str
     port: int
     secret: str
+    domain: str = ""
 
     def to_json(self) -> list[Any]:
-        return [self.host, self.address, self.port, self.secret]
+        return [self.host, self.address, self.port, self.secret, self.domain]
 
 
 class KeeperRefusal(OSError):

@@ -216,6 +216,11 @@ KEEPING = [
         KEEPER + "test_a_file_whose_copy_went_with_its_host_is_copied_again",
     ),
     of(
+        "memory: copies go to another domain first", "storage/memory/keeper.py",
+        "(at in silent, peers[at].domain == domain)", "(at in silent, False)",
+        KEEPER + "test_copies_go_to_another_domain_first",
+    ),
+    of(
         "memory: a keeper that hangs is asked last", "storage/memory/keeper.py",
         "            self._silent[at] = time.monotonic() + SILENT\n", "            pass\n",
         KEEPER + "test_a_keeper_that_hangs_costs_one_wait",

@@ -138,4 +138,4 @@ def test_a_run_that_resumes_from_memory_is_proved(
     assert done.stdout.startswith("exact: killed at step 20 and resumed, ")
     began = [int(each) for each in re.findall(r"began at (\d+)", done.stderr)]
     assert began[-1] == 0
-    assert 20 < began[-2] < 40  # so it was in memory
+    assert 20 <= began[-2] < 40  # after 20 it was in memory; a kill may come before one is there

@@ -144,7 +144,11 @@ class Selector:
             while walk.stateful:
                 found, walk.stateful = sorted(walk.stateful, key=lambda at: dotted(at[0])), []
                 for path, value in found:
-                    self._visit(value.state_dict(), path, walk)
+                    given = value.state_dict()
+                    self._visit(given, path, walk)
+                    for at, tree, binding in optimizer_dicts(given, path):
+                        if binding is None and (record := stock_record(tree)) is not None:
+                            walk.optimizers[dotted(at)] = record
                     if is_optimizer(value):
                         walk.owners.append((path, Binding(value, "LOCAL", {})))
                         known = names_in_state(modules) if known is None else known

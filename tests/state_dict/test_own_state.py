@@ -10,10 +10,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import smckpt
 from smckpt.errors import StateError
+from tests.support.launch import run_ranks
 from tests.support.optimizers import net, step
 
 KINDS = ("object", "dict", "LOCAL", "SHARDED", "FULL")
@@ -355,3 +357,66 @@ def test_lbfgs_comes_back_with_another_history(tmp_path: Path) -> None:
             other, resumed = trained(1, steps)
             smckpt.load(taken(other, resumed, kind), checkpoint_id=tmp_path / kind)
             assert same(everything(resumed), everything(optimizer))
+
+
+class Holds:
+    """An object with the pair of methods, and no optimizer of torch's."""
+
+    def __init__(self, base: Any) -> None:
+        self.base = base
+
+    def state_dict(self) -> Any:
+        return self.base.state_dict()
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.base.load_state_dict(state_dict)
+
+
+def other_states(folder: str, kind: str, held: bool, touched: bool, alone: bool) -> Any:
+    """The slots of each parameter that one rank loads, beside those that it should have. Rank 1
+    alone trains the last parameter; `alone`: rank 0 saves its optimizer for all."""
+    rank = dist.get_rank()
+
+    def trained(steps: int) -> tuple[nn.Module, Any]:
+        model = net(rank if steps else 5)
+        optimizer = torch.optim.AdamW(model.parameters())
+        for number in range(steps):
+            step(model, optimizer, number)
+        if steps and not rank and not alone:
+            del optimizer.state[list(model.parameters())[-1]]
+        for parameter in model.parameters() if touched else ():
+            optimizer.state[parameter]  # makes an empty dict
+        return model, optimizer
+
+    def state(model: nn.Module, optimizer: Any) -> dict[str, Any]:
+        if kind == "object":
+            return {"model": model, "optimizer": Holds(optimizer) if held else optimizer}
+        with smckpt.sm_state_dict_type(model, smckpt.LOCAL):
+            return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+
+    def slots(optimizer: Any) -> dict[int, Any]:
+        found = optimizer.state_dict()["state"].items()
+        return {n: {k: float(v.sum()) for k, v in own.items()} for n, own in found}
+
+    one, two = trained(2), trained(0)
+    smckpt.save({} if alone and rank else state(*one), checkpoint_id=folder)
+    smckpt.load(state(*two), checkpoint_id=folder)
+    return slots(one[1]), slots(two[1])
+
+
+@pytest.mark.parametrize("touched", [False, True])
+@pytest.mark.parametrize(("kind", "held"), [("object", 0), ("object", 1), ("LOCAL", 0)])
+def test_a_rank_without_state_of_a_parameter_gets_none_of_another_rank(
+    tmp_path: Path, kind: str, held: bool, touched: bool
+) -> None:
+    """Its next step would begin with the other rank's moments, of another shape under FSDP1."""
+    for saved, loaded in run_ranks(other_states, 2, str(tmp_path), kind, held, touched, False):
+        assert loaded == saved
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_one_rank_may_save_an_optimizer_for_all(tmp_path: Path, held: bool) -> None:
+    (saved, first), (_, other) = run_ranks(
+        other_states, 2, str(tmp_path), "object", held, False, True
+    )
+    assert first == other == saved

@@ -14,7 +14,7 @@ import torch
 
 from smckpt.errors import StateError
 from smckpt.layout.containers import FACTS, items_of, like, made, named_class, order_in
-from smckpt.layout.entries import Path
+from smckpt.layout.entries import Path, dotted
 from smckpt.state_dict.of_optimizers.bindings import Binding
 from smckpt.state_dict.tags import tag_of
 from smckpt.state_dict.tensors import (
@@ -86,6 +86,9 @@ class SavedState:
         self._tensors: dict[Any, _Leaves] = {}
         self._values: dict[Any, _Leaves] = {}
         self._kinds: dict[Any, dict[Path, str]] = {}
+        # whether the followed rank saved the optimizer, or another one did for all
+        self._own = dotted(path) in catalogue.optimizers_of(rank)
+        self._numbered: set[Any] = set()
         self._keys: dict[str, Any] = {}  # of the state: those that are no text, by their text
         self.whole_groups: Any = ABSENT
         kinds = catalogue.containers or {}
@@ -113,10 +116,13 @@ class SavedState:
             stored = row.path  # its containers are recorded under this one
             owned = part in _OWNED and len(full) > deep
             key, below = _key(part, full[deep] if owned else None), deep + owned
+            if part == "state" and owned and isinstance(stored[deep], int):
+                self._numbered.add(key)
             if part == "state" and owned and str(stored[deep]) == key[1]:
                 (self._keys[key[1]],) = made(kinds.get(stored[:deep]), {stored[deep]: None})
             rest = stored[below:]
             self._tensors.setdefault(key, {})[rest] = leaf
+            self._own |= leaf.mine
             for depth in range(len(rest)):
                 kind = kinds.get(stored[: below + depth])
                 if kind is not None:
@@ -177,9 +183,14 @@ class SavedState:
         return self._of([("state", str(name)) for name in dict.fromkeys(map(str, names))])
 
     def mine(self, owner: str) -> bool:
-        """Whether the saved rank that this rank follows had something under this key."""
+        """Whether the saved rank that this rank follows had something under this key, or if another
+        one saved the optimizer for all."""
         key = ("state", owner)
-        return key in self._values or any(t.mine for t in self._tensors.get(key, {}).values())
+        return (
+            not self._own
+            or key in self._values
+            or any(t.mine for t in self._tensors.get(key, {}).values())
+        )
 
     def tensors(self, names: Iterable[Any]) -> list[SavedSlot]:
         keys = [("state", str(name)) for name in names]
@@ -191,8 +202,11 @@ class SavedState:
         for key in keys:
             tensors = self._tensors.get(key, {})
             own = {rest: leaf for rest, leaf in tensors.items() if leaf.mine}
-            if own:  # what ranks have of their own, they may have in other numbers or as numbers
-                tensors = {r: leaf for r, leaf in tensors.items() if leaf.local is None}
+            shared = {rest: leaf for rest, leaf in tensors.items() if leaf.local is None}
+            # What ranks have of their own, they may have in other numbers or as numbers. The number
+            # of a parameter is each rank's own, so another rank's state is not of this one.
+            if own or (self._own and key in self._numbered and not shared):
+                tensors = shared
             for found in (own, self._values.get(key, {}), tensors):
                 for rest, leaf in found.items():
                     leaves.setdefault(rest, leaf)

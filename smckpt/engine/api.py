@@ -100,15 +100,20 @@ def async_save(
     if group is None:
         return None
     if _is_foreign(storage_writer, "DistributedFileSystemWriter") or planner is not None:
-        known = checked(SaveOptions, options)
-        _directory(checkpoint_id, storage_writer, "storage_writer")
-        _refuse_with_foreign(
-            "DCP writer or planner",
-            replace(known, queue="default"),
-            step=step,
-            coordinator_rank=other_than_lowest(group, coordinator_rank),
-            storage=storage,
-        )
+        known = SaveOptions()
+        try:
+            known = checked(SaveOptions, options)
+            _directory(checkpoint_id, storage_writer, "storage_writer")
+            _refuse_with_foreign(
+                "DCP writer or planner",
+                replace(known, queue="default"),
+                step=step,
+                coordinator_rank=other_than_lowest(group, coordinator_rank),
+                storage=storage,
+            )
+        except Exception as error:
+            _RUNTIME.queue(group, known.queue).meet(error)  # raises it, on all ranks
+            raise
         begun: SaveHandle = dcp().save(
             _RUNTIME,
             group,
@@ -280,22 +285,27 @@ def load(
     if group is None:
         return None
     if _is_foreign(storage_reader, "DistributedFileSystemReader") or planner is not None:
-        _wait_for_own(_directory(checkpoint_id, storage_reader, "storage_reader"))
-        coordinator_of(group, coordinator_rank)
-        _refuse_with_foreign(
-            "DCP reader or planner",
-            checked(LoadOptions, options),
-            check_keys_matched=None if check_keys_matched is True else check_keys_matched,
-            storage=storage,
-        )
-        if state_dict is None:
-            raise UsageError(
-                "a DCP reader or planner needs a target to fill, and there is none",
-                remedy="pass a state_dict",
+        refusal: Exception | None = None
+        try:
+            _wait_for_own(_directory(checkpoint_id, storage_reader, "storage_reader"))
+            coordinator_of(group, coordinator_rank)
+            _refuse_with_foreign(
+                "DCP reader or planner",
+                checked(LoadOptions, options),
+                check_keys_matched=None if check_keys_matched is True else check_keys_matched,
+                storage=storage,
             )
+            if state_dict is None:
+                raise UsageError(
+                    "a DCP reader or planner needs a target to fill, and there is none",
+                    remedy="pass a state_dict",
+                )
+        except Exception as error:  # tell the peers, which count this load too, and then raise
+            refusal = error
         loaded: MutableMapping[str, Any] = dcp().load(
-            _RUNTIME, state_dict, checkpoint_id, storage_reader, planner, process_group, no_dist
-        )
+            _RUNTIME, state_dict, checkpoint_id, storage_reader, planner, process_group, no_dist,
+            refusal,
+        )  # fmt: skip
         return loaded
     known = LoadOptions()
     try:

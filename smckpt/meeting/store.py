@@ -66,8 +66,11 @@ class OverStore(Transport):
     def collect(self, held: Round, message: Message) -> Iterator[Message]:
         if message.error is not None and self._pulse is not None:
             self._pulse.fail(message.error)
+        leads = self._member == held.leader
         self._messages[held.point] = self._arrive(held.point, message)
-        return self._arrivals(held) if self._member == held.leader else iter(())
+        if leads:
+            self.keys.set(_leads(held), {})
+        return self._arrivals(held) if leads else iter(())
 
     def share(self, held: Round, answer: Message | None) -> Message:
         key = f"{held.point}/decision"
@@ -75,12 +78,17 @@ class OverStore(Transport):
         if answer is not None:
             self.keys.set(key, _packed(answer))
         else:
-            seconds = _STAGES * (held.timeout or 0) + 5
-            data = self._awaited(held, key, [held.leader], time.monotonic() + seconds)
+            began, patience = time.monotonic(), held.timeout or 0
+            data = self._awaited(held, key, [held.leader], began + patience + 1)
+            if data is None and self.keys.peek(_leads(held)) is None:
+                raise _absent([held.leader], self._name, held.point)
+            if data is None:  # it is there, and waits for others or decides
+                until = began + _STAGES * patience + 5
+                data = self._awaited(held, key, [held.leader], until)
             if data is None:
                 raise PeerError(
                     f"{self._name(held.leader)} gave no decision on {held.point} within "
-                    f"{seconds:.0f} s",
+                    f"{time.monotonic() - began:.0f} s",
                     remedy="look at that rank's log; raise timeout= if it is merely slow",
                 )
             answer = self._unpacked(data, held.gives)
@@ -194,7 +202,7 @@ class OverStore(Transport):
             return  # the answer is there already
         if last:
             point = held.point
-            self.keys.drop([f"{point}/decision", *held.spent, f"{point}/turn", left])
+            self.keys.drop([f"{point}/decision", _leads(held), *held.spent, f"{point}/turn", left])
 
     def _unpacked(self, data: Any, kind: Any) -> Message:
         who = "a member"
@@ -212,6 +220,11 @@ class OverStore(Transport):
                 f"the message of {who} cannot be read: {error}",
                 remedy="all ranks must run one version of smckpt",
             ) from error
+
+
+def _leads(held: Round) -> str:
+    """The key by which the others see that the leader has come."""
+    return f"{held.point}/leads"
 
 
 def _packed(message: Message) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 
 import smckpt
 from smckpt import errors
@@ -237,7 +238,7 @@ def each_its_own(folder: str) -> str:
             step=turn,
             options=smckpt.SaveOptions(
                 timeout=seconds(60),
-                per_rank=("own.*",),
+                per_rank=("own.*", "metadata.*"),
                 metadata={"host": f"node {rank}", "loss": 0.1 * rank, "rank": rank},
             ),
         )
@@ -248,18 +249,86 @@ def test_what_each_rank_has_of_its_own_is_not_compared(tmp_path: Path) -> None:
     assert run_ranks(each_its_own, 2, str(tmp_path)) == ["fine", "fine"]
 
 
-def nothing_tells(folder: str) -> int:
+def warned(folder: str, words: str, own: bool) -> int:
+    """How often the log has these words, while nothing tells four saves apart."""
     heard: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("smckpt").addHandler(handler)
+    options = smckpt.SaveOptions(metadata={"run": {"loss": 0.5 + own * dist.get_rank()}})
     for _ in range(4):
-        smckpt.save({"w": torch.ones(2)}, checkpoint_id=f"{folder}/c")
-    return sum("nothing in the state tells two steps apart" in text for text in heard)
+        smckpt.save({"w": torch.ones(2)}, checkpoint_id=f"{folder}/c", options=options)
+    return sum(words in text for text in heard)
 
 
 def test_where_nothing_tells_a_warning_does_once(tmp_path: Path) -> None:
-    assert run_ranks(nothing_tells, 2, str(tmp_path)) == [1, 0]
+    words = "nothing in the state tells two steps apart"
+    assert run_ranks(warned, 2, str(tmp_path), words, False) == [1, 0]
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_warning_names_the_ranks_whose_metadata_is_not_recorded(
+    tmp_path: Path, own: bool
+) -> None:
+    words = "the metadata and metrics of rank 1 are not those of rank 0, which are recorded"
+    assert run_ranks(warned, 2, str(tmp_path), words, own) == [int(own), 0]
+
+
+def planned_by_one(folder: str) -> list[str]:
+    """Saves and loads in which one rank gives planner=, and what each says; then all together."""
+    said: list[str] = []
+
+    def make(call: Any, name: str, planner: Any) -> None:
+        try:
+            call({"w": torch.ones(2)}, checkpoint_id=f"{folder}/{name}", planner=planner)
+            said.append("")
+        except errors.CheckpointError as error:
+            said.append(str(error))
+
+    for who in (0, 1):  # before the first save of ours, and after it
+        mine = dist.get_rank() == who
+        make(smckpt.save, f"mixed {who}", DefaultSavePlanner() if mine else None)
+        make(smckpt.save, "ours", None)
+        make(smckpt.save, "planned", DefaultSavePlanner())
+        make(smckpt.load, "ours", DefaultLoadPlanner() if mine else None)
+        make(smckpt.load, "ours", None)
+        make(smckpt.load, "planned", DefaultLoadPlanner())
+    return said
+
+
+def test_a_planner_on_one_rank_alone_fails_by_name_on_all(tmp_path: Path) -> None:
+    """DCP would wait for the other rank in its collectives, and that one for a part of this."""
+    for said in run_ranks(planned_by_one, 2, str(tmp_path), timeout=120):
+        for who, turn in enumerate((said[:6], said[6:])):
+            assert f"rank {who} gave planner=" in turn[0], said
+            assert f"load(planner=) on rank {who}" in turn[3], said
+            assert [*turn[1:3], *turn[4:]] == [""] * 4, said
+
+
+def refused_by_one(folder: str) -> list[str]:
+    """A planned save and load, of which one rank gives an argument that planners do not take."""
+    said: list[str] = []
+    options = smckpt.SaveOptions(metadata={"a": 1}) if dist.get_rank() else None
+    keys: Any = "target" if dist.get_rank() else True
+    for act in (
+        lambda: smckpt.save(
+            {}, checkpoint_id=folder, planner=DefaultSavePlanner(), options=options
+        ),
+        lambda: smckpt.load(
+            {}, checkpoint_id=folder, planner=DefaultLoadPlanner(), check_keys_matched=keys
+        ),
+    ):
+        try:
+            act()
+        except errors.CheckpointError as error:
+            said.append(str(error))
+    return said
+
+
+def test_a_refusal_of_a_planned_call_reaches_all_ranks(tmp_path: Path) -> None:
+    for said in run_ranks(refused_by_one, 2, str(tmp_path)):
+        assert "SaveOptions(metadata=) has no effect" in said[0]
+        assert "check_keys_matched= has no effect" in said[1]
 
 
 def test_a_moment_takes_tens_of_bytes() -> None:

@@ -260,6 +260,36 @@ def test_what_the_leader_raises_while_deciding_is_raised_by_all(server: Any) -> 
     assert all(isinstance(r, StateError) and r.path == "/p" for r in results)
 
 
+@pytest.mark.parametrize("away", [0, 1])
+def test_a_member_that_makes_a_call_alone_hears_of_it_within_its_timeout(
+    server: Any, away: int
+) -> None:
+    """The others may come to a round as late as its leader waits for them, and no later."""
+
+    def act(member: int, client: Any) -> float:
+        meeting = join(member, client, count=2)
+        if member == away:
+            return 0.0
+        began = time.monotonic()
+        with pytest.raises(PeerError, match=f"rank {away} did not answer in time"):
+            meeting.round("alone", nothing, heard, timeout=1.5)
+        return time.monotonic() - began
+
+    assert max(together(server, 2, act, {})) < seconds(4)
+
+
+def test_a_leader_that_has_come_is_given_time_to_decide(server: Any) -> None:
+    def act(member: int, client: Any) -> Any:
+        def decide(brought: Callable[[], Any]) -> str:
+            brought()
+            threading.Event().wait(4.0)
+            return "decided"
+
+        return join(member, client, count=2).round("slow", nothing, decide, timeout=1.5)
+
+    assert together(server, 2, act, {}) == ["decided"] * 2
+
+
 def test_an_interrupted_member_goes_at_once_and_the_others_hear_of_it(server: Any) -> None:
     def act(member: int, client: Any) -> str:
         bring = failing(KeyboardInterrupt("Ctrl-C")) if member == 1 else nothing  # type: ignore
@@ -416,7 +446,8 @@ def test_all_members_of_all_groups_load_again_or_none_does(
             bring = failing(CheckpointReplacedError("replaced"))
         elif member in (0, 1):
             bring = failing(StateError("another cause"))
-        Rounds(mine, step, "load/0", "load/0", 20).hold("read", bring, lambda _: None)
+        rounds = Rounds(mine, step, "load/0", "load/0", "call/0", name, 20)
+        rounds.hold("read", bring, lambda _: None)
 
     raised = together(server, 4, act, {})
     assert all(isinstance(error, CheckpointError) for error in raised)

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from smckpt.checkpoint.commits.contents import noticing_replacement
@@ -38,10 +39,11 @@ from smckpt.engine.loading.load_rounds import (
     Rounds,
     Tally,
     in_common,
-    nothing,
+    refuse_other_calls,
     total,
+    unless,
 )
-from smckpt.engine.loading.load_share import for_all, open_chosen, share
+from smckpt.engine.loading.load_share import for_all, glance, open_chosen, share
 from smckpt.errors import (
     CheckpointReplacedError,
     UsageError,
@@ -171,6 +173,8 @@ class Loader:
                     None,
                     f"load/{number}{again}",
                     f"load/{count}{again}",
+                    f"load/{number}{again}" if again else f"call/{number}",
+                    self.membership.rank_name,
                     request.options.timeout,
                 )
                 try:
@@ -253,10 +257,8 @@ class Loader:
 
     def close(self, timeout: float) -> None:
         """Leave: peers that wait for another load of this rank hear that none comes."""
-        n = self._numbers
         self.membership.announce(
-            [Round(f"load/{n}/choice"), Round(f"find/{n}"), Round(f"open/{n}")],
-            [Round(f"load/{self._loads}/plan")],
+            [Round(f"call/{self._numbers}")], [Round(f"load/{self._loads}/plan")]
         )
         self.membership.leave(timeout)
 
@@ -269,7 +271,7 @@ class Loader:
             newest = look()
             return {"found": None if newest is None else newest.to_json()}
 
-        agreed = self.agreed("find", found, timeout)
+        agreed = self.agreed("latest_checkpoint", found, timeout)
         return None if agreed["found"] is None else FoundCheckpoint.from_json(agreed["found"])
 
     def open(self, storage: Storage, timeout: float) -> CommittedCatalogue:
@@ -286,20 +288,28 @@ class Loader:
             opened.append(open_catalogue(storage))
             return {"choose": opened[0].identity, "name": opened[0].name}
 
-        agreed = self.agreed("open", commit, timeout)
+        agreed = self.agreed("a reader of DCP", commit, timeout)
         return opened[0] if opened else open_catalogue(storage, **agreed)
 
-    def agreed(self, point: str, look: Callable[[], dict[str, Any]], timeout: float) -> Any:
-        """One rank looks and sends what it found, which is JSON, to all. All raise its error."""
+    def agreed(
+        self,
+        call: str,
+        look: Callable[[], dict[str, Any]],
+        timeout: float,
+        refusal: Exception | None = None,
+    ) -> Any:
+        """One rank looks and sends what it found, which is JSON, to all that make this `call`. All
+        raise its error, or the refusal of one."""
         with self._lock:
             number, self._numbers = self._numbers, self._numbers + 1
         meeting = self.membership.meeting(timeout)
 
-        def decide(brought: Callable[[], dict[int, None]]) -> dict[str, Any]:
-            brought()
+        def decide(brought: Callable[[], dict[int, str]]) -> dict[str, Any]:
+            refuse_other_calls(brought(), self.membership.rank_name)
             return look()
 
-        return meeting.round(f"{point}/{number}", nothing, decide, timeout=timeout)
+        bring = partial(unless, refusal, call)
+        return meeting.round(f"call/{number}", bring, decide, timeout=timeout, brings=str)
 
     # -- which commit ------------------------------------------------------------------------
 
@@ -331,12 +341,8 @@ class Loader:
         to here, all ranks of all groups raise its error.
         """
         leads, failure = rounds.group.member == 0, target.failure
-        early = _glance(request.storage) if leads and failure is None else None
+        early = glance(request.storage) if leads and failure is None else None
         opened: list[Catalogue] = []
-
-        def bring() -> None:
-            if failure is not None:
-                raise failure
 
         def look() -> Choice:
             found = early or open_any(request.storage)
@@ -347,7 +353,7 @@ class Loader:
             opened.append(found)
             return Choice(found.identity, found.name, for_all(found, rounds.group.count))
 
-        commit = rounds.choose(bring, look)
+        commit = rounds.choose(partial(unless, failure, "load"), look)
         return Chosen(commit, opened[0] if opened else None)
 
     # -- the plan ----------------------------------------------------------------------------
@@ -475,13 +481,3 @@ def _without_collections() -> Iterator[None]:
         yield
     finally:
         gc.enable()
-
-
-def _glance(storage: Storage) -> Catalogue | None:
-    """Open the newest commit while the peers look at their states. A failure here is only logged,
-    because the choice fails in the same way."""
-    try:
-        return open_any(storage)
-    except Exception as error:  # raised here, it would leave the peers waiting
-        log.debug("nothing to read ahead: %s", error)
-        return None

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from smckpt.checkpoint.commits.choose import Commit
+from smckpt.errors import UsageError
 from smckpt.meeting.round import Meeting
 
 __all__ = [
@@ -17,7 +18,9 @@ __all__ = [
     "Tally",
     "in_common",
     "nothing",
+    "refuse_other_calls",
     "total",
+    "unless",
 ]
 
 T = TypeVar("T")
@@ -75,12 +78,15 @@ class Rounds:
 
     group: the meeting of this rank's group. step: the meeting of all groups of the step, on the
         rank that speaks for its group. point, step_point: the names of this load's rounds in each.
+    first: that of the first one, in which ranks say what they call. name: as errors call members.
     """
 
     group: Meeting
     step: Meeting | None
     point: str
     step_point: str
+    first: str
+    name: Callable[[int], str]
     timeout: float
 
     def hold(
@@ -101,20 +107,21 @@ class Rounds:
             gives=gives,
         )
 
-    def choose(self, bring: Callable[[], None], look: Callable[[], Choice]) -> Choice:
+    def choose(self, bring: Callable[[], str], look: Callable[[], Choice]) -> Choice:
         """One rank of the group finds the commit. A group that fails here brings its error to the
         other groups' plan round, where they wait for it."""
 
-        def decide(brought: Callable[[], dict[int, None]]) -> Choice:
+        def decide(brought: Callable[[], dict[int, str]]) -> Choice:
             try:
-                brought()
+                refuse_other_calls(brought(), self.name)
                 return look()
             except Exception as error:
                 self._among_groups("plan", _raising(error), nothing, None)
                 raise
 
-        point = f"{self.point}/choice"
-        return self.group.round(point, bring, decide, timeout=self.timeout, gives=Choice)
+        return self.group.round(
+            self.first, bring, decide, timeout=self.timeout, brings=str, gives=Choice
+        )
 
     def chosen(self, identity: str) -> str:
         """The commit that the first group of the step chose."""
@@ -140,6 +147,29 @@ class Rounds:
             gives=gives,
             spent=(f"{self.step_point}/choice",) if what == "plan" else (),
         )
+
+
+def refuse_other_calls(calls: Mapping[int, str], name: Callable[[int], str]) -> None:
+    """
+    Raises:
+        UsageError: the ranks of a group made different calls.
+    """
+    by_call: dict[str, list[int]] = {}
+    for member, call in sorted(calls.items()):
+        by_call.setdefault(call, []).append(member)
+    if len(by_call) > 1:
+        made = (f"{call} on {', '.join(map(name, who[:8]))}" for call, who in by_call.items())
+        raise UsageError(
+            f"the ranks made different calls: {' and '.join(made)}",
+            remedy="make the same call of smckpt, with the same planner= and reader, on all ranks "
+            "of process_group",
+        )
+
+
+def unless(failure: Exception | None, call: str) -> str:
+    if failure is not None:
+        raise failure
+    return call
 
 
 def _raising(error: Exception) -> Callable[[], Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -24,7 +25,9 @@ from smckpt.storage import Storage
 if TYPE_CHECKING:
     from smckpt.engine.loading.passing import Passing
 
-__all__ = ["for_all", "open_chosen", "share"]
+log = logging.getLogger("smckpt")
+
+__all__ = ["for_all", "glance", "open_chosen", "share"]
 
 _MOST = 256 << 20  # bytes that the job's store sends at most for the manifests of all ranks
 _PART = 200  # bytes, at least, of what a manifest says of a rank
@@ -116,3 +119,13 @@ def share(
         passing = Passing(group, door, team.addresses, reads, shared, rounds.timeout)
         stack.pop_all()  # it closes the door
         return passing, needed
+
+
+def glance(storage: Storage) -> Catalogue | None:
+    """Open the newest commit while the peers look at their states. A failure here is only logged,
+    because the choice fails in the same way."""
+    try:
+        return open_any(storage)
+    except Exception as error:  # raised here, it would leave the peers waiting
+        log.debug("nothing to read ahead: %s", error)
+        return None

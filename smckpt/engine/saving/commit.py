@@ -71,9 +71,9 @@ class Written:
     host: str
     coordinator: int
     moment: Moment
-    prefixes: str
-    part: str
-    crc64: str
+    prefixes: str = ""
+    part: str = ""
+    crc64: str = ""
     looked: Observed | None = None
 
 
@@ -95,6 +95,9 @@ class Committer:
 
     Args:
         since: when this run of the job began, in nanoseconds since 1970.
+
+    met_before: the saves below this number, which DCP made, had a meeting. probed: whether a first
+    save has looked at the storage.
     """
 
     def __init__(self, membership: Membership, worker: Worker, since: int) -> None:
@@ -105,13 +108,15 @@ class Committer:
         self._meeting: Meeting | None = None
         self._steps = Steps(membership)
         self._tokens: dict[tuple[str, ...], int] = {}
-        self._probed = False
+        self.probed = False
         self._tried: set[str] = set()
+        self.met_before = 0
         self._unmet: dict[int, Moment] = {}  # the saves that were given up without a meeting
         # of the refused save before this one: rank → its directory
         self._refused: dict[int, str] = {}
         self._directories: dict[str, None] = {}  # those of earlier saves
         self._warned = False
+        self._warned_of_metadata = False
 
     def publish(self, job: SaveJob, write: Callable[[Meeting], Written]) -> Committed:
         """Carry out a save: all ranks write, then the coordinator publishes.
@@ -126,7 +131,7 @@ class Committer:
         meeting = self._meeting
 
         def bring() -> Written:
-            if not self._probed and len(self.group.ranks) > 1:
+            if not self.probed and len(self.group.ranks) > 1:
                 self._probe(meeting, job, timeout)
             elif meeting.member == 0 and job.error is None:
                 # Before the first save into a bucket, one rank checks that it can hold checkpoints.
@@ -163,7 +168,7 @@ class Committer:
         posts that, so that a late rank does not wait for their answer."""
         meeting = self.membership.meeting(timeout)
         coordinator = self.group.ranks.index(job.request.coordinator)
-        for number in range(job.handle.number):
+        for number in range(self.met_before, job.handle.number):
             over = PeerError(
                 f"rank {self.group.rank} gave up save {number} before this rank joined it",
                 remedy="find out what delayed this rank; raise timeout= if it was only slow",
@@ -221,7 +226,7 @@ class Committer:
             brings=Moment,
         )
         meeting.round(f"seen/{number}", look, compare, timeout=timeout, brings=HostView)
-        self._probed = True
+        self.probed = True
 
     def _look(
         self,
@@ -259,6 +264,17 @@ class Committer:
         earlier, self._refused = self._refused, {who: m.directory for who, m in moments.items()}
         refuse_different(moments, ranks_text, values=again, earlier=earlier)
         self._refused = {}
+        lowest, *_ = sorted(moments)
+        others = [who for who in moments if moments[who].metadata != moments[lowest].metadata]
+        if others and not self._warned_of_metadata:
+            self._warned_of_metadata = True
+            log.warning(
+                "the metadata and metrics of %s are not those of rank %d, which are recorded. What "
+                "to do: pass the same on all ranks (a mean of their losses, say), or name what is "
+                "each rank's own in SaveOptions(per_rank=)",
+                ranks_text(others),
+                lowest,
+            )
         if again and not self._warned and tells_nothing(moments.values()):
             self._warned = True
             log.warning(

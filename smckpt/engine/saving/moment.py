@@ -58,13 +58,16 @@ class Moment:
 
     directory: its checkpoint id; "" if the moment is that of several groups. signs: counters, the
     most telling first. values: what often changes from step to step; compared only where ranks
-    share no counter. holds: whether the rank has tensors.
+    share no counter. holds: whether the rank has tensors. planned: whether a planner or writer of
+    DCP's makes the save. metadata: a digest of what the caller records with it.
     """
 
     directory: str = ""
     signs: dict[str, int | float] = field(default_factory=dict)  # of a number, its own kind
     values: dict[str, str] = field(default_factory=dict)
     holds: bool = True
+    planned: bool = False
+    metadata: str = ""
 
     def is_beyond(self, refused: Moment | None) -> bool:
         """Whether this is a later save than the one that was refused."""
@@ -123,8 +126,16 @@ def moment_of(
         }
         return dict(list(known.items())[:most])
 
-    holds = selection is None or bool(selection.entries)
-    return Moment(directory, kept(signs, NAMED), kept(found.values, NAMED // 2), holds)
+    recorded = {dotted(p): repr(v) for p, v in _leaves(metadata, ("metadata",))}
+    others = {k: v for k, v in recorded.items() if not k.startswith("metadata.manager.")}
+    text = repr(sorted(kept(others, len(others)).items())) if others else ""
+    return Moment(
+        directory,
+        kept(signs, NAMED),
+        kept(found.values, NAMED // 2),
+        holds=selection is None or bool(selection.entries),
+        metadata=hashlib.sha256(text.encode()).hexdigest()[:8] if text else "",
+    )
 
 
 class _Differing:
@@ -299,6 +310,15 @@ def refuse_different(
     Raises:
         UsageError: they differ.
     """
+    planned = _grouped({who: moment.planned for who, moment in moments.items()})
+    if len(planned) > 1:
+        mixed = UsageError(
+            f"{name(planned[True])} gave planner= or a writer of DCP's to this save, and "
+            f"{name(planned[False])} did not",
+            remedy="pass the same planner= and storage_writer= on all ranks of process_group",
+        )
+        mixed.moment = vars(Moment())  # none is beyond that
+        raise mixed
     sign = _first_different({who: moment.signs for who, moment in moments.items()})
     directories = _grouped({who: moment.directory for who, moment in moments.items()})
     if sign is None and len(directories) < 2:

@@ -6,17 +6,19 @@ import contextlib
 import logging
 import os
 import queue
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
+from uuid import uuid4
 
 from smckpt.engine.background.worker_client import Worker
 from smckpt.engine.events import SaveEvent, Sinks, telling
 from smckpt.engine.groups import Partition
-from smckpt.engine.saving.commit import Committed, Committer
-from smckpt.engine.saving.job import SaveHandle, SaveJob, SaveRequest, bytes_text
-from smckpt.engine.saving.moment import moment_read
+from smckpt.engine.saving.commit import Committed, Committer, Written
+from smckpt.engine.saving.job import SaveHandle, SaveJob, SaveOptions, SaveRequest, bytes_text
+from smckpt.engine.saving.moment import Moment, moment_read, ranks_text, refuse_different
 from smckpt.engine.saving.save import Saver
 from smckpt.errors import CheckpointError, SaveFailedError, UsageError, as_checkpoint_error
 from smckpt.meeting.group import Group, Membership
@@ -112,6 +114,48 @@ class SaveQueue:
             self._raise_failures()
             return handle
 
+    def meet(self, refusal: Exception | None = None) -> str:
+        """Count a save that DCP makes, and meet the ranks that make it too: in the rounds in which
+        a save of ours begins, so that a rank that makes one hears of the other.
+
+        Args:
+            refusal: why this rank's call fails.
+
+        Returns:
+            A name on which the ranks agree, and which nobody has used.
+
+        Raises:
+            CheckpointError: a rank refuses it, or makes a save of ours. Every rank raises it.
+        """
+        with self._front:
+            number, timeout = self._calls + self._skipped, SaveOptions().timeout
+            self._calls += 1
+            if self.flying is not None:
+                self.flying.ended()
+            meeting = self.membership.meeting(timeout)
+            self._committer.met_before = number + 1
+        ranks, name, host = self.group.ranks, uuid4().hex, socket.gethostname()
+        first = not self._committer.probed and len(ranks) > 1
+        moment = Moment(holds=False, planned=True)
+
+        def bring() -> Any:
+            if refusal is not None:
+                raise refusal
+            return moment if first else Written(self.group.rank, host, ranks[0], moment)
+
+        def decide(brought: Callable[[], dict[int, Any]]) -> str:
+            moments = {ranks[at]: getattr(one, "moment", one) for at, one in brought().items()}
+            refuse_different(moments, ranks_text)
+            return name
+
+        point, kind = ("made", Moment) if first else ("save", Written)
+        try:
+            return meeting.round(f"{point}/{number}", bring, decide, timeout=timeout, brings=kind)
+        except Exception as error:
+            if first:  # a rank with a save of ours brings it to this round too
+                meeting.refuse(f"save/{number}", as_checkpoint_error(error, self.group.rank))
+            raise
+
     def finalize(self, blocking: bool, timeout: float | None = None) -> list[int]:
         """Return the numbers of the saves committed since the last call. Raise if a save failed.
 
@@ -162,10 +206,10 @@ class SaveQueue:
             self._inbox.put(None)
             self._thread.join(timeout=1 if late else 5)
             self._thread = None
-            if announce:
-                self._announce_end()
-            if leave:
-                self.membership.leave(min(max(deadline - time.monotonic(), 0), LEAVE_SECONDS))
+        if announce:
+            self._announce_end()
+        if leave:
+            self.membership.leave(min(max(deadline - time.monotonic(), 0), LEAVE_SECONDS))
         self._worker.close(timeout=5)
         if flying is None or flying.done():
             self._saver.close()

@@ -50,7 +50,12 @@ def foreign_save(
         SaveFailedError: an earlier save of the queue was not committed.
     """
     del process_group  # the queue makes a group of its own with the same ranks (see `foreign`)
-    writer, checkpoint_id = _storage(writer, checkpoint_id, DistributedFileSystemWriter)
+    ours = runtime.queue(group, queue)
+    try:
+        writer, checkpoint_id = _storage(writer, checkpoint_id, DistributedFileSystemWriter)
+    except Exception as error:
+        ours.meet(error)  # raises it, on all ranks
+        raise
     foreign_queue = runtime.adopt(queue, group.ranks, lambda: ForeignQueue(group))
     assert isinstance(foreign_queue, ForeignQueue)
     return foreign_queue.submit(
@@ -59,7 +64,7 @@ def foreign_save(
         writer=writer,
         planner=planner,
         group=group,
-        agreed_name=partial(_agreed_name, runtime, group),
+        meet=ours.meet,
     )
 
 
@@ -71,9 +76,13 @@ def foreign_load(
     planner: Any,
     process_group: Any,
     no_dist: bool = False,
+    refusal: Exception | None = None,
 ) -> MutableMapping[str, Any]:
     """A load that DCP plans, with its collectives. The default reader is smckpt's, or DCP's own
     for a directory that DCP wrote.
+
+    Args:
+        refusal: why this rank's call fails. It only brings the error to the peers.
 
     Raises:
         UsageError: neither `checkpoint_id` nor the reader names a directory; or it is in a store,
@@ -87,15 +96,19 @@ def foreign_load(
     if together is None and len(group.ranks) > 1:
         together = dist.group.WORLD
     ours: Callable[..., Any] = partial(DistributedFileSystemReader, process_group=together)
-    if reader is None and checkpoint_id:
-        location = checkpoint_id
-        look = DistributedFileSystemReader.leaves_to_dcp
-        agreed = runtime.loader(group).agreed("dcp", lambda: {"dcp": look(location)}, _PATIENCE)
-        ours = _reader_of_dcp if agreed["dcp"] else ours
-    reader, checkpoint_id = _storage(reader, checkpoint_id, ours)
+
+    def look() -> dict[str, Any]:
+        location = None if reader is not None else checkpoint_id
+        of_dcp = bool(location and DistributedFileSystemReader.leaves_to_dcp(location))
+        return {"dcp": of_dcp, "name": uuid4().hex}
+
+    agreed = runtime.loader(group).agreed("load(planner=)", look, _PATIENCE, refusal)
+    reader, checkpoint_id = _storage(
+        reader, checkpoint_id, _reader_of_dcp if agreed["dcp"] else ours
+    )
     made = None
     if isinstance(process_group, Group):  # ranks alone, and DCP runs collectives
-        made = process_group = gloo_group(group, _agreed_name(runtime, group))
+        made = process_group = gloo_group(group, agreed["name"])
     try:
         return load_with_dcp(
             state_dict,
@@ -109,12 +122,6 @@ def foreign_load(
     finally:
         if made is not None:
             dist.destroy_process_group(made)
-
-
-def _agreed_name(runtime: Runtime, group: Group) -> str:
-    """A name that the ranks of the group agree on, and nobody has used."""
-    name: str = runtime.loader(group).agreed("dcp", lambda: {"dcp": uuid4().hex}, _PATIENCE)["dcp"]
-    return name
 
 
 def _reader_of_dcp(location: str | os.PathLike[str]) -> Any:

@@ -71,12 +71,13 @@ class ForeignQueue:
         writer: StorageWriter,
         planner: SavePlanner | None,
         group: Group,
-        agreed_name: Callable[[], str],
+        meet: Callable[[], str],
     ) -> SaveHandle:
         """Copy the state, let DCP save it in the background; see `smckpt.async_save`.
 
         Args:
-            agreed_name: a name for a new process group of `group`, on which its ranks agree.
+            meet: meets the ranks of the group that make this save too, and gives a name on which
+                they agree.
         """
         began = time.perf_counter()
         handle = SaveHandle(self._numbers, _directory_of(checkpoint_id, writer), None)
@@ -84,12 +85,12 @@ class ForeignQueue:
         if self.flying is not None and not self.flying.done():
             log.info("a save waits for save %d, which DCP is still writing", self.flying.number)
             self.flying.ended()  # gloo's timeout bounds each collective of it
-        process_group = None
+        name, process_group = meet(), None
         if dist.is_available() and dist.is_initialized():
             if self._process_group is None or self._world is not dist.group.WORLD:
                 # it is another object after the job has made the process group again
                 self._world = dist.group.WORLD
-                self._process_group = gloo_group(group, agreed_name())
+                self._process_group = gloo_group(group, name)
             process_group = self._process_group
         refused: BaseException | None = None
         staged: dict[str, Any] = {}

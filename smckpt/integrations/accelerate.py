@@ -28,7 +28,13 @@ from smckpt.checkpoint.commits.run_directory import RunDirectory
 from smckpt.checkpoint.records.format import parse_name
 from smckpt.errors import CheckpointNotFoundError, KeysMismatchError, UsageError
 from smckpt.integrations import refuse_untested
-from smckpt.integrations.replaced import keep_last, remove_stale, run_directory, stock_files
+from smckpt.integrations.replaced import (
+    keep_last,
+    remove_stale,
+    run_directory,
+    stock_files,
+    store_arguments,
+)
 from smckpt.meeting.round import over_group
 from smckpt.storage.urls import is_local
 
@@ -266,7 +272,7 @@ def _rest_alone(accelerator: Any) -> Iterator[None]:
 
 
 def _arguments(accelerator: Any) -> dict[str, Any]:
-    return dict(getattr(accelerator, "smckpt_arguments", {}))
+    return store_arguments(getattr(accelerator, "smckpt_arguments", {}))
 
 
 def _folder(accelerator: Any) -> str:

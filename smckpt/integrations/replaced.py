@@ -14,7 +14,7 @@ from typing import Any
 import smckpt
 from smckpt.checkpoint.commits.remove import remove_probes
 from smckpt.checkpoint.commits.run_directory import RunDirectory, Template
-from smckpt.errors import CheckpointNotFoundError, CheckpointPinnedError
+from smckpt.errors import CheckpointNotFoundError, CheckpointPinnedError, UsageError
 from smckpt.manager.retention import Newest
 from smckpt.storage import access_to
 from smckpt.translate.conversion.stock import is_stock
@@ -26,6 +26,7 @@ __all__ = [
     "run_directory",
     "stamps",
     "stock_files",
+    "store_arguments",
 ]
 
 log = logging.getLogger("smckpt")
@@ -64,6 +65,20 @@ def remove_stale(directory: str, before: Mapping[str, tuple[int, int]]) -> None:
                 shutil.rmtree(path, ignore_errors=True)
             else:
                 os.unlink(path)
+
+
+def store_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The `smckpt_arguments` of a door, which go with each of its saves, loads and looks.
+
+    Raises:
+        UsageError: an argument is not one of the store; names it.
+    """
+    if other := sorted(map(str, given.keys() - {"storage"})):
+        raise UsageError(
+            f"smckpt_arguments has {', '.join(other)}, which is not honoured",
+            remedy='leave it out: {"storage": options of the store} is all that it takes',
+        )
+    return dict(given)
 
 
 def run_directory(root: str, template: str, arguments: Mapping[str, Any]) -> RunDirectory:

@@ -23,7 +23,7 @@ import smckpt
 from smckpt.checkpoint.commits.discover import found_at
 from smckpt.checkpoint.commits.run_directory import RunDirectory
 from smckpt.errors import CheckpointNotFoundError, UsageError
-from smckpt.integrations.replaced import keep_last, run_directory
+from smckpt.integrations.replaced import keep_last, run_directory, store_arguments
 from smckpt.meeting.round import over_group
 from smckpt.storage.urls import normal_url
 
@@ -69,7 +69,7 @@ class SmckptCheckpointManager(CheckpointManager):  # type: ignore[misc]
         if "://" in config.folder:  # torchtitan would join it to the dump folder
             self.folder = normal_url(config.folder).rstrip("/")
         self.save_future: smckpt.SaveHandle | None = None
-        self._arguments = MappingProxyType(dict(getattr(config, "smckpt_arguments", {})))
+        self._arguments = MappingProxyType(store_arguments(getattr(config, "smckpt_arguments", {})))
 
     # -- saving ------------------------------------------------------------------------------
 

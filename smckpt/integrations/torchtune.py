@@ -25,7 +25,8 @@ import smckpt
 import smckpt.state_dict  # its hook: an optimizer's state dict knows the optimizer from a step on
 from smckpt.checkpoint.commits.run_directory import RunDirectory
 from smckpt.errors import UsageError
-from smckpt.integrations.replaced import keep_last, run_directory
+from smckpt.integrations.dcp.reader import DistributedFileSystemReader
+from smckpt.integrations.replaced import keep_last, run_directory, store_arguments
 from smckpt.meeting.group import group_at
 from smckpt.storage.urls import normal_url
 
@@ -87,7 +88,7 @@ class DistributedCheckpointer:
         self._process_group = process_group
         self._keep = keep_last_n_checkpoints
         self._root = normal_url(os.fspath(smckpt_root or output_dir)).rstrip("/")
-        self._arguments = dict(smckpt_arguments or {})
+        self._arguments = store_arguments(smckpt_arguments or {})
         self._resumes = should_load_recipe_state and not (
             final.get("recipe_checkpoint") or final.get("adapter_checkpoint")  # torchtune's own
         )
@@ -208,9 +209,13 @@ class DistributedCheckpointer:
     # -- loading -----------------------------------------------------------------------------
 
     def get_latest_intermediate_checkpoint(self, adapter_only: bool = False) -> str | None:
-        """The directory of the newest checkpoint that is committed, or None."""
+        """The directory of the newest checkpoint, or None. One that torchtune's own checkpointer
+        saved counts too: by its epoch, and beside checkpoints of steps by its time."""
         found = self._newest(adapter_only)
-        return None if found is None else str(found)
+        theirs = None if adapter_only else self._newest_of_torchtune()
+        if found is None or (theirs is not None and _is_later(theirs, found)):
+            return theirs
+        return str(found)
 
     _get_latest_intermediate_checkpoint = get_latest_intermediate_checkpoint  # torchtune's name
 
@@ -236,27 +241,33 @@ class DistributedCheckpointer:
             return self._load_base()
         if checkpoint_path is None:
             checkpoint_path = self.get_latest_intermediate_checkpoint(adapter_only)
-        if checkpoint_path is not None and not _is_of_dcp(checkpoint_path):
-            smckpt.load(
-                state_dict,
-                checkpoint_id=checkpoint_path,
-                process_group=self._process_group,
-                **self._arguments,
-            )
-            return state_dict
-        theirs = training.DistributedCheckpointer(
-            self._checkpoint_dir, self._output_dir, self._process_group
-        )
-        if checkpoint_path is None and os.path.isdir(self._output_dir):
-            checkpoint_path = theirs._get_latest_intermediate_checkpoint()
         if checkpoint_path is None:
             raise UsageError(
                 "there is no intermediate checkpoint to load",
                 remedy="start without resume_from_checkpoint, or pass checkpoint_path",
                 path=self._root,
             )
-        loaded: MutableMapping[str, Any] = theirs.load_checkpoint(state_dict, checkpoint_path)
-        return loaded
+        if _is_of_dcp(checkpoint_path):
+            self._stock().load_checkpoint(state_dict, checkpoint_path)
+        else:
+            smckpt.load(
+                state_dict,
+                checkpoint_id=checkpoint_path,
+                process_group=self._process_group,
+                **self._arguments,
+            )
+        return state_dict
+
+    def _stock(self) -> Any:
+        return training.DistributedCheckpointer(
+            self._checkpoint_dir, self._output_dir, self._process_group
+        )
+
+    def _newest_of_torchtune(self) -> str | None:
+        if not os.path.isdir(self._output_dir):
+            return None
+        found: str | None = self._stock()._get_latest_intermediate_checkpoint()
+        return found
 
     def _load_base(self) -> MutableMapping[str, Any]:
         if self._final is None:
@@ -369,5 +380,13 @@ def _refuse_without_adapters(state_dict: Mapping[str, Any]) -> None:
 
 
 def _is_of_dcp(path: str | os.PathLike[str]) -> bool:
-    """Whether torchtune's own checkpointer saved it."""
-    return os.path.isfile(os.path.join(path, ".metadata"))
+    """Whether torchtune's own checkpointer saved it, and smckpt nothing after it."""
+    metadata = os.path.join(path, ".metadata")
+    return os.path.isfile(metadata) and DistributedFileSystemReader.leaves_to_dcp(path)
+
+
+def _is_later(theirs: str, ours: smckpt.FoundCheckpoint) -> bool:
+    """Whether torchtune's own checkpoint is a later one than this."""
+    if os.path.basename(ours).startswith("dist_epoch_"):
+        return int(theirs.rpartition("_")[2]) > int(os.path.basename(ours).rpartition("_")[2])
+    return os.stat(os.path.join(theirs, ".metadata")).st_mtime_ns > ours.committed_at

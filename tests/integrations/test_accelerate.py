@@ -116,6 +116,10 @@ def test_what_is_not_honoured_is_refused_by_name(accelerator: SmckptAccelerator)
     with pytest.raises(UsageError, match="register_save_state_pre_hook"):
         accelerator.save_state()
     hook.remove()
+    accelerator.smckpt_arguments = {"step": 3}
+    with pytest.raises(UsageError, match="smckpt_arguments has step, which is not honoured"):
+        accelerator.save_state()
+    accelerator.smckpt_arguments = {}
     accelerator.save_state()
     with pytest.raises(UsageError, match="load_state does not honour 'strict'"):
         accelerator.load_state(strict=True)

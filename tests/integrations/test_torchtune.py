@@ -93,9 +93,12 @@ def test_adapters_and_steps_have_directories_of_their_own(told: list[dict[str, A
         assert its["adapter_only=True"] == ["/dist_epoch_1/adapter_model", [1] * 4]
 
 
-def test_what_torchtunes_own_checkpointer_saved_is_loaded(told: list[dict[str, Any]]) -> None:
+def test_the_newest_is_loaded_whether_torchtune_saved_it_or_smckpt(
+    told: list[dict[str, Any]],
+) -> None:
+    newest = {"0": 5, "1": 6, "2": 7, "3": 8, "step": 9}
     for rank in told:
-        assert rank["theirs"] == {"theirs": [5] * 4, "ours": [6] * 4}
+        assert rank["theirs"] == {turn: [value] * 4 for turn, value in newest.items()}
 
 
 def test_rank_0_saves_whole_tensors_and_all_ranks_load_them(told: list[dict[str, Any]]) -> None:
@@ -128,6 +131,7 @@ def test_torchtunes_own_files_are_resumed_where_the_config_names_them(
     ("what", "text"),
     [
         ("keep", "keep_last_n_checkpoints is -1"),
+        ("argument", "smckpt_arguments has timeout, which is not honoured"),
         ("unknown", "enable_dcp is not honoured"),
         ("prefix", "dir_prefix is 'day'"),
         ("step", "step is None"),

@@ -265,6 +265,14 @@ def test_what_is_not_honoured_is_refused_at_the_start(tmp_path: Path, name: str)
     assert not [*tmp_path.iterdir()]
 
 
+def test_an_argument_of_smckpt_that_is_no_stores_is_refused_at_the_start(tmp_path: Path) -> None:
+    class Asks(SmckptTrainer):
+        smckpt_arguments = {"process_group": None}  # noqa: RUF012
+
+    with pytest.raises(UsageError, match="smckpt_arguments has process_group, which is not"):
+        Asks(model=tiny(), args=arguments(tmp_path), train_dataset=DATA)
+
+
 def test_a_save_that_never_committed_does_not_hide_the_one_before(tmp_path: Path) -> None:
     """An overridden method has written its weights; then the run was killed."""
     trainer(tmp_path).train()

@@ -408,13 +408,25 @@ def own_files(folder: Path, out: Path) -> dict[str, Any]:
 
 
 def theirs(out: Path) -> dict[str, Any]:
-    """torchtune's own checkpointer saves; ours loads it, until ours has saved."""
+    """torchtune's own checkpointer and ours save in turn: what ours loads after each."""
     made = DistributedCheckpointer(str(out), str(out))
+    stock = training.DistributedCheckpointer(str(out), str(out))
     out.mkdir(exist_ok=True)
-    training.DistributedCheckpointer(str(out), str(out)).save_checkpoint(tiny(5), 8)
-    first = made.load_checkpoint(tiny(0))["a"].full_tensor().tolist()
-    made.save_checkpoint(tiny(6), 9)
-    return {"theirs": first, "ours": made.load_checkpoint(tiny(0))["a"].full_tensor().tolist()}
+    found: dict[str, Any] = {}
+    for turn, (epoch, by) in enumerate([(8, stock), (9, made), (10, stock), (10, made)]):
+        metadata = out / f"dist_epoch_{epoch}" / ".metadata"
+        before = metadata.read_bytes() if metadata.exists() else b""
+        dist.barrier()
+        by.save_checkpoint(tiny(5 + turn), epoch)
+        dist.barrier()
+        if before and dist.get_rank() == 0:  # as a kill between the commit and its removal does
+            metadata.write_bytes(before)
+        dist.barrier()
+        found[f"{turn}"] = made.load_checkpoint(tiny(0))["a"].full_tensor().tolist()
+        dist.barrier()
+    made.save_checkpoint(tiny(9), 0, step=1, dir_prefix="step")
+    found["step"] = made.load_checkpoint(tiny(0))["a"].full_tensor().tolist()
+    return found
 
 
 def refused(folder: Path, out: Path) -> dict[str, str]:
@@ -422,6 +434,7 @@ def refused(folder: Path, out: Path) -> dict[str, str]:
     its = str(out)
     tries = {
         "keep": lambda: DistributedCheckpointer(its, its, keep_last_n_checkpoints=-1),
+        "argument": lambda: DistributedCheckpointer(its, its, smckpt_arguments={"timeout": 3}),
         "unknown": lambda: component(folder, out, enable_dcp=True),
         "prefix": lambda: plain.save_checkpoint({}, 0, dir_prefix="day"),
         "step": lambda: plain.save_checkpoint({}, 0, dir_prefix="step"),

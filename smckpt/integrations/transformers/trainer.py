@@ -17,7 +17,7 @@ from transformers.utils.import_utils import is_torch_xla_available
 
 import smckpt
 from smckpt.errors import CheckpointError, SaveFailedError, UsageError
-from smckpt.integrations.replaced import remove_stale, stamps, stock_files
+from smckpt.integrations.replaced import remove_stale, stamps, stock_files, store_arguments
 from smckpt.integrations.transformers.files import (
     STEPS,
     adapter_only,
@@ -108,6 +108,7 @@ class SmckptTrainerMixin:
 
     def _refuse_arguments(self) -> None:
         _refuse(self.args, deepspeed=getattr(self, "is_deepspeed_enabled", False))
+        store_arguments(self.smckpt_arguments)
 
     # -- saving ------------------------------------------------------------------------------
 

@@ -173,7 +173,7 @@ class Selector:
                 kinds.add(tag.kind)
             try:
                 entry, local = self._entry(path, tensor, tag)
-            except RuntimeError as error:  # torch raises it for a tensor without shape or memory
+            except (RuntimeError, ValueError) as error:  # of a tensor without shape or memory
                 why = f"has no shape ({error})"
                 if is_transformed(tensor):
                     why = "is a value inside a transform of torch.func"
@@ -181,10 +181,9 @@ class Selector:
             if entry is None:
                 continue
             entries.append(entry)
-            if not local.is_contiguous() and (tag is None or tag.after):
-                order = order_of(tensor)
-                if order is not None:
-                    walk.containers[path] = order_kind(order)
+            strided = not local.is_contiguous() and (tag is None or tag.after)
+            if strided and (order := order_of(tensor)) is not None:
+                walk.containers.setdefault(path, order_kind(order))  # an array stays one
             tensors.append(local)
             tags.append(tag)
         optimizers = walk.optimizers
@@ -199,6 +198,8 @@ class Selector:
         for path, tensor in walk.tensors:  # a new optimizer has none whose flags could be kept
             above = next((path[:n] for n in range(1, len(path)) if path[:n] in states), None)
             whole = above is not None and states[above](path[len(above) :], tensor)
+            if walk.containers.get(path) == "ndarray":
+                continue
             if above and (flags := flags_of(tensor) + "whole" * whole):
                 walk.containers[path] = f"{walk.containers.get(path, '')};{flags}"
         if len(entries) != len(self._last) or any(

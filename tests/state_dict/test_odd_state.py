@@ -7,6 +7,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import distributed as dist
@@ -579,3 +580,41 @@ def test_a_fresh_optimizer_gets_state_that_asks_for_gradients(tmp_path: Path, fo
         for leaves in [tree_leaves(each.state_dict()["state"])]
     ]
     assert kept[1] == kept[0]
+
+
+def test_arrays_of_numpy_stay_arrays_however_they_lie_in_memory(tmp_path: Path) -> None:
+    rows = np.arange(24.0).reshape(2, 3, 4)
+    arrays = {"columns": np.asfortranarray(rows[0]), "turned": rows.transpose(2, 0, 1)}
+    arrays |= {"part": rows[:, ::2], "none": np.zeros((0, 2)), "one": np.array(3.0)}
+    kept = Kept(arrays)
+    smckpt.save({"state": arrays, "kept": kept}, checkpoint_id=tmp_path)
+    loaded: Any = smckpt.load(checkpoint_id=tmp_path)
+    again = {"kept": Kept({}), "state": {name: np.zeros_like(a) for name, a in arrays.items()}}
+    smckpt.load(again, checkpoint_id=tmp_path, check_keys_matched=False)
+    for found in (loaded["state"], loaded["kept"], again["state"]):
+        assert {name: (type(a), a.tolist()) for name, a in found.items()} == {
+            name: (np.ndarray, a.tolist()) for name, a in arrays.items()
+        }
+
+
+class Kept:
+    """An object with arrays in its state."""
+
+    def __init__(self, arrays: dict[str, Any]) -> None:
+        self.arrays = arrays
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.arrays
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.arrays = state_dict
+
+
+def test_a_module_whose_parameters_have_no_shape_yet_is_refused_by_name(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.LazyLinear(3))
+    with pytest.raises(errors.StateError, match=r"m\.0\.weight has no shape"):
+        smckpt.save({"m": model}, checkpoint_id=tmp_path)
+    model(torch.ones(1, 2))
+    smckpt.save({"m": model}, checkpoint_id=tmp_path)
+    with pytest.raises(errors.StateError, match=r"m\.0\.weight has no shape"):
+        smckpt.load({"m": nn.Sequential(nn.LazyLinear(3))}, checkpoint_id=tmp_path)

@@ -93,7 +93,7 @@ def test_adapters_and_steps_have_directories_of_their_own(told: list[dict[str, A
         assert its["adapter_only=True"] == ["/dist_epoch_1/adapter_model", [1] * 4]
 
 
-def test_the_newest_is_loaded_whether_torchtune_saved_it_or_smckpt(
+def test_the_newest_is_loaded_of_smckpts_and_of_torchtunes_own_checkpointer(
     told: list[dict[str, Any]],
 ) -> None:
     newest = {"0": 5, "1": 6, "2": 7, "3": 8, "step": 9}

@@ -265,7 +265,7 @@ def test_what_is_not_honoured_is_refused_at_the_start(tmp_path: Path, name: str)
     assert not [*tmp_path.iterdir()]
 
 
-def test_an_argument_of_smckpt_that_is_no_stores_is_refused_by_name(tmp_path: Path) -> None:
+def test_an_argument_of_smckpt_that_no_store_takes_is_refused(tmp_path: Path) -> None:
     class Asks(SmckptTrainer):
         smckpt_arguments = {"process_group": None}  # noqa: RUF012
 

@@ -435,17 +435,24 @@ def test_a_record_names_the_manifests_of_all_groups(tmp_path):
     assert publish_record(Access(), **payload)["record"] == published["record"]  # asked again
 
 
-def test_groups_that_hold_shards_of_the_same_tensors_are_read_with_one_table(tmp_path):
+def test_equal_tables_of_groups_are_decoded_once_and_each_has_rows_of_its_own_ranks(tmp_path):
     mesh = hybrid(range(8), 2)
     step = Step(tmp_path, names=("s0", "s1", "s2", "s3"))
     for shard, group in enumerate(step.groups):
         group.ranks, group.state = (shard, shard + 4), state_of(mesh)
     step.commit(step=30)
     catalogue = open_catalogue(open_storage(str(tmp_path)))
-    sharded = [row for row in catalogue.rows if not row.geometry.per_rank]
-    assert [row.key for row in sharded].count("model.bias") == 1
-    assert {row.ranks for row in sharded} == {tuple(range(8))}
-    assert catalogue.object_ranks == tuple(range(8))
+    apart = [
+        row
+        for manifest in catalogue.manifests
+        for row in decode_rows(manifest.layout, manifest.group_ranks)
+    ]
+    assert list(catalogue.rows) == apart
+    weights = [row for row in catalogue.rows if row.key == "model.layers.0.weight"]
+    assert [row.ranks for row in weights] == [(0, 4), (1, 5), (2, 6), (3, 7)]
+    assert len({id(row.geometry) for row in weights}) == 1
+    steps = [row for row in catalogue.rows if row.key == "optimizer.step"]
+    assert [row.geometry.ranks for row in steps] == [row.ranks for row in weights]
 
 
 def test_a_table_whose_rows_list_ranks_is_that_of_one_group(tmp_path):

@@ -17,8 +17,7 @@ from smckpt.checkpoint.reading.catalogue import Catalogue, SavedPieces, Stored
 from smckpt.checkpoint.records.format import Manifest, PartRecord
 from smckpt.checkpoint.records.headers import Header, read_header
 from smckpt.checkpoint.records.prefixes import files_of
-from smckpt.checkpoint.records.rows import decode_containers, decode_rows
-from smckpt.decoding import SENSELESS
+from smckpt.checkpoint.records.rows import decode_containers, rows_of_groups
 from smckpt.errors import CorruptCheckpointError
 from smckpt.layout.entries import DTYPES, Entry, Path
 from smckpt.storage import Storage
@@ -314,27 +313,6 @@ def catalogue_of(storage: Storage, commit: Commit) -> CommittedCatalogue:
     # requests.
     spreads = [member.storage.spread for member in members]
     share = storage.access.share.times(min(s.prefixes if s else 1 for s in spreads))
-    found = Found(Readers(storage.access.holding(share)), _rows(members))
+    tables = ((m.manifest.layout, m.manifest.group_ranks, m.directory) for m in members)
+    found = Found(Readers(storage.access.holding(share)), tuple(rows_of_groups(tables)))
     return CommittedCatalogue(storage.url, commit, members, found)
-
-
-def _rows(members: Sequence[CommittedGroup]) -> tuple[Entry, ...]:
-    """The rows of all groups. Groups that hold other shards of the same tensors, such as those of
-    LOCAL state, have one table, whose rows are then those of the ranks of all."""
-    tables: list[tuple[list[Any], CommittedGroup, list[int]]] = []
-    for member in members:
-        table = [member.manifest.layout.get(key) for key in ("meshes", "units", "rows")]
-        try:  # a row of some ranks lists them, so no other group has it
-            alone = any("ranks" in row for row in table[-1] or ())
-        except SENSELESS:  # `decode_rows` says what is wrong
-            alone = True
-        known = None if alone else next((ranks for one, _, ranks in tables if one == table), None)
-        if known is None:
-            tables.append((table, member, list(member.manifest.group_ranks)))
-        else:
-            known.extend(member.manifest.group_ranks)
-    return tuple(
-        row
-        for _, member, ranks in tables
-        for row in decode_rows(member.manifest.layout, sorted(ranks), member.directory)
-    )

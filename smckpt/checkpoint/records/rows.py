@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from typing import Any
 
@@ -23,7 +23,14 @@ from smckpt.layout.geometry import BoxGeometry, Geometry, MeshGeometry, PerRankG
 from smckpt.layout.mesh import MOST_DIMS, Mesh, Placement, Shape, runs_of
 from smckpt.layout.strided import Box
 
-__all__ = ["RowMerger", "decode_containers", "decode_rows", "encode_rows", "merge_rows"]
+__all__ = [
+    "RowMerger",
+    "decode_containers",
+    "decode_rows",
+    "encode_rows",
+    "merge_rows",
+    "rows_of_groups",
+]
 
 # These limits keep a forged table of a kilobyte from filling the memory or keeping a reader busy
 # for minutes.
@@ -191,6 +198,45 @@ def decode_rows(table: Mapping[str, Any], ranks: Sequence[int], path: str = "") 
             remedy="use an older checkpoint",
             path=path,
         ) from error
+
+
+def rows_of_groups(
+    tables: Iterable[tuple[Mapping[str, Any], Sequence[int], str]],
+) -> Iterator[Entry]:
+    """The rows of the groups of a step, as `decode_rows` gives them of each table. Groups that hold
+    other shards of the same tensors, such as those of LOCAL state, have equal tables, which are
+    decoded once.
+
+    Args:
+        tables: each group's table, ranks, and path.
+    """
+    known: list[tuple[list[Any], list[Entry]]] = []
+    for table, ranks, path in tables:
+        parts = [table.get(key) for key in ("meshes", "units", "rows")]
+        rows = next((found for one, found in known if one == parts), None)
+        if rows is None or not _inside(rows, ranks):
+            rows = decode_rows(table, ranks, path)
+            if all(len(row.ranks) == len(ranks) for row in rows):  # the others list their ranks
+                known.append((parts, rows))
+        else:
+            here = tuple(ranks)
+            rows = [_of_ranks(row, here) for row in rows]
+        yield from rows
+
+
+def _inside(rows: Sequence[Entry], ranks: Sequence[int]) -> bool:
+    """Whether the rules of these rows are of these ranks too."""
+    rules = {
+        id(row.geometry.ranks): row.geometry.ranks for row in rows if not row.geometry.per_rank
+    }
+    return all(set(each).issuperset(ranks) for each in rules.values())
+
+
+def _of_ranks(row: Entry, ranks: tuple[int, ...]) -> Entry:
+    rule = row.geometry
+    if isinstance(rule, PerRankGeometry):
+        rule = PerRankGeometry(rule.fqns, rule.shape, ranks)
+    return Entry(row.path, row.dtype, rule, row.before, row.after, ranks)
 
 
 def decode_containers(table: Mapping[str, Any], path: str = "") -> dict[Path, str] | None:

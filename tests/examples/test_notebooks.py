@@ -58,6 +58,16 @@ def test_the_tensor_parallel_example_exports_the_model_that_it_trained(
     assert not any(torch.equal(tensor, start[name]) for name, tensor in exported.items())
 
 
+def test_a_job_goes_on_from_memory_and_after_the_end_of_its_host_from_disk(
+    tmp_path: Path,
+) -> None:
+    text = "".join(out.get("text", "") for out in executed("recover", tmp_path))
+    died = re.findall(r"died after step (\d+), resumed after step (\d+): (\d+) steps again", text)
+    (ranks, host) = [tuple(map(int, each)) for each in died]
+    assert ranks[1] >= 34 and host[1] == 40
+    assert f"{ranks[2] + host[2]} steps computed twice, all equal" in text
+
+
 @pytest.mark.parametrize("stem", NOTEBOOKS)
 def test_a_notebook_is_stored_with_what_it_printed_and_drew(stem: str) -> None:
     notebook = nbformat.read(ROOT / "notebooks" / f"{stem}.ipynb", as_version=4)
@@ -66,9 +76,9 @@ def test_a_notebook_is_stored_with_what_it_printed_and_drew(stem: str) -> None:
     outputs = [out for cell in cells for out in cell.outputs]
     assert len(outputs) > len(cells) / 2
     drawn = [out for out in outputs if "image/png" in out.get("data", ())]
-    assert len(drawn) == (2 if stem == "quickstart" else 0)
+    assert len(drawn) == {"quickstart": 2, "recover": 1}.get(stem, 0)
     assert not any(out.output_type == "error" for out in outputs)
 
 
 def test_every_notebook_is_run() -> None:
-    assert NOTEBOOKS == ["export", "quickstart"]
+    assert NOTEBOOKS == ["export", "quickstart", "recover"]

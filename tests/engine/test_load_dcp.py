@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, full
 
 import smckpt
 import smckpt.engine.loading.load as engine_load
+import smckpt.engine.loading.load_share as load_share
 from smckpt.cli.app import app
 from smckpt.errors import CorruptCheckpointError, KeysMismatchError, TensorMismatchError, UsageError
 from tests.engine.test_load_whole import equal
@@ -198,7 +199,11 @@ def test_a_pipe_under_the_name_of_a_file_is_not_waited_for(tmp_path: Path, name:
 
 def fails_to_look(folder: str) -> str:
     """A load whose first rank meets an error that is none of smckpt's while it looks."""
-    with mock.patch.object(engine_load, "open_any", side_effect=ZeroDivisionError("odd")):
+    odd = {"side_effect": ZeroDivisionError("odd")}
+    with (
+        mock.patch.object(engine_load, "open_any", **odd),
+        mock.patch.object(load_share, "open_any", **odd),
+    ):
         try:
             smckpt.load({"a": torch.ones(1)}, checkpoint_id=folder)
         except Exception as error:

@@ -13,11 +13,13 @@ import re
 import stat
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from smckpt.checkpoint.records.crc import crc64, hex64
 from smckpt.errors import CorruptCheckpointError, FormatVersionError
-from smckpt.storage import Storage
+
+if TYPE_CHECKING:
+    from smckpt.storage import Storage
 
 __all__ = [
     "FORMAT_VERSION",

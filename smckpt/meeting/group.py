@@ -302,11 +302,9 @@ class Membership:
         with self._lock:
             if len(members) == 1:
                 return self._meetings.setdefault(prefix, alone())
-            # This thread's client
-            known: Store | None = getattr(self._own, "store", None)
-            if known is None:
-                known = self._own.store = client_of(self.group.store)
-            store = known
+            store: Store | None = getattr(self._own, "store", None)  # this thread's client
+            if store is None:
+                store = self._own.store = client_of(self.group.store)
             if prefix not in self._meetings:
                 self._farewell = self._farewell or client_of(self.group.store)
                 ends = self._ends(store)

@@ -474,6 +474,19 @@ def test_a_table_whose_rows_list_ranks_is_that_of_one_group(tmp_path):
         open_catalogue(open_storage(str(tmp_path)))
 
 
+def test_a_table_whose_meshes_lack_the_ranks_of_its_group_is_refused(tmp_path):
+    """Equal to that of another group, whose ranks they have: it is not taken from there."""
+    step = Step(tmp_path)  # each group's mesh is of its own ranks
+    payload = step.publish(step=30)
+    paths = [g.directory / n.manifest for g, n in zip(step.groups, payload["groups"], strict=True)]
+    first, second = (open_json(path.read_bytes(), str(path)) for path in paths)
+    paths[1].write_bytes(seal_json({**second, "layout": first["layout"]}))
+    forged = replace(payload["groups"][1], crc64=hex64(crc64(paths[1].read_bytes())))
+    publish_record(Access(), **{**payload, "groups": [payload["groups"][0], forged]})
+    with pytest.raises(CorruptCheckpointError, match="outside its mesh"):
+        open_catalogue(open_storage(str(tmp_path)))
+
+
 @pytest.mark.parametrize("way", ["tp0", "tp0/deep", "tp0/../tp0"])
 def test_groups_in_one_directory_or_one_inside_another_are_refused(tmp_path, way):
     payload = Step(tmp_path).publish()

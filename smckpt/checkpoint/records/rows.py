@@ -216,7 +216,7 @@ def rows_of_groups(
         rows = next((found for one, found in known if one == parts), None)
         if rows is None or not _inside(rows, ranks):
             rows = decode_rows(table, ranks, path)
-            if all(len(row.ranks) == len(ranks) for row in rows):  # the others list their ranks
+            if not any("ranks" in row for row in table["rows"]):  # those list ranks of this group
                 known.append((parts, rows))
         else:
             here = tuple(ranks)

@@ -468,7 +468,7 @@ class CheckpointManager:
             how = self._degrees, self._template, self._timeout
             self._groups = agreed_group(meeting, point, state, *how)
             prepare_queue(QUEUE, self._groups.process_group)  # the first save need not wait
-            self._memory.begin(meeting, point, self._groups.process_group, self._timeout)
+            self._memory.begin(self._membership, self._groups.process_group, self._timeout)
         return self._groups
 
     def _directory(self, subpath: str) -> str:

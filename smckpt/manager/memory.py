@@ -18,6 +18,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ from smckpt.errors import (
 )
 from smckpt.manager.retention import Newest, Retention
 from smckpt.manager.schedule import Interval, Schedule, refused
-from smckpt.meeting.round import Meeting
+from smckpt.meeting.group import Membership
 from smckpt.staging.arena import free_memory
 from smckpt.storage import open_storage
 from smckpt.storage.memory.keeper import listening
@@ -119,14 +120,48 @@ class MemoryTier:
         self._newest = ""  # of the commits
         self._last: SaveHandle | None = None
         self._failed = self._left_out = 0  # saves in a row; of those that are due from now on
+        self._joins = 0  # the ranks count alike
+        self._join: Callable[[], tuple[str, list[list[Any]], str]]
         self._run = hashlib.sha256(f"{root}\0{template.text}".encode()).hexdigest()[:12]
 
-    def begin(self, meeting: Meeting, point: str, process_group: Any, timeout: float) -> None:
+    def begin(self, membership: Membership, process_group: Any, timeout: float) -> None:
         """Find the keepers of all hosts, and start those that are not there; all ranks call it.
         Where a rank finds none, the tier is off on all of them, and the log says why."""
-        memory, self._member = self.memory, meeting.member
+        memory, self._member = self.memory, membership.group.index
         if memory is None:
             return
+        self._join = partial(self._joined, memory, membership, timeout)
+        root, peers, failed = self._join()
+        if failed:
+            log.warning("no step is kept in memory: %s", failed)
+            self.memory = None
+            return
+        self.root = root
+        self.steps = RunDirectory(open_storage(self.root), self._template)
+        self._policy = _WhatFits(memory.keep)
+        self.retention = Retention(self.steps, (self._policy,), None)
+        prepare_queue(MEMORY_QUEUE, process_group)
+        if self._member == 0:
+            have = min(memory.replicas, len(peers) - 1)
+            log.info(
+                "steps are kept in memory (interval %s) below %s: %d hosts, %d copies on others",
+                memory.interval,
+                self.root,
+                len(peers),
+                have,
+            )
+            if have < memory.replicas:
+                log.warning("%d hosts hold %d copies, not %d", len(peers), have, memory.replicas)
+            if have and len({domain for *_, domain in peers}) == 1:
+                log.warning("all hosts are in domain %s: copies do not leave it", memory.domain)
+
+    def _joined(
+        self, memory: Memory, membership: Membership, timeout: float
+    ) -> tuple[str, list[list[Any]], str]:
+        """Tell the keepers of all hosts of each other: the URL of what they hold, the keepers, and
+        the first error; the same on all ranks."""
+        meeting, self._joins = membership.meeting(timeout), self._joins + 1
+        point = f"memory/{self._joins}"
 
         def named(_: Callable[[], Any]) -> list[Any]:
             if service := os.environ.get(SERVICE):
@@ -172,28 +207,7 @@ class MemoryTier:
         job, is_service = meeting.round(f"{point}/job", lambda: None, named, timeout=timeout)
         peers, failed = meeting.round(f"{point}/keepers", mine, all_of, timeout=timeout)
         failed = failed or meeting.round(f"{point}/joined", joined, first, timeout=timeout)
-        if failed:
-            log.warning("no step is kept in memory: %s", failed)
-            self.memory = None
-            return
-        self.root = f"keeper://{job}/{self._run}" if is_service else f"keeper://{job}"
-        self.steps = RunDirectory(open_storage(self.root), self._template)
-        self._policy = _WhatFits(memory.keep)
-        self.retention = Retention(self.steps, (self._policy,), None)
-        prepare_queue(MEMORY_QUEUE, process_group)
-        if meeting.member == 0:
-            have = min(memory.replicas, len(peers) - 1)
-            log.info(
-                "steps are kept in memory (interval %s) below %s: %d hosts, %d copies on others",
-                memory.interval,
-                self.root,
-                len(peers),
-                have,
-            )
-            if have < memory.replicas:
-                log.warning("%d hosts hold %d copies, not %d", len(peers), have, memory.replicas)
-            if have and len({domain for *_, domain in peers}) == 1:
-                log.warning("all hosts are in domain %s: copies do not leave it", memory.domain)
+        return f"keeper://{job}/{self._run}" if is_service else f"keeper://{job}", peers, failed
 
     def is_due(self, step: int) -> bool:
         due = self.memory is not None and self.schedule.is_due(step)
@@ -220,27 +234,32 @@ class MemoryTier:
 
         if not self.root:
             return None
+        before, self._last = self._last, None
+        if before is not None:
+            before.ended()  # this save would wait for it anyway
+            self._count(before.error)
+        if self._failed and (error := self._join()[-1]):
+            log.warning("the step in %s is saved on disk: memory fails: %s", subpath, error)
+            self._count(StorageError(error))
+            return None
+        if self._failed:
+            self._heal()
         try:
-            handle = save(
+            self._last = save(
                 checkpoint_id=Below(group.directory(f"{self.root}/{subpath}"), self.root),
                 options=replace(self.options, metadata=metadata, on_commit=committed),
             )
-            self._judge(handle)
-            return handle
+            return self._last
         except StorageError as error:
             log.warning("the step in %s is saved on disk: memory fails: %s", subpath, error)
             return None
 
-    def _judge(self, handle: SaveHandle | None) -> None:
-        """While saves fail, leave out ever more of those that are due: a keeper that hangs would
-        hold training up in each of them."""
-        before, self._last = self._last, handle
-        if before is None:
-            return
-        before.ended()  # it has, since this save waited for it; so all ranks count alike
-        self._failed = 0 if before.error is None else self._failed + 1
+    def _count(self, error: CheckpointError | None) -> None:
+        """A save has ended, on all ranks alike. While saves fail, leave out ever more of those that
+        are due: a keeper that hangs would hold training up in each of them."""
+        self._failed = 0 if error is None else self._failed + 1
         self._left_out = min(2**self._failed, MOST_LEFT_OUT) - 1
-        if isinstance(before.error, MemoryBudgetError):
+        if isinstance(error, MemoryBudgetError):
             self._make_room()
         if self._left_out and self._member == 0:
             text = "%d saves to memory have failed in a row: the next %d are left out"
@@ -283,8 +302,11 @@ class MemoryTier:
         self.schedule.restored(step)
         self._last, self._failed, self._left_out = None, 0, 0
         if self.root:
-            with contextlib.suppress(StorageError):  # the next save says what is wrong
-                asked_locally(job_of(self.root), {"do": "heal"})
+            self._heal()
+
+    def _heal(self) -> None:
+        with contextlib.suppress(StorageError):  # the next save says what is wrong
+            asked_locally(job_of(self.root), {"do": "heal"})
 
     def close(self, timeout: float) -> None:
         """Wait for the saves and deletions under way. Failed ones are in the log."""

@@ -7,10 +7,13 @@ Messages under them are frozen dataclasses, written as JSON text; `decode` reads
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
+import os
 import socket
+import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
@@ -22,7 +25,8 @@ __all__ = ["BATCH", "Keys", "Store", "client_of", "to_text"]
 log = logging.getLogger("smckpt")
 
 BATCH = 64  # values that two requests read, if so many are set
-_CONNECT_SECONDS = 5.0
+_CONNECT_SECONDS = 30.0
+_CUT_SECONDS = 60  # for which the host of the store may be out of reach
 
 
 class Store(Protocol):
@@ -117,12 +121,41 @@ def client_of(store: Store) -> Store:
     """A connection of its own to the same store.
 
     Raises:
-        JobStoreError: at once if the process that hosts the store has ended. torch itself would try
-            to connect for minutes.
+        JobStoreError: at once if the process that hosts the store has ended, and soon if its host
+            is out of reach. torch itself would try to connect for minutes.
     """
     _refuse_ended(store)
+    before = _sockets()
     client: Store = _asked(store.clone)
+    for fd in _sockets() - before:
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as made:
+            if made.type == socket.SOCK_STREAM and made.family != socket.AF_UNIX:
+                _give_up_when_cut(made)
     return client
+
+
+def _sockets() -> set[int]:
+    """The sockets of this process. c10d does not say which of them is a client's."""
+    found = set[int]()
+    with contextlib.suppress(OSError):
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):
+                if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                    found.add(int(name))
+    return found
+
+
+def _give_up_when_cut(made: socket.socket) -> None:
+    """Let the kernel end a connection whose other side it does not reach any more. c10d waits for
+    an answer without a limit, so a rank would hang while the link is cut."""
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (
+        (socket.TCP_KEEPIDLE, _CUT_SECONDS // 4),
+        (socket.TCP_KEEPINTVL, _CUT_SECONDS // 4),
+        (socket.TCP_KEEPCNT, 3),
+        (socket.TCP_USER_TIMEOUT, _CUT_SECONDS * 1000),  # of what was sent: ms
+    ):
+        made.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def _refuse_ended(store: Any) -> None:
@@ -131,12 +164,18 @@ def _refuse_ended(store: Any) -> None:
     host, port = getattr(store, "host", None), getattr(store, "port", None)
     if not host or not port:
         return
-    try:
-        socket.create_connection((host, port), _CONNECT_SECONDS).close()
-    except ConnectionRefusedError as error:
-        raise _gone(RuntimeError(f"{host}:{port} refuses connections")) from error
-    except OSError as error:  # slow, or a name that torch finds otherwise
-        log.debug("the job's store at %s:%s is not reached: %s", host, port, error)
+    until = time.monotonic() + _CONNECT_SECONDS
+    while True:
+        try:
+            return socket.create_connection((host, port), _CONNECT_SECONDS).close()
+        except ConnectionRefusedError as error:
+            raise _gone(RuntimeError(f"{host}:{port} refuses connections")) from error
+        except socket.gaierror as error:  # a name that torch may find otherwise
+            return log.debug("the job's store at %s:%s is not found: %s", host, port, error)
+        except OSError as error:  # its host is busy, or the link is cut
+            if time.monotonic() >= until:
+                raise _gone(RuntimeError(f"{host}:{port} is not reached: {error}")) from error
+            time.sleep(1)
 
 
 def _value(text: bytes, key: str) -> Any:
@@ -160,8 +199,8 @@ def _gone(error: RuntimeError) -> JobStoreError:
     text = str(error).splitlines()[0] if str(error) else type(error).__name__
     return JobStoreError(
         f"the job's c10d store no longer answers: {text}",
-        remedy="the process that hosts the store (rank 0 or the torchrun agent) is gone; look at "
-        "its log and restart the job",
+        remedy="the process that hosts the store (rank 0 or the torchrun agent) is gone, or no "
+        "link leads to its host; look at its log and restart the job",
     )
 
 

@@ -77,8 +77,8 @@ def test_over_a_slow_link_steps_are_saved_and_restored(tmp_path: Path, rate: str
 def test_a_link_that_is_cut_in_the_middle_of_a_save_costs_no_committed_step(
     tmp_path: Path,
 ) -> None:
-    """Rank 0, whose host has the job's store, ends after `timeout`. What rank 1 waits for comes, or
-    fails, once its link is mended."""
+    """Rank 0, whose host has the job's store, ends after `timeout`; rank 1, which does not reach
+    it, after a time of its own."""
     with hosts(2) as both:
         job = Job(both, tmp_path, 24, timeout=10)
         job.begin(until=2)
@@ -94,9 +94,8 @@ def test_a_link_that_is_cut_in_the_middle_of_a_save_costs_no_committed_step(
         cut = time.monotonic()
         assert ended(both[0])[0] != 0
         assert time.monotonic() - cut < seconds(60)  # 10 s, 20 s of the keepers, and the exit
-        both[1].link("up")
-        mended = time.monotonic()
         assert ended(both[1])[0] != 0
-        assert time.monotonic() - mended < seconds(6 * 10 + 60)
+        assert time.monotonic() - cut < seconds(2 * 60 + 60)
+        both[1].link("up")
         job.begin(until=2)
         assert job.ended() == [(0, 2), (0, 2)]  # from disk

@@ -229,7 +229,13 @@ KEEPING = [
         "memory: while saves fail most are left out", "manager/memory.py",
         "        self._left_out = min(2**self._failed, MOST_LEFT_OUT) - 1\n",
         "        self._left_out = 0\n",
-        MEMORY + "test_while_a_keeper_is_gone_or_hangs_most_saves_are_left_out[SIGKILL]",
+        MEMORY + "test_while_a_keeper_hangs_most_saves_are_left_out",
+    ),
+    of(
+        "memory: a keeper that was killed is started again", "manager/memory.py",
+        "        if self._failed and (error := self._join()[-1]):\n",
+        "        if error := \"\":\n",
+        MEMORY + "test_a_keeper_that_was_killed_is_started_again",
     ),
     of(
         "memory: where it is short one step stays", "manager/memory.py",

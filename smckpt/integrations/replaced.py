@@ -67,18 +67,21 @@ def remove_stale(directory: str, before: Mapping[str, tuple[int, int]]) -> None:
                 os.unlink(path)
 
 
-def store_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The `smckpt_arguments` of a door, which go with each of its saves, loads and looks.
+def store_arguments(given: Mapping[str, Any], *also: str) -> dict[str, Any]:
+    """Those of the `smckpt_arguments` of a door that go with each of its saves, loads and looks.
+
+    Args:
+        also: further arguments that the door honours.
 
     Raises:
-        UsageError: an argument is not one of the store; names it.
+        UsageError: another argument is given; names it.
     """
-    if other := sorted(map(str, given.keys() - {"storage"})):
+    if other := sorted(map(str, given.keys() - {"storage", *also})):
         raise UsageError(
             f"smckpt_arguments has {', '.join(other)}, which is not honoured",
-            remedy='leave it out: {"storage": options of the store} is all that it takes',
+            remedy=f"leave it out: it takes {' and '.join(('storage', *also))}",
         )
-    return dict(given)
+    return {name: value for name, value in given.items() if name not in also}
 
 
 def run_directory(root: str, template: str, arguments: Mapping[str, Any]) -> RunDirectory:

@@ -20,9 +20,10 @@ from torchtitan.components.checkpointer.base import MODEL
 from torchtitan.tools import filesystem
 
 import smckpt
-from smckpt.checkpoint.commits.discover import found_at
+from smckpt.checkpoint.commits.discover import FoundCheckpoint, found_at
 from smckpt.checkpoint.commits.run_directory import RunDirectory
 from smckpt.errors import CheckpointNotFoundError, UsageError
+from smckpt.integrations.kept import KeptSteps, memory_of
 from smckpt.integrations.replaced import keep_last, run_directory, store_arguments
 from smckpt.meeting.round import over_group
 from smckpt.storage.urls import normal_url
@@ -49,13 +50,15 @@ class SmckptCheckpointManager(CheckpointManager):  # type: ignore[misc]
             in memory. "disabled" waits for the commit.
         folder: may be the URL of a store that smckpt knows ("s3://bucket/run").
         smckpt_arguments: more arguments for `smckpt.async_save` and `smckpt.load`
-            (`storage`).
+            (`storage`). `{"memory": smckpt.Memory(interval=20)}` keeps the last steps in the hosts'
+            memory too.
         """
 
         async_mode: str = "async"
         smckpt_arguments: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     _arguments: Mapping[str, Any] = MappingProxyType({})  # for `smckpt.async_save` and `load`
+    _kept: KeptSteps | None = None  # with `memory` among the arguments
 
     def __init__(self, config: Any, **kwargs: Any) -> None:
         # torchtitan's class would make a process group for DCP, and a thread that removes
@@ -69,7 +72,10 @@ class SmckptCheckpointManager(CheckpointManager):  # type: ignore[misc]
         if "://" in config.folder:  # torchtitan would join it to the dump folder
             self.folder = normal_url(config.folder).rstrip("/")
         self.save_future: smckpt.SaveHandle | None = None
-        self._arguments = MappingProxyType(store_arguments(getattr(config, "smckpt_arguments", {})))
+        given = getattr(config, "smckpt_arguments", {})
+        self._arguments = MappingProxyType(store_arguments(given, "memory"))
+        if (memory := memory_of(given)) is not None:
+            self._kept = KeptSteps(memory, self._run(self.folder))
 
     # -- saving ------------------------------------------------------------------------------
 
@@ -84,6 +90,8 @@ class SmckptCheckpointManager(CheckpointManager):  # type: ignore[misc]
             SaveFailedError: an earlier save was not committed; or this one, if it is waited for.
         """
         if not self._should_save(curr_step, last_step):
+            if self._kept is not None:
+                self._kept.save(curr_step, self._flattened_model_states_sd)
             return False
         self.maybe_wait_for_saving()
         if last_step:
@@ -139,7 +147,9 @@ class SmckptCheckpointManager(CheckpointManager):  # type: ignore[misc]
         """The state is in memory when `save` returns."""
 
     def _close(self) -> None:
-        """Nothing is open: smckpt ends a save in flight when the process ends."""
+        """smckpt ends a save to the folder when the process ends."""
+        if self._kept is not None:
+            self._kept.close()
 
     def _remove_older(self, saved: smckpt.SaveHandle) -> None:
         """Called by the coordinator after the commit."""
@@ -159,9 +169,20 @@ class SmckptCheckpointManager(CheckpointManager):  # type: ignore[misc]
         Raises:
             CheckpointNotFoundError: the step, or what the config names, is not there.
         """
-        step = self._find_load_step() if step == -1 else step
+        newest = step == -1
+        step = self._find_load_step() if newest else step
+        directory = self._create_checkpoint_id(step)
+        if newest and self._kept is not None:
+            theirs = step if step != -1 and self._is_of_dcp(directory) else -1
+
+            def fill(found: FoundCheckpoint) -> None:
+                self._fill(self._states_to_load(found.step == 0), found)
+
+            if self._kept.resume(fill, theirs):
+                return True
+            step = theirs
         if step != -1:
-            self._fill(self._states_to_load(step == 0), self._create_checkpoint_id(step))
+            self._fill(self._states_to_load(step == 0), directory)
             return True
         directory = self.initial_load_path
         if self.initial_load_in_hf:
@@ -190,7 +211,8 @@ class SmckptCheckpointManager(CheckpointManager):  # type: ignore[misc]
             quantized = initial and self.initial_load_in_hf_quantized
             self.dcp_load(target, directory, from_hf=from_hf, from_quantized=quantized)
             return
-        smckpt.load(target, checkpoint_id=directory, **self._arguments)
+        arguments = {} if directory.startswith("keeper://") else self._arguments
+        smckpt.load(target, checkpoint_id=directory, **arguments)
         self.states[MODEL].load_state_dict(target)  # a module may give its state as copies
 
     def _run(self, folder: str) -> RunDirectory:
@@ -198,7 +220,8 @@ class SmckptCheckpointManager(CheckpointManager):  # type: ignore[misc]
 
     def _is_of_dcp(self, path: str) -> bool:
         """Whether torchtitan's own manager saved it last. In S3 it could not without s3fs."""
-        if smckpt.is_s3_url(path) or not filesystem.isfile(filesystem.join(path, ".metadata")):
+        metadata = filesystem.join(path, ".metadata")
+        if path.startswith(("s3://", "keeper://")) or not filesystem.isfile(metadata):
             return False
         try:  # a run that was killed after its commit has not deleted what it replaced
             return found_at(self._run(path).root) is None

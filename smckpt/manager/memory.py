@@ -332,10 +332,12 @@ class _WhatFits:
 
 @dataclass(frozen=True)
 class Tiers:
-    """The steps in memory and on disk, for `resume`: newest first, of one step that in memory."""
+    """The steps in memory and on disk, for `resume`: newest first, of one step that in memory.
+    Those up to the step `after` do not count."""
 
     disk: RunDirectory
     memory: RunDirectory | None
+    after: int = -1
 
     @property
     def root(self) -> Any:
@@ -343,7 +345,8 @@ class Tiers:
 
     def newest_first(self) -> Iterator[FoundCheckpoint | Damaged]:
         """As `RunDirectory.newest_first`. Keepers that do not answer cost their steps."""
-        return heapq.merge(self._in_memory(), self.disk.newest_first(), key=_order)
+        every = heapq.merge(self._in_memory(), self.disk.newest_first(), key=_order)
+        return (one for one in every if one.step is None or one.step > self.after)
 
     def _in_memory(self) -> Iterator[FoundCheckpoint | Damaged]:
         """The steps there of which every file is: others went with their hosts. A load of one would

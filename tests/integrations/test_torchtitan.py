@@ -15,8 +15,10 @@ from safetensors.torch import load_file
 
 import smckpt
 from smckpt.cli.app import app
+from smckpt.manager.memory import SERVICE
 from smckpt.translate import Parallel, import_hf
 from tests.support import child
+from tests.support.hosts import keeper_service
 from tests.support.interpreters import run, torchtitan
 from tests.translate.test_released import deepseek
 
@@ -193,6 +195,23 @@ def test_what_is_excluded_stays_as_it_was_and_a_step_that_is_absent_is_named(top
     assert set(begun[0]["losses"]) == {"5"}
     _, said = train(folder, fails=True, load_step=3)
     assert "--checkpoint.load_step=3 is not there" in said
+
+
+@pytest.mark.long
+def test_it_resumes_from_the_memory_of_its_hosts_and_its_folder_by_the_newest_step(
+    straight: list[dict[str, Any]], top: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = top / "memory"
+    with keeper_service() as (name, _):
+        monkeypatch.setenv(SERVICE, name)
+        train(folder, fails=True, die=5, interval=100, memory=1)
+        assert steps(folder) == []
+        resumed, _ = train(folder, interval=100, memory=1)
+        assert all(its["began"] in (4, 5) for its in resumed)
+        assert [its["digest"] for its in resumed] == [its["digest"] for its in straight]
+        assert steps(folder) == ["step-6"]  # the last one, which memory does not have
+        again, _ = train(folder, interval=100, memory=1, steps=7)
+        assert [its["began"] for its in again] == [6, 6]
 
 
 @pytest.mark.long

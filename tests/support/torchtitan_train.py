@@ -4,9 +4,9 @@ Its arguments: the folder of all that it writes, and fields of the checkpoint's 
 `name=value`, where each value is JSON. Further ones: `steps=N`; `die=N` (SIGKILL to rank 0 after
 step N); `stock=true` (the config of torchtitan's own manager); `door=true`
 (`smckpt.run.provide`); `twice=true` (when the training has ended, a second trainer in the same
-process loads and tells its state); `replicate=N`, `tensor=N`, `pipeline=N`; `expert=N`
-(DeepSeek-V3, its experts over N ranks). It tells each rank's steps and losses, and the step that it
-began with.
+process loads and tells its state); `memory=N` (keep each N-th step in memory too); `replicate=N`,
+`tensor=N`, `pipeline=N`; `expert=N` (DeepSeek-V3, its experts over N ranks). It tells each rank's
+steps and losses, and the step that it began with.
 
 On CPUs torchtitan trains only where it is told that the device is one, without its statistics of
 the device's memory, with sums for gradients that gloo has, and with attention that needs no
@@ -42,6 +42,7 @@ from torchtitan.models.common.attention import ScaledDotProductAttention  # noqa
 from torchtitan.models.deepseek_v3.config_registry import deepseek_v3_debugmodel  # noqa: E402
 from torchtitan.models.llama3.config_registry import llama3_debugmodel  # noqa: E402
 
+import smckpt  # noqa: E402
 from smckpt.run import provide  # noqa: E402
 
 WORDS = ["the", "a", "fox", "dog", "hen", "runs", "eats", "sees", "to", "by", "old", "red", "home"]
@@ -103,6 +104,8 @@ def config(folder: Path, given: dict[str, Any]) -> Any:
         kind = CheckpointManager
     else:
         from smckpt.integrations.torchtitan import SmckptCheckpointManager as kind
+    if (memory := given.pop("memory", None)) is not None:
+        given["smckpt_arguments"] = {"memory": smckpt.Memory(memory)}
     fields = {"enable": True, "interval": 2, "last_save_model_only": False, **given}
     made.checkpoint = kind.Config(**fields)
     return made

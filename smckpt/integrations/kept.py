@@ -1,0 +1,99 @@
+"""The last steps of a framework's run in the memory of its hosts, beside those that a door saves.
+
+`smckpt_arguments={"memory": Memory(interval=20)}` of a door. All ranks call each function.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from functools import partial
+from itertools import count
+from typing import Any
+
+import smckpt
+from smckpt.checkpoint.commits.discover import FoundCheckpoint
+from smckpt.checkpoint.commits.run_directory import RunDirectory
+from smckpt.engine.groups import ReplicationGroup
+from smckpt.errors import UsageError
+from smckpt.manager.memory import Memory, MemoryTier, Tiers
+from smckpt.manager.resume import resume
+from smckpt.manager.schedule import Schedule
+from smckpt.meeting.group import Membership, group_of
+from smckpt.storage.urls import normal_url
+
+__all__ = ["KeptSteps", "memory_of"]
+
+_SECONDS = 1800.0  # for each round of the ranks, as of the manager
+
+
+def memory_of(given: Mapping[str, Any]) -> Memory | None:
+    """The tier of memory among the `smckpt_arguments` of a door.
+
+    Raises:
+        UsageError: it is something else.
+    """
+    found = given.get("memory")
+    if found is None or isinstance(found, Memory):
+        return found
+    raise UsageError(
+        f"memory of smckpt_arguments is {found!r}", remedy="give smckpt.Memory(interval=...)"
+    )
+
+
+class KeptSteps:
+    """
+    Args:
+        disk: the run, as the door saves it.
+    """
+
+    def __init__(self, memory: Memory, disk: RunDirectory) -> None:
+        group = group_of(None)
+        assert group is not None
+        root, template = normal_url(disk.root.url), disk.template
+        digest = hashlib.sha256(f"{root}\0{template.text}".encode()).hexdigest()[:12]
+        self._membership = Membership(group, f"door/{digest}")
+        schedule = Schedule(self._membership, memory.interval, _SECONDS)
+        self._tier = MemoryTier(memory, root, template, smckpt.SaveOptions(), schedule)
+        self._group = ReplicationGroup(None, group.ranks, "")
+        self._disk = disk
+        self._begun = False
+        self._rounds = count(1)  # the ranks call it alike
+
+    def save(self, step: int, state: Callable[[], dict[str, Any]]) -> None:
+        """Save a step that is due in memory and not on disk.
+
+        Args:
+            state: makes what is saved.
+        """
+        self._begin()
+        if self._tier.is_due(step):
+            save = partial(smckpt.async_save, state(), step=step)
+            self._tier.save(save, self._disk.template.subpath(step), self._group, {})
+
+    def resume(self, load: Callable[[FoundCheckpoint], None], after: int = -1) -> bool:
+        """Load the newest step of memory and disk that all ranks can load; False: there is none.
+
+        Args:
+            load: fills this rank's state.
+            after: a step of another system; older ones do not count.
+
+        Raises:
+            CheckpointError: there are steps, but none of them loads, or the program does not fit.
+        """
+        self._begin()
+        meeting, point = self._membership.meeting(_SECONDS), f"restore/{next(self._rounds)}"
+        self._tier.discard_unfinished()
+        tiers = Tiers(self._disk, self._tier.steps, after)
+        found = resume(meeting, point, tiers, load, _SECONDS).found
+        self._tier.restored(max(after, 0) if found is None else found.step or 0)
+        return found is not None
+
+    def close(self) -> None:
+        """Wait for the saves under way. Failed ones are in the log."""
+        self._tier.close(_SECONDS)
+
+    def _begin(self) -> None:
+        if not self._begun:
+            self._begun = True
+            self._tier.begin(self._membership, None, _SECONDS)

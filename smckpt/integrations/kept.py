@@ -1,12 +1,13 @@
 """The last steps of a framework's run in the memory of its hosts, beside those that a door saves.
 
-`smckpt_arguments={"memory": Memory(interval=20)}` of a door. All ranks call each function.
+`smckpt_arguments={"memory": Memory(interval=20)}` of a door. All ranks call each method that does
+not say otherwise.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import count
 from typing import Any
@@ -66,7 +67,7 @@ class KeptSteps:
         Args:
             state: makes what is saved.
         """
-        self._begin()
+        self.begin()
         if self._tier.is_due(step):
             save = partial(smckpt.async_save, state(), step=step)
             self._tier.save(save, self._disk.template.subpath(step), self._group, {})
@@ -81,19 +82,29 @@ class KeptSteps:
         Raises:
             CheckpointError: there are steps, but none of them loads, or the program does not fit.
         """
-        self._begin()
+        self.begin()
         meeting, point = self._membership.meeting(_SECONDS), f"restore/{next(self._rounds)}"
         self._tier.discard_unfinished()
         tiers = Tiers(self._disk, self._tier.steps, after)
         found = resume(meeting, point, tiers, load, _SECONDS).found
-        self._tier.restored(max(after, 0) if found is None else found.step or 0)
+        self.restored(max(after, 0) if found is None else found.step or 0)
         return found is not None
+
+    def newest_first(self) -> Iterator[FoundCheckpoint]:
+        """The whole steps in memory; one rank may ask, after `begin`."""
+        found = Tiers(self._disk, self._tier.steps).in_memory()
+        return (one for one in found if isinstance(one, FoundCheckpoint))
+
+    def restored(self, step: int) -> None:
+        """Go on from this step, which the door itself has loaded."""
+        self._tier.restored(step)
 
     def close(self) -> None:
         """Wait for the saves under way. Failed ones are in the log."""
         self._tier.close(_SECONDS)
 
-    def _begin(self) -> None:
+    def begin(self) -> None:
+        """Find the keepers, once."""
         if not self._begun:
             self._begun = True
             self._tier.begin(self._membership, None, _SECONDS)

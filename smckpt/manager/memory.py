@@ -345,10 +345,10 @@ class Tiers:
 
     def newest_first(self) -> Iterator[FoundCheckpoint | Damaged]:
         """As `RunDirectory.newest_first`. Keepers that do not answer cost their steps."""
-        every = heapq.merge(self._in_memory(), self.disk.newest_first(), key=_order)
+        every = heapq.merge(self.in_memory(), self.disk.newest_first(), key=_order)
         return (one for one in every if one.step is None or one.step > self.after)
 
-    def _in_memory(self) -> Iterator[FoundCheckpoint | Damaged]:
+    def in_memory(self) -> Iterator[FoundCheckpoint | Damaged]:
         """The steps there of which every file is: others went with their hosts. A load of one would
         change the state before it fails."""
         if self.memory is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,10 @@ import smckpt
 from smckpt import export_hf, verify_checkpoint
 from smckpt.errors import UsageError
 from smckpt.integrations.transformers import SmckptTrainer
+from smckpt.manager.memory import SERVICE
 from smckpt.storage import open_storage
 from tests.support import child, hub_families
+from tests.support.hosts import keeper_service
 from tests.support.interpreters import transformers4
 
 SCRIPT = Path(__file__).parents[1] / "support" / "trainer_run.py"
@@ -36,6 +39,32 @@ def held(out: Path, told: list[dict[str, Any]]) -> None:
 
 def test_one_process_goes_on_bit_for_bit_after_a_kill(tmp_path: Path) -> None:
     held(*killed_and_resumed(tmp_path, "plain"))
+
+
+@pytest.mark.parametrize(
+    ("how", "ranks"), [("plain", 1), pytest.param("fsdp", 2, marks=pytest.mark.long)]
+)
+def test_it_goes_on_from_a_step_in_memory_bit_for_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, ranks: int
+) -> None:
+    monkeypatch.setenv("TRAINER_MEMORY", "1")
+    with keeper_service() as (name, _):
+        monkeypatch.setenv(SERVICE, name)
+        out = tmp_path / "run"
+        died = child.script(SCRIPT, str(out), how, "die", "5", ranks=ranks)
+        assert died.returncode != 0 and "it lives" not in died.stderr, died.stderr
+        begun = child.script(SCRIPT, str(out), how, "begun", ranks=ranks)
+        assert begun.returncode == 0, begun.stderr[-4000:]
+        assert {rank["step"] for rank in child.told(begun)} <= {3, 4}
+        assert len(child.told(begun)) == ranks
+        assert not os.listdir(out)  # the file that the Trainer reads first is gone
+        done = child.script(SCRIPT, str(out), how, "resume", ranks=ranks)
+    assert done.returncode == 0, done.stderr[-4000:]
+    told = child.told(done)
+    assert len(told) == ranks
+    for rank in told:
+        assert rank["resumed"] == rank["straight"]
+        assert rank["kept"] == ["checkpoint-7"]
 
 
 def run_as_it_is(folder: Path, monkeypatch: pytest.MonkeyPatch, python: str) -> None:

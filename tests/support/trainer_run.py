@@ -6,7 +6,8 @@ OUT-straight without a stop; print both as JSON), "best" (train with an evaluati
 and end with the best; print its digest and that of what its checkpoint holds), "loaded" (only load
 the newest in OUT, and print what is not as it was saved), "begun" (only load, and print the step),
 "whole" (train to the end in OUT). With TRAINER_ROOT in
-the environment checkpoints are below it. With TRAINER_STOCK the script has no line of smckpt's.
+the environment checkpoints are below it. With TRAINER_MEMORY each step is in memory, and the last
+one alone on disk. With TRAINER_STOCK the script has no line of smckpt's.
 """
 
 from __future__ import annotations
@@ -122,10 +123,14 @@ def trainer(out: str, how: str, callbacks: list[Any], **more: Any) -> SavedTrain
     if sharding and not device:
         assert arguments.device.type == "cpu"
         take_cpus()
+    if in_memory := "TRAINER_MEMORY" in os.environ:
+        arguments.save_steps = 100
     made = SavedTrainer(
         model=model, args=arguments, train_dataset=Tokens(), callbacks=callbacks,
         eval_dataset=Tokens() if more else None,
     )  # fmt: skip
+    if in_memory:
+        made.smckpt_arguments = {"memory": smckpt.Memory(1)}
     if root := os.environ.get("TRAINER_ROOT"):
         made.smckpt_root = f"{root}/{os.path.basename(out)}"
     return made

@@ -30,6 +30,7 @@ from smckpt.errors import (
     as_checkpoint_error,
     error_from_json,
 )
+from smckpt.integrations.kept import KeptSteps
 from smckpt.integrations.replaced import remove_or_keep, run_directory, stock_files
 from smckpt.integrations.transformers.files import STEPS, empty_store
 from smckpt.storage import Storage, access_to
@@ -51,10 +52,11 @@ log = logging.getLogger("transformers.smckpt")
 @dataclass(frozen=True)
 class StepToResume:
     """A checkpoint, as the Trainer names it. keys: the top keys of its commit; None: the Trainer
-    itself wrote it."""
+    itself wrote it. url: where it is, if in memory."""
 
     directory: str
     keys: tuple[str, ...] | None
+    url: str = ""
 
 
 @dataclass(frozen=True)
@@ -193,6 +195,20 @@ class Checkpoints:
         if found is None and not lost and self.steps(run):
             log.warning("no checkpoint in %s is whole: training begins anew", self.url_of(run))
         return found
+
+    def in_memory(
+        self, kept: KeptSteps, disk: StepToResume | None, lost: Collection[str]
+    ) -> StepToResume | None:
+        """The newest whole checkpoint in memory that is none of `lost`, if it is newer than the one
+        on disk."""
+        for one in kept.newest_first():
+            if one.step is None or (disk and one.step <= (_step_of(disk.directory) or 0)):
+                break
+            directory = f"{self.output_dir.rstrip('/')}/{STEPS.subpath(one.step)}"
+            keys = Checkpoints(one).keys(one)
+            if directory not in lost and keys is not None:
+                return StepToResume(directory, keys, one)
+        return disk
 
     def remove(self, directory: str) -> None:
         """Remove a checkpoint, of smckpt or not, with all that is beside it, unless a reader has

@@ -11,12 +11,12 @@ from typing import Any
 from accelerate.utils import gather_object
 from transformers import Trainer, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_callback import ExportableState
 from transformers.utils import logging
 from transformers.utils.import_utils import is_torch_xla_available
 
 import smckpt
 from smckpt.errors import CheckpointError, SaveFailedError, UsageError
+from smckpt.integrations.kept import KeptSteps, memory_of
 from smckpt.integrations.replaced import remove_stale, stamps, stock_files, store_arguments
 from smckpt.integrations.transformers.files import (
     STEPS,
@@ -32,6 +32,7 @@ from smckpt.integrations.transformers.files import (
     send,
     set_rng_state,
 )
+from smckpt.integrations.transformers.memory import go_on, keep, kept_steps, note_callbacks
 from smckpt.integrations.transformers.resume import (
     Checkpoints,
     ResumedStep,
@@ -69,6 +70,7 @@ class SmckptTrainerMixin:
     smckpt_root: the directory of checkpoints, such as "s3://bucket/run"; None: `output_dir`, which
         may be such a URL too.
     smckpt_arguments: more arguments for `smckpt.async_save` and `smckpt.load` (`storage`).
+        `{"memory": smckpt.Memory(interval=20)}` keeps the last steps in the hosts' memory too.
 
     Raises:
         UsageError: an argument of the Trainer is not honoured; the message names it.
@@ -90,6 +92,8 @@ class SmckptTrainerMixin:
     _smckpt_beside: Mapping[str, bytes] | None = None
     _smckpt_resumed: ResumedStep | None = None
     _smckpt_loading = False  # until a resume has filled the model and the optimizer
+    _smckpt_kept: KeptSteps | None = None  # with `memory` among the arguments, in `train`
+    _smckpt_saved = -1  # the last step that was saved, on disk or in memory
     _smckpt_looked_at: bool | None = None  # by a callback of any rank; None: not asked yet
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -108,7 +112,13 @@ class SmckptTrainerMixin:
 
     def _refuse_arguments(self) -> None:
         _refuse(self.args, deepspeed=getattr(self, "is_deepspeed_enabled", False))
-        store_arguments(self.smckpt_arguments)
+        store_arguments(self.smckpt_arguments, "memory")
+        memory_of(self.smckpt_arguments)
+
+    @property
+    def _stored(self) -> dict[str, Any]:
+        """The arguments for the store of checkpoints."""
+        return store_arguments(self.smckpt_arguments, "memory")
 
     # -- saving ------------------------------------------------------------------------------
 
@@ -116,7 +126,7 @@ class SmckptTrainerMixin:
         self._refuse_arguments()
         if self.hp_search_backend is None and trial is None:  # type: ignore[attr-defined]
             self.store_flos()  # type: ignore[attr-defined]
-        step = self.state.global_step
+        step = self._smckpt_saved = self.state.global_step
         run = self._get_output_dir(trial=trial)  # type: ignore[attr-defined]
         directory = os.path.join(run, f"checkpoint-{step}")
         looked_at = self._is_looked_at()
@@ -141,14 +151,14 @@ class SmckptTrainerMixin:
             best_directory = os.path.join(run, f"checkpoint-{best}")
             if best == step or os.path.isdir(best_directory):
                 self.state.best_model_checkpoint = best_directory
-        self._note_callbacks()
+        note_callbacks(self)
         after = self._after_commit(run, step, before, bool(writers) and not looked_at)
         handle = smckpt.async_save(
             self._state_to_save(),
             checkpoint_id=self._url_of(directory),
             step=step,
             options=smckpt.SaveOptions(on_commit=after),
-            **self.smckpt_arguments,
+            **self._stored,
         )
         if looked_at:
             assert handle is not None
@@ -157,6 +167,15 @@ class SmckptTrainerMixin:
             if self.args.should_save and self._checkpoints.elsewhere(directory):
                 send(self._checkpoints.storage(directory), directory, stamps(directory))
             self.accelerator.wait_for_everyone()  # a callback of another rank looks there too
+
+    def _maybe_log_save_evaluate(
+        self, tr_loss: Any, grad_norm: Any, model: Any, trial: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        """The Trainer's method after each step. What it does not save may be due in memory."""
+        super()._maybe_log_save_evaluate(  # type: ignore[misc]
+            tr_loss, grad_norm, model, trial, *args, **kwargs
+        )
+        keep(self, trial)
 
     def _is_looked_at(self) -> bool:
         """Whether a callback of any rank looks at the checkpoint. The ranks ask each other once in
@@ -184,20 +203,8 @@ class SmckptTrainerMixin:
         if copied:
             now = stamps(directory)
             written = {name: now[name] for name in now if before.get(name) != now[name]}
-            where = access_to(directory, **self.smckpt_arguments).open(directory)
+            where = access_to(directory, **self._stored).open(directory)
             send(where, directory, {name: 0 for name in written if STEPS.step_of(name) is None})
-
-    def _note_callbacks(self) -> None:
-        """On all ranks, for each saves its own state and goes on from it. The Trainer itself notes
-        them on the one that writes its file."""
-        for callback in [*self.callback_handler.callbacks, self.control]:
-            if not isinstance(callback, ExportableState):
-                continue
-            name, callback_state = callback.__class__.__name__, callback.state()
-            if isinstance(self.state.stateful_callbacks.get(name), list):
-                self.state.stateful_callbacks[name].append(callback_state)
-            else:
-                self.state.stateful_callbacks[name] = callback_state
 
     def _state_to_save(self) -> dict[str, Any]:
         with self._block():
@@ -265,7 +272,8 @@ class SmckptTrainerMixin:
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         self._refuse_arguments()
-        self._smckpt_looked_at = None
+        self._smckpt_looked_at, self._smckpt_saved = None, -1
+        self._smckpt_kept = kept_steps(self)
         asked, lost = resume_from_checkpoint, dict[str, CheckpointError]()
         while True:
             self._smckpt_resumed, self._smckpt_loading = None, bool(asked)
@@ -282,13 +290,13 @@ class SmckptTrainerMixin:
                 if (handle := getattr(self, "neftune_hook_handle", None)) is not None:
                     handle.remove()  # the Trainer adds it again
         smckpt.maybe_finalize_async_calls()
+        if self._smckpt_kept is not None:
+            self._smckpt_kept.close()
+            self._smckpt_kept = None
         # do to a run that is elsewhere what the Trainer does to its local directory: with
         # save_total_limit=1, keep the best alone
-        run, best, checkpoints = (
-            self.args.output_dir,
-            self.state.best_model_checkpoint,
-            self._checkpoints,
-        )
+        run, best = self.args.output_dir, self.state.best_model_checkpoint
+        checkpoints = self._checkpoints
         if self.args.should_save and best and self.args.save_total_limit == 1:
             steps = checkpoints.steps(run) if checkpoints.elsewhere(run) else []
             for name in (f"checkpoint-{one}" for one in steps if one <= self.state.global_step):
@@ -307,8 +315,16 @@ class SmckptTrainerMixin:
         except SaveFailedError as error:
             log.warning("an earlier save was not committed: %s", error)
         checkpoints, asked = self._checkpoints, asked if asked is True else os.fspath(asked)
+        kept = self._smckpt_kept
+
+        def look() -> StepToResume | None:
+            found = next_step(checkpoints, asked, lost)
+            if kept is None or asked is not True:
+                return found
+            return checkpoints.in_memory(kept, found, lost)
+
         while True:
-            chosen = agreed(lambda: next_step(checkpoints, asked, lost))
+            chosen = agreed(look)
             if chosen is None:
                 if lost:
                     raise next(iter(lost.values()))
@@ -329,6 +345,7 @@ class SmckptTrainerMixin:
 
     def _bring(self, chosen: StepToResume) -> None:
         """Load the values that are no tensors, and write the file that the Trainer reads first."""
+        self._smckpt_resumed = ResumedStep(chosen, {})
         values = self._load(
             None, chosen.directory, only=[key for key in _VALUES if key in (chosen.keys or ())]
         )
@@ -400,6 +417,7 @@ class SmckptTrainerMixin:
             self.lr_scheduler.load_state_dict(self._value(checkpoint, "scheduler"))
 
         self._smckpt_loading = False
+        go_on(self)
 
     def _load_scaler(self, checkpoint: str | None) -> None:
         keys = self._keys(checkpoint)
@@ -434,7 +452,7 @@ class SmckptTrainerMixin:
 
     @property
     def _checkpoints(self) -> Checkpoints:
-        return Checkpoints(self.args.output_dir, self.smckpt_root, self.smckpt_arguments)
+        return Checkpoints(self.args.output_dir, self.smckpt_root, self._stored)
 
     def _url_of(self, directory: str) -> str:
         return self._checkpoints.url_of(directory)
@@ -451,8 +469,10 @@ class SmckptTrainerMixin:
 
     def _load(self, target: Any, directory: str, **more: Any) -> Any:
         more["options"] = smckpt.LoadOptions(only=more.pop("only", target and [*target]))
-        url = self._url_of(directory)
-        return smckpt.load(target, checkpoint_id=url, **more, **self.smckpt_arguments)
+        resumed = self._smckpt_resumed
+        if resumed is not None and resumed.chosen.url and resumed.chosen.directory == directory:
+            return smckpt.load(target, checkpoint_id=resumed.chosen.url, **more)
+        return smckpt.load(target, checkpoint_id=self._url_of(directory), **more, **self._stored)
 
     def _value(self, directory: str, key: str) -> Any:
         resumed = self._smckpt_resumed

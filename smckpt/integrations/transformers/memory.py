@@ -1,0 +1,75 @@
+"""The Trainer's steps in the memory of its hosts."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_callback import ExportableState
+
+from smckpt.errors import UsageError
+from smckpt.integrations.kept import KeptSteps, memory_of
+from smckpt.integrations.replaced import run_directory
+from smckpt.integrations.transformers.files import STEPS
+
+__all__ = ["go_on", "keep", "kept_steps", "note_callbacks"]
+
+
+def kept_steps(trainer: Any) -> KeptSteps | None:
+    """Those of a run that begins, where the Trainer's arguments ask for them."""
+    if (memory := memory_of(trainer.smckpt_arguments)) is None:
+        return None
+    root = trainer._url_of(trainer.args.output_dir)
+    kept = KeptSteps(memory, run_directory(root, STEPS.text, trainer._stored))
+    kept.begin()
+    return kept
+
+
+def keep(trainer: Any, trial: Any) -> None:
+    """After each step: what the Trainer did not save may be due in memory."""
+    step = trainer.state.global_step
+    if trainer._smckpt_kept is None or step == trainer._smckpt_saved:
+        return
+    if trial is not None:
+        raise UsageError(
+            "memory of smckpt_arguments is not honoured in a search for hyperparameters",
+            remedy="leave it out: each trial is a run of its own",
+        )
+    trainer._smckpt_saved = step
+
+    def state() -> dict[str, Any]:
+        note_callbacks(trainer)
+        saved: dict[str, Any] = trainer._state_to_save()
+        return saved
+
+    trainer._smckpt_kept.save(step, state)
+
+
+def go_on(trainer: Any) -> None:
+    """After a resume. The file that the Trainer read first is no checkpoint of its own where the
+    step is in memory."""
+    resumed = trainer._smckpt_resumed
+    if trainer._smckpt_kept is not None:
+        trainer._smckpt_kept.restored(trainer.state.global_step)
+    if resumed is not None and resumed.chosen.url:
+        trainer.accelerator.wait_for_everyone()  # all have read it
+        if trainer.args.local_process_index == 0:
+            Path(resumed.chosen.directory, TRAINER_STATE_NAME).unlink(missing_ok=True)
+            with suppress(OSError):  # a save was killed there
+                os.rmdir(resumed.chosen.directory)
+
+
+def note_callbacks(trainer: Any) -> None:
+    """On all ranks, for each saves its own state and goes on from it. The Trainer itself notes
+    them on the one that writes its file."""
+    for callback in [*trainer.callback_handler.callbacks, trainer.control]:
+        if not isinstance(callback, ExportableState):
+            continue
+        name, callback_state = callback.__class__.__name__, callback.state()
+        if isinstance(trainer.state.stateful_callbacks.get(name), list):
+            trainer.state.stateful_callbacks[name].append(callback_state)
+        else:
+            trainer.state.stateful_callbacks[name] = callback_state

@@ -26,7 +26,7 @@ from smckpt.layout.containers import items_of
 from smckpt.layout.entries import Path
 from smckpt.layout.strided import Box
 from smckpt.state_dict.fsdp1 import Fsdp1View
-from smckpt.state_dict.of_optimizers.bindings import bind, has_no_elements, walked
+from smckpt.state_dict.of_optimizers.bindings import bind, walked
 from smckpt.state_dict.tags import (
     FullStateDict,
     OptimizerStateDict,
@@ -259,9 +259,18 @@ def _fsdp1_full_state(
                 key: {slot: value for slot, value in slots.items() if slot == wanted}
                 for key, slots in stock["state"].items()
             }
-            gathered = FullyShardedDataParallel.optim_state_dict(
-                view.model, optimizer, {**stock, "state": state}
-            )
+            try:
+                gathered = FullyShardedDataParallel.optim_state_dict(
+                    view.model, optimizer, {**stock, "state": state}
+                )
+            except RuntimeError as error:  # on all ranks: torch asked them all
+                if "not in the optimizer state" not in str(error):
+                    raise
+                raise UsageError(
+                    f"FULL does not gather an FSDP1 unit of which some parameters have no state of "
+                    f"{type(optimizer).__name__}: {error}",
+                    remedy="save LOCAL or SHARDED, or use fully_shard",
+                ) from error
             for fqn, slots in gathered.get("state", {}).items():
                 whole = out.setdefault(view.name(fqn), {})
                 for slot, value in slots.items():
@@ -283,7 +292,7 @@ def _of_all_ranks(
 ) -> tuple[dict[str, dict[str, Any]], list[str], dict[str, str]]:
     """The numbers that all ranks keep for each parameter, with their devices; the names of the
     tensors that torch gathers, in one order; and what tensors of a name are to autograd. Ranks
-    without elements of a parameter do not count.
+    without elements of a parameter do not count, if others have some.
 
     Raises:
         UsageError: ranks have different numbers, of a parameter or among the options of a group.
@@ -300,7 +309,7 @@ def _of_all_ranks(
                 flags[slot] = flag
             if isinstance(value, torch.Tensor) and value.dim():
                 tensors.add(slot)
-            elif not has_no_elements(parameter):
+            elif not binding.elsewhere(parameter):
                 device = value.device.type if isinstance(value, torch.Tensor) else ""
                 value = value.detach().cpu() if isinstance(value, torch.Tensor) else value
                 for fqn in binding.names(parameter, index):

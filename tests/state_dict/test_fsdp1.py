@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffload,
@@ -232,3 +233,96 @@ def test_offloaded_shards_come_back_and_what_cannot_be_described_is_refused_by_n
         assert {what: bad for what, bad in found.items() if bad} == {}
         assert "embedding.weight" in said["shared by two units"]
         assert "contiguous" in said["channels last"] and "weight" in said["channels last"]
+
+
+class Gapped(nn.Module):
+    """A parameter without elements, one of fewer elements than ranks, and two others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.none = nn.Parameter(torch.zeros(0, 3))
+        self.scale = nn.Parameter(torch.ones(1))
+        self.body = nn.Linear(3, 4)
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        return self.body(given) * self.scale + self.none.sum()
+
+
+GAPPED: dict[str, Any] = {
+    "amsgrad": lambda p: torch.optim.AdamW(p, lr=0.1, amsgrad=True),
+    "fused": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
+    "foreach": lambda p: torch.optim.NAdam(p, lr=0.1, foreach=True),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "first": lambda p: torch.optim.Adagrad(p, lr=0.1),  # its state is made with it
+}
+WHERE = ("in the unit", "left out", "whole")
+
+
+def without_elements(folder: str, where: str, kind: str) -> dict[str, list[str]]:
+    """For each optimizer what differs after a load and after two more steps."""
+
+    def train(model: Any, optimizer: Any) -> None:
+        optimizer.zero_grad()
+        model(torch.ones(2, 3)).square().sum().backward()
+        for parameter in model.parameters():  # as code does that wants a gradient of each
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+
+    def started(seed: int, make: Any) -> tuple[Any, Any]:
+        torch.manual_seed(seed)
+        inner = Gapped()
+        out = [inner.none] if where == "left out" else None
+        strategy = ShardingStrategy.NO_SHARD if where == "whole" else ShardingStrategy.FULL_SHARD
+        model = FSDP(
+            inner,
+            sharding_strategy=strategy,
+            use_orig_params=True,
+            device_id=torch.device("cpu"),
+            ignored_states=out,
+        )
+        return model, make(model.parameters())
+
+    def seen(model: Any, optimizer: Any) -> dict[str, Any]:
+        numbers = optimizer.state_dict()["state"]
+        return flat({"model": dict(model.named_parameters()), "state": numbers}, "")
+
+    found: dict[str, list[str]] = {}
+    for name, make in GAPPED.items():
+        one, two = started(0, make), started(1, make)
+        train(*one)
+        smckpt.save(taken(*one, getattr(smckpt, kind)), checkpoint_id=f"{folder}/{name}")
+        smckpt.load(taken(*two, getattr(smckpt, kind)), checkpoint_id=f"{folder}/{name}")
+        found[name] = differences(seen(*two), seen(*one))
+        for _ in range(2):
+            train(*one)
+            train(*two)
+        found[name] += differences(seen(*two), seen(*one))
+    return found
+
+
+@pytest.mark.parametrize("kind", ["LOCAL", "SHARDED", "FULL"])
+@pytest.mark.parametrize("where", WHERE)
+def test_state_of_parameters_without_elements_comes_back(
+    tmp_path: Path, where: str, kind: str
+) -> None:
+    """Of those that no rank has elements of, and of those that another rank has."""
+    exact: dict[str, list[str]] = {name: [] for name in GAPPED}
+    assert run_ranks(without_elements, 3, str(tmp_path), where, kind) == [exact] * 3
+
+
+def without_state(folder: str) -> str:
+    model = FSDP(Gapped(), use_orig_params=True, device_id=torch.device("cpu"))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()  # `none` has no gradient, so no state
+    smckpt.save(taken(model, optimizer, smckpt.SHARDED), checkpoint_id=folder)
+    smckpt.load(taken(model, optimizer, smckpt.SHARDED), checkpoint_id=folder)
+    with pytest.raises(smckpt.errors.UsageError) as caught:
+        taken(model, optimizer, smckpt.FULL)
+    return str(caught.value)
+
+
+def test_full_state_that_torch_does_not_gather_is_refused_with_a_remedy(tmp_path: Path) -> None:
+    for message in run_ranks(without_state, 3, str(tmp_path)):
+        assert "none is not in the optimizer state" in message and "SHARDED" in message

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -85,6 +86,12 @@ class Binding:
         """Whether it is a flat array of tensors that have shapes (FSDP1)."""
         found = self.held.get(id(parameter))
         return found is not None and found.geometry is not None and found.geometry.flat
+
+    def elsewhere(self, parameter: torch.Tensor) -> bool:
+        """Whether other ranks alone have elements of it: it is a view into a flat parameter, and
+        empty here. A step makes no state of it here, unless it has no elements on any rank."""
+        empty = self.flat(parameter) and has_no_elements(parameter)
+        return empty and any(map(math.prod, self.shapes(parameter)))
 
     def shapes(self, parameter: torch.Tensor) -> list[tuple[int, ...]]:
         """The global shapes of the tensors that a parameter holds."""

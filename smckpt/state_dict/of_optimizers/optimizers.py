@@ -207,7 +207,7 @@ def _align_live(
         keys = (*binding.names(parameter, index), binding.number(index))
         wanted = saved.slots(keys)
         if has_no_elements(parameter) and not (
-            (binding.by_id and any(tensor.mine for tensor in saved.tensors(keys)))
+            any(t.mine and (binding.by_id or t.flat) for t in saved.tensors(keys))
             or _has_state_where_empty(
                 binding, parameter, [tensor.name for tensor in saved.tensors(keys)], held_empty
             )
@@ -411,11 +411,11 @@ def _has_state_where_empty(
     held_empty: Callable[[str], bool],
 ) -> bool:
     """Whether a parameter without elements on this rank has state nevertheless. A DTensor gets it
-    in the first step, a view into a flat parameter never. Under LOCAL each rank has the saved
-    state, which `init_optim_state` may have skipped."""
+    in the first step, a view into a flat parameter seldom if others have elements. Under LOCAL each
+    rank has the saved state, which `init_optim_state` may have skipped."""
     if binding.optimizer.state.get(parameter):
         return True
-    return not binding.flat(parameter) and (not binding.by_id or any(map(held_empty, names)))
+    return not binding.elsewhere(parameter) and (not binding.by_id or any(map(held_empty, names)))
 
 
 # -- what is no tensor, by the target's names -----------------------------------------------------
@@ -477,8 +477,8 @@ def _owners(binding: Binding) -> dict[str, list[tuple[Any, bool]]]:
     """Name of a parameter → its keys in the target, and whether this rank has state of it."""
     out: dict[str, list[tuple[Any, bool]]] = {}
     for index, parameter in enumerate(binding.parameters()):
-        empty = has_no_elements(parameter) and binding.flat(parameter)
-        here = binding.kind == "FULL" or not empty  # of FULL state a rank has all or nothing
+        # of FULL state a rank has all or nothing
+        here = binding.kind == "FULL" or not binding.elsewhere(parameter)
         for name in binding.names(parameter, index):
             target = index if binding.by_id else name
             out.setdefault(name, []).append((target, here))

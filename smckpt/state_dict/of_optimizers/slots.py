@@ -50,6 +50,11 @@ class SavedSlot:
     array: bool = False
     flags: str = ""
 
+    @property
+    def flat(self) -> bool:
+        """Whether a flat parameter divided it (FSDP1)."""
+        return self.local is None and self.placements is None
+
     def zeros(self, device: torch.device | None = None) -> torch.Tensor:
         """Of the shape that this rank takes, in the order of memory that was saved."""
         shape = self.shape if self.local is None else self.local

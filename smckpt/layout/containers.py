@@ -14,7 +14,7 @@ import ast
 import dataclasses
 import enum
 import sys
-from collections import OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
@@ -118,6 +118,8 @@ def like(value: Any, items: Mapping[Any, Any]) -> Any:
     """A container of the kind of `value` with these children."""
     if isinstance(value, OrderedDict):
         return OrderedDict(items)
+    if isinstance(value, Counter):
+        return Counter(items)
     if isinstance(value, defaultdict):
         return defaultdict(value.default_factory, items)
     if isinstance(value, Mapping):

@@ -278,7 +278,7 @@ class Selector:
         of_optimizer = is_optimizer_dict(value)
         for key, child in items:
             if of_optimizer:
-                walk.fresh = key == "state"
+                walk.fresh = True
             elif type(child) is ParamGroups and getattr(child.binding, "asker", None) is not None:
                 asker = child.binding.asker
                 raise StateError(

@@ -37,6 +37,7 @@ __all__ = [
     "mesh_of",
     "order_of",
     "placement_of",
+    "same_bits",
     "unwrapped",
     "zeros_on_mesh",
 ]
@@ -247,3 +248,17 @@ def mesh_of(mesh: Any) -> Mesh:
 @functools.cache
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors have one shape, one dtype and the same bits. A view may negate or
+    conjugate its memory."""
+    if (one.shape, one.dtype) != (other.shape, other.dtype):
+        return False
+    mine, theirs = (
+        (dtensor_parts(t)[0] if is_dtensor(t) else t).detach().cpu().resolve_conj().resolve_neg()
+        for t in (one, other)
+    )
+    return mine.shape == theirs.shape and torch.equal(
+        *(t.contiguous().reshape(-1).view(torch.uint8) for t in (mine, theirs))
+    )

@@ -11,7 +11,7 @@ import pickle
 import subprocess
 import sys
 import zoneinfo
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -202,11 +202,12 @@ CASES: dict[str, Any] = {
     "frozen": begins(m=lambda p: statistics(torch.ones_like(p))),
     "with slots": begins(m=lambda p: Window([torch.ones_like(p), torch.ones(3)], 9)),
     "plain": begins(m=lambda p: Plain([torch.ones_like(p)])),
+    "counts": begins(m=torch.ones_like, e=lambda _: Counter("aab")),
     "keys": begins(
         m=lambda p: {0.9: torch.ones_like(p), (1, 2): torch.ones(1), None: 3, True: torch.ones(2)}
     ),
 }
-FREE = ("member", "date", "queue", "numbers", "keys")
+FREE = ("member", "date", "queue", "numbers", "counts", "keys")
 
 
 def stepped(case: str, seed: int, steps: int) -> tuple[Any, Any]:
@@ -254,6 +255,32 @@ def test_options_of_a_group_need_no_registration(tmp_path: Path) -> None:
         fresh.step()
         smckpt.load(taken(other, fresh, kind), checkpoint_id=tmp_path / kind)
         assert fresh.param_groups[0]["phase"] is Phase.WARM
+
+
+def test_a_tuple_of_an_unknown_class_among_the_options_is_refused_when_it_is_saved(
+    tmp_path: Path,
+) -> None:
+    """A new optimizer would get a plain tuple."""
+    for kind in KINDS:
+        model, optimizer = made(InGroups, 0)
+        optimizer.step()
+        optimizer.param_groups[0]["pair"] = Pair(torch.ones(2), 1)
+        with pytest.raises(StateError, match="register_value_class"):
+            smckpt.save(taken(model, optimizer, kind), checkpoint_id=tmp_path / kind)
+
+
+def test_options_that_torch_does_not_compare_come_back(tmp_path: Path) -> None:
+    for kind in KINDS:
+        model, optimizer = made(InGroups, 0)
+        optimizer.step()
+        scale = torch.full((2,), 0.5).to(torch.float8_e4m3fn)
+        optimizer.param_groups[0]["scale"] = scale
+        smckpt.save(taken(model, optimizer, kind), checkpoint_id=tmp_path / kind)
+        other, fresh = made(InGroups, 1)
+        fresh.step()
+        fresh.param_groups[0]["scale"] = torch.zeros_like(scale)
+        smckpt.load(taken(other, fresh, kind), checkpoint_id=tmp_path / kind)
+        assert fresh.param_groups[0]["scale"].tolist() == [0.5, 0.5]
 
 
 def state(number: int) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from smckpt.state_dict.modes import neutral
 from smckpt.state_dict.restore import put
 from smckpt.state_dict.select import Selection
 from smckpt.state_dict.tags import put_back, tag_of
-from smckpt.state_dict.tensors import fill, flagged
+from smckpt.state_dict.tensors import fill, flagged, same_bits
 
 __all__ = ["LoadMemory", "memory_of", "whole_state"]
 
@@ -65,7 +65,7 @@ class LoadMemory:
             torch.accelerator.current_stream(device).synchronize()
         for number, first, staged in self.shared:
             live, entry = self.selection.tensors[number], self.selection.entries[number]
-            if _same_bits(live.detach(), staged):
+            if same_bits(live.detach(), staged):
                 continue
             # Depending on its step, a scheduler keeps its rates in one tensor or in several.
             number_alone = live.numel() == 1 and tag_of(live) is None and not live.requires_grad
@@ -146,16 +146,6 @@ def _refuse_expanded(selection: Selection, number: int) -> None:
             "share memory and cannot be filled",
             remedy="call .contiguous() or .clone() on it before the load",
         )
-
-
-def _same_bits(live: torch.Tensor, staged: torch.Tensor) -> bool:
-    """Compare two tensors of one shape and dtype bit by bit. A view may negate or conjugate its
-    memory."""
-    live_bytes, staged_bytes = (
-        t.cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
-        for t in (live, staged)
-    )
-    return torch.equal(live_bytes, staged_bytes)
 
 
 log = logging.getLogger("smckpt")

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from smckpt.errors import StateError
-from smckpt.layout.containers import items_of, like
+from smckpt.layout.containers import items_of, like, renewed
 from smckpt.layout.entries import Path
 from smckpt.state_dict.tags import OptimizerStateDict, ParamGroups, Tag, renew_tag, set_tag
 from smckpt.state_dict.tensors import dtensor_parts, flagged, flags_of, is_dtensor
@@ -205,9 +205,7 @@ def walked(value: Any, take: Callable[[torch.Tensor, Path], Any], at: Path = ())
     if isinstance(value, dict) and (type(value) is dict or not at):
         return items
     if isinstance(value, dict):
-        made = copy.copy(value)  # an OrderedDict, a defaultdict
-        made.update(items)
-        return made
+        return renewed(copy.copy(value), items)  # an OrderedDict, a Counter, which would add
     return value if all(items[key] is child for key, child in pairs) else like(value, items)
 
 

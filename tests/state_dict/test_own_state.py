@@ -99,6 +99,15 @@ class OfNone(Base):
         self.state["ema", 1] = {"deep": [torch.ones(2), 3]}  # type: ignore[index]
 
 
+class Listed(Base):
+    """It keeps a parameter's tensor in a list of its own and among the options too."""
+
+    def go_on(self, group: Any, slots: Any, parameter: torch.Tensor) -> None:
+        slots["m"].add_(1)
+        self.state["all"] = {"m": [slots["m"], 3]}
+        group["first"] = slots["m"]
+
+
 class Total(Base):
     """Adds a key to its dict, in a new dict."""
 
@@ -238,6 +247,7 @@ CASES: dict[str, Any] = {
     "tensors in groups": InGroups,
     "a number in groups": Ungrouped,
     "of no parameter": OfNone,
+    "listed": Listed,
     "a key of its own": Total,
     "hooks": Hooked,
     "a wrapper": lambda parameters: Outer(torch.optim.SGD(parameters, 0.1, momentum=0.9)),

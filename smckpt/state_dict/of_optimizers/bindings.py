@@ -21,7 +21,14 @@ import torch
 from smckpt.errors import StateError
 from smckpt.layout.containers import items_of, like, renewed
 from smckpt.layout.entries import Path
-from smckpt.state_dict.tags import OptimizerStateDict, ParamGroups, Tag, renew_tag, set_tag
+from smckpt.state_dict.tags import (
+    OptimizerStateDict,
+    ParamGroups,
+    Tag,
+    renew_tag,
+    set_tag,
+    tag_of,
+)
 from smckpt.state_dict.tensors import dtensor_parts, flagged, flags_of, is_dtensor
 from smckpt.state_dict.views import Held, Member, ModelView
 
@@ -132,7 +139,7 @@ class Binding:
         seen: set[int] = set()
         for parameter, slots in self.optimizer.state.items():
             if not isinstance(parameter, torch.Tensor):
-                state[parameter] = slots  # what belongs to no parameter
+                state[parameter] = _untagged(slots)  # what belongs to no parameter
                 continue
             if id(parameter) not in ids:
                 raise StateError(
@@ -170,7 +177,7 @@ class Binding:
     def _groups(self, ids: dict[int, int]) -> ParamGroups:
         groups = ParamGroups()
         for group in self.optimizer.param_groups:
-            copied = {key: value for key, value in group.items() if key != "params"}
+            copied = {key: _untagged(v) for key, v in group.items() if key != "params"}
             members: list[Any] = []
             for parameter in group["params"]:
                 index = ids[id(parameter)]
@@ -229,6 +236,16 @@ def _tagged(
     seen.add(id(value))
     renew_tag(value, held.fqns, geometry, at)
     return value
+
+
+def _untagged(value: Any) -> Any:
+    """The same value, where a tensor in it is in a parameter's slots too, and has their tag: with
+    another tensor over its memory."""
+    found: list[torch.Tensor] = []
+    walked(value, lambda tensor, at: found.append(tensor))
+    if all(tag_of(tensor) is None for tensor in found):
+        return value
+    return walked(value, lambda tensor, at: flagged(tensor.detach(), flags_of(tensor)), ("",))
 
 
 def _same_extent(value: torch.Tensor, parameter: torch.Tensor) -> bool:

@@ -270,6 +270,14 @@ def a_rank_that_lost_its_disk_gets_its_state_from_a_copy(folder: str, persistent
     return names, alone, found, id_, values, refused
 
 
+def a_jump_of_no_ranks() -> bool:
+    try:
+        CliqueReplicationStrategy.from_replication_params(replication_jump=0)
+    except UsageError as error:
+        return "0 apart" in str(error)
+    return False
+
+
 def saves_with_a_hint(folder: str) -> None:
     queue = AsyncCallsQueue()
     state = {"model": {"w": torch.ones(4)}, "optimizer": {"w": torch.full((4,), 2.0)}}

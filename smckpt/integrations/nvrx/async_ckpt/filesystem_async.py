@@ -26,6 +26,12 @@ from smckpt.integrations.url_files import UrlFileSystem, is_url
 
 __all__ = ["FileSystemWriterAsync", "get_write_results_queue"]
 
+# NVRx's functions that write; here DCP's own do. A class that overrides one wants it called.
+_WRITERS = frozenset(
+    ["preload_tensors", "write_preloaded_data", "write_preloaded_data_multiproc",
+     "write_preloaded_data_multithread", "write_preloaded_data_proc"]
+)  # fmt: skip
+
 _results_queue = None  # Megatron-core looks whether the name is there
 
 
@@ -67,6 +73,14 @@ class FileSystemWriterAsync(FileSystemWriter):
     _cached_identifiers: ClassVar[set[str]] = set()
     _cached_tensor_data_ptrs: ClassVar[dict[str, Any]] = {}
     _shm_tensor_cache: ClassVar[dict[str, Any]] = {}
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if overridden := sorted(_WRITERS & vars(cls).keys()):
+            raise UsageError(
+                f"{cls.__name__}.{overridden[0]} would never be called: the functions of DCP write",
+                remedy="leave it out, or pass open_file= or _extensions= of DCP's writer",
+            )
 
     def __init__(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -58,7 +59,7 @@ class BasicTensorAwareStateDict(TensorAwareStateDict):
     def __init__(self, state_dict: Any) -> None:
         self.state_dict = state_dict
         self._devices = [tensor.device for tensor in self.tensors]
-        self._hollow = False
+        self._is_hollow = False
 
     @property
     def tensors(self) -> Iterator[torch.Tensor]:
@@ -66,31 +67,32 @@ class BasicTensorAwareStateDict(TensorAwareStateDict):
 
     @property
     def is_hollow(self) -> bool:
-        return self._hollow
+        return self._is_hollow
 
     def pop_tensors(self) -> list[torch.Tensor]:
-        assert not self._hollow
+        assert not self._is_hollow
         tensors = list(self.tensors)
         self._replace(torch.Tensor, TensorPlaceholder)
-        self._hollow = True
+        self._is_hollow = True
         return tensors
 
     def insert_tensors(self, tensor_data: Iterable[torch.Tensor]) -> None:
-        assert self._hollow
+        assert self._is_hollow
         given = iter(tensor_data)
         self._replace(TensorPlaceholder, lambda _: next(given))
-        self._hollow = False
+        self._is_hollow = False
 
     def init_tensors(self) -> None:
-        assert self._hollow
+        assert self._is_hollow
         self._replace(TensorPlaceholder, TensorPlaceholder.init_tensor)
-        self._hollow = False
+        self._is_hollow = False
 
     def copy_tensors_to_cpu(self, non_blocking: bool = False) -> None:
         self._replace(torch.Tensor, lambda tensor: tensor.detach().to("cpu", copy=True))
 
     def restore_tensor_device(self, non_blocking: bool = True) -> None:
-        devices = iter(self._devices)
+        # what NVRx itself has saved was on CUDA
+        devices = iter(getattr(self, "_devices", None) or repeat("cuda"))
         self._replace(torch.Tensor, lambda t: t.to(next(devices), non_blocking=non_blocking))
 
     def _replace(self, kind: type[Any], by: Callable[[Any], Any]) -> None:

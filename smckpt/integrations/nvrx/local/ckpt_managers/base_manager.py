@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch.distributed as dist
@@ -35,11 +36,17 @@ class CheckpointingException(CheckpointError):
 
 
 class SameMachineReplicationException(CheckpointingException):
-    """NVRx's name for a file that two ranks of one directory would write; never raised here."""
+    """NVRx's error for a file that two ranks of one directory would write. Nothing here raises it;
+    a `_save` of the user's may."""
+
+    def __init__(self, ckpt_id: Any) -> None:
+        super().__init__(f"checkpoint {ckpt_id} is on this machine already")
 
 
 class BaseCheckpointManager(ABC):
-    """
+    """A class of the user's has the abstract methods, or overrides `_save` and `_load`, as of NVRx.
+    `_save` runs in the worker, on a copy of the object without the strategy.
+
     Args:
         session_id: what tells the checkpoints of one training from others in the place.
         repl_strategy: which ranks keep copies for each other; None: none do.
@@ -50,9 +57,12 @@ class BaseCheckpointManager(ABC):
         self.repl_strategy = repl_strategy
         self.latest_iteration = -1
         self.globally_available_ids: list[list[CkptID]] = []
+        self._rank: int | None = None  # of the copy in the worker, where no process group is
 
     @property
     def rank(self) -> int:
+        if self._rank is not None:
+            return self._rank
         return dist.get_rank() if dist.is_initialized() else 0
 
     @abstractmethod
@@ -63,8 +73,8 @@ class BaseCheckpointManager(ABC):
     def _load(self, ckpt_id: CkptID) -> TensorAwareStateDict: ...
 
     @abstractmethod
-    def _writer(self) -> Callable[[dict[CkptID, TensorAwareStateDict]], None]:
-        """A function, which can be pickled, that writes states."""
+    def _save(self, state_dict: TensorAwareStateDict, ckpt_id: CkptID) -> None:
+        """Write a state."""
 
     @abstractmethod
     def _cleanup(self, iteration: int) -> None:
@@ -73,6 +83,10 @@ class BaseCheckpointManager(ABC):
     @abstractmethod
     def _cleanup_failed_save(self, iteration: int) -> None:
         """Remove what was written of an iteration."""
+
+    def _save_fn(self, id_to_state_dict: dict[CkptID, TensorAwareStateDict]) -> None:
+        for ckpt_id, state_dict in id_to_state_dict.items():
+            self._save(state_dict, ckpt_id)
 
     def find_latest(self) -> int:
         """The newest iteration of which every rank can have its state, or -1; all ranks call
@@ -87,7 +101,8 @@ class BaseCheckpointManager(ABC):
         ranks_of = defaultdict(set)
         for iteration, rank, _ in (one for ids in self.globally_available_ids for one in ids):
             ranks_of[iteration].add(rank)
-        whole = [it for it, ranks in ranks_of.items() if ranks >= set(everyone.ranks)]
+        # states of ranks that the job does not have are parts of a larger job's
+        whole = [it for it, ranks in ranks_of.items() if ranks == set(everyone.ranks)]
         self.latest_iteration = max(whole, default=-1)
         return self.latest_iteration
 
@@ -137,12 +152,14 @@ class BaseCheckpointManager(ABC):
             states = dict(zip(ids, copies, strict=True))
         states[mine].copy_tensors_to_cpu(non_blocking=False)
         self.latest_iteration = -1
-        write = self._writer()
         if is_async:
-            return AsyncRequest(write, (states,), [lambda: self._finalize(iteration, True)], {})
+            sent = copy.copy(self)
+            sent.repl_strategy, sent.globally_available_ids, sent._rank = None, [], self.rank
+            finalize = [lambda: self._finalize(iteration, True)]
+            return AsyncRequest(sent._save_fn, (states,), finalize, {})
         failed: Exception | None = None
         try:
-            write(states)
+            self._save_fn(states)
         except Exception as error:  # the peers wait for this rank
             log.exception("a local checkpoint could not be written")
             failed = error

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import re
 from collections.abc import Callable, Iterable
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -27,6 +24,7 @@ log = logging.getLogger("smckpt")
 
 _DIGITS = 7
 _NAME = re.compile(r"iter_(\d+)_(\d+)_local\.pt")
+_ANY = re.compile(r"iter_(\d+)_\d+_local")
 
 
 class LocalCheckpointManager(BaseCheckpointManager):
@@ -74,8 +72,13 @@ class LocalCheckpointManager(BaseCheckpointManager):
             ) from error
         return found
 
-    def _writer(self) -> Callable[[dict[CkptID, TensorAwareStateDict]], None]:
-        return partial(_write, self.local_ckpt_dir)
+    def _ensure_dir(self) -> None:
+        self.local_ckpt_dir.mkdir(parents=True, exist_ok=True)
+        sweep_unfinished(self.local_ckpt_dir, _NAME)  # before a save needs the room
+
+    def _save(self, state_dict: TensorAwareStateDict, ckpt_id: CkptID) -> None:
+        self._ensure_dir()
+        save_whole(state_dict, self._local_ckpt_path_from_id(ckpt_id))
 
     def _cleanup(self, iteration: int) -> None:
         self._remove(lambda there: there < iteration)
@@ -84,26 +87,18 @@ class LocalCheckpointManager(BaseCheckpointManager):
         self._remove(lambda there: there == iteration)
 
     def _remove(self, chosen: Callable[[int], bool]) -> None:
-        for one in list(self._my_ckpt_ids()):
-            if chosen(one[0]):
-                with contextlib.suppress(FileNotFoundError):
-                    self._local_ckpt_path_from_id(one).unlink()
+        for path in self.local_ckpt_dir.glob(self._filename_from_template("*", "*", "*")):
+            # what a killed save of NVRx's own has left (".dirty") goes too
+            if (named := _ANY.match(path.name)) and chosen(int(named[1])):
+                path.unlink(missing_ok=True)
 
     def _filename_from_template(
         self, iteration: int | str, rank: int | str, extra_suffix: str = ""
     ) -> str:
-        return _name(iteration, rank, extra_suffix)
+        if isinstance(iteration, int):
+            iteration = str(iteration).zfill(_DIGITS)
+        return f"iter_{iteration}_{rank}_local{extra_suffix}.pt"
 
     def _local_ckpt_path_from_id(self, ckpt_id: CkptID, is_dirty: bool = False) -> Path:
-        return self.local_ckpt_dir / _name(ckpt_id[0], ckpt_id[1], ".dirty" if is_dirty else "")
-
-
-def _write(directory: Path, states: dict[CkptID, Any]) -> None:
-    directory.mkdir(parents=True, exist_ok=True)
-    sweep_unfinished(directory, _NAME)  # before this save needs the room
-    for (iteration, rank, _), state in states.items():
-        save_whole(state, directory / _name(iteration, rank))
-
-
-def _name(iteration: int | str, rank: int | str, suffix: str = "") -> str:
-    return f"iter_{str(iteration).zfill(_DIGITS)}_{rank}_local{suffix}.pt"
+        suffix = ".dirty" if is_dirty else ""
+        return self.local_ckpt_dir / self._filename_from_template(ckpt_id[0], ckpt_id[1], suffix)

@@ -97,7 +97,17 @@ class GroupWrapper:
 
     @staticmethod
     def wrap(group: Any) -> GroupWrapper:
-        return group if isinstance(group, GroupWrapper) else GroupWrapper(group)
+        """
+        Raises:
+            UsageError: it is no process group.
+        """
+        if isinstance(group, dist.ProcessGroup):
+            return GroupWrapper(group)
+        if not isinstance(group, GroupWrapper):
+            raise UsageError(
+                f"{group!r} is no process group", remedy="pass one, or GroupWrapper() for all ranks"
+            )
+        return group
 
     @staticmethod
     def from_list_of_groups(list_of_groups: Sequence[Any]) -> GroupWrapper:

@@ -75,7 +75,9 @@ class CliqueReplicationStrategy(ReplicationStrategy):
                 takes the number of devices of a host, or 1.
             replication_factor: ranks in a group.
         """
-        jump = replication_jump or max(torch.accelerator.device_count(), 1)
+        jump = replication_jump
+        if jump is None:
+            jump = max(torch.accelerator.device_count(), 1)
         cut = parse_group_sequence(jump, replication_factor, dist.get_world_size())
         return cls(GroupWrapper.from_list_of_groups([dist.new_group(list(g)) for g in cut]))
 

@@ -1,0 +1,159 @@
+"""NVRx's local checkpoints: classes of the user's over them, other writers, and other jobs."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from smckpt.errors import UsageError
+from smckpt.integrations.nvrx.async_ckpt.core import AsyncCallsQueue
+from smckpt.integrations.nvrx.async_ckpt.filesystem_async import FileSystemWriterAsync
+from smckpt.integrations.nvrx.local.base_state_dict import TensorAwareStateDict
+from smckpt.integrations.nvrx.local.basic_state_dict import BasicTensorAwareStateDict
+from smckpt.integrations.nvrx.local.ckpt_managers.base_manager import (
+    BaseCheckpointManager,
+    CkptID,
+    SameMachineReplicationException,
+)
+from smckpt.integrations.nvrx.local.ckpt_managers.local_manager import LocalCheckpointManager
+from smckpt.integrations.nvrx.local.replication.strategies import CliqueReplicationStrategy
+from tests.support import nvrx_ranks
+from tests.support.launch import run_ranks
+
+# -- classes of the user's -----------------------------------------------------------------------
+
+
+class Halves(LocalCheckpointManager):
+    """Saves in half precision."""
+
+    def _save(self, state_dict: Any, ckpt_id: CkptID) -> None:
+        state_dict.state_dict = {k: v.half() for k, v in state_dict.state_dict.items()}
+        super()._save(state_dict, ckpt_id)
+
+
+class Flat(BaseCheckpointManager):
+    """A manager that a user wrote with NVRx's abstract methods alone."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__("s")
+        self.root = root
+
+    def _path(self, ckpt_id: CkptID) -> Path:
+        return self.root / f"{ckpt_id[0]}-{ckpt_id[1]}.pt"
+
+    def _my_ckpt_ids(self) -> Iterable[CkptID]:
+        for path in self.root.glob("*.pt"):
+            iteration, rank = path.stem.split("-")
+            yield int(iteration), int(rank), self.session_id
+
+    def _load(self, ckpt_id: CkptID) -> TensorAwareStateDict:
+        found: TensorAwareStateDict = torch.load(self._path(ckpt_id), weights_only=False)
+        return found
+
+    def _save(self, state_dict: TensorAwareStateDict, ckpt_id: CkptID) -> None:
+        if self._path(ckpt_id).exists():
+            raise SameMachineReplicationException(ckpt_id)
+        torch.save(state_dict, self._path(ckpt_id))
+
+    def _cleanup(self, iteration: int) -> None:
+        for ckpt_id in list(self._my_ckpt_ids()):
+            if ckpt_id[0] < iteration:
+                self._path(ckpt_id).unlink()
+
+    def _cleanup_failed_save(self, iteration: int) -> None:
+        self._path(self._ckpt_id(iteration)).unlink()
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("kind", [Halves, Flat])
+def test_the_users_own_methods_write_and_read(tmp_path: Path, kind: Any, is_async: bool) -> None:
+    for iteration in (1, 2):
+        manager = kind(tmp_path)
+        state = BasicTensorAwareStateDict({"w": torch.full((3,), float(iteration))})
+        request = manager.save(state, iteration, is_async=is_async)
+        if request is not None:
+            queue = AsyncCallsQueue(cpu_priority=None)
+            queue.schedule_async_request(request)
+            assert queue.maybe_finalize_async_calls(blocking=True) == [0]
+            queue.close()
+        for thread in threading.enumerate():
+            if thread.name == "smckpt-local":  # it removes what is older
+                thread.join()
+    manager = kind(tmp_path)
+    assert manager.find_latest() == 2
+    loaded, _ = manager.load()
+    assert loaded.state_dict["w"].dtype == (torch.half if kind is Halves else torch.float)
+    assert loaded.state_dict["w"].tolist() == [2.0] * 3
+    assert len([*tmp_path.rglob("*.pt")]) == 1
+
+
+@pytest.mark.parametrize(
+    "name", ["preload_tensors", "write_preloaded_data", "write_preloaded_data_multithread"]
+)
+def test_an_overridden_function_that_nothing_calls_is_refused(name: str) -> None:
+    with pytest.raises(UsageError, match=rf"Own\.{name} would never be called"):
+        type("Own", (FileSystemWriterAsync,), {name: staticmethod(lambda *_: None)})
+    type("Own", (FileSystemWriterAsync,), {"finish": FileSystemWriterAsync.finish})
+
+
+def test_an_error_of_nvrxs_name_says_which_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "3-0.pt").touch()
+    with pytest.raises(Exception, match="not whole|on this machine") as raised:
+        Flat(tmp_path)._save(BasicTensorAwareStateDict({}), (3, 0, "s"))
+    assert "(3, 0, 's') is on this machine already" in str(raised.value)
+
+
+# -- other writers, other jobs --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("iteration", [3, 5])
+def test_what_a_killed_save_of_nvrxs_own_left_goes_when_nvrx_would_remove_it(
+    tmp_path: Path, iteration: int
+) -> None:
+    manager = LocalCheckpointManager(tmp_path)
+    manager.local_ckpt_dir.mkdir()
+    left = manager.local_ckpt_dir / f"iter_{iteration:07}_0_local.dirty.pt"
+    left.write_bytes(b"half")
+    manager.save(BasicTensorAwareStateDict({"w": torch.ones(3)}), 4)
+    assert left.exists() == (iteration > 4)
+
+
+def test_a_state_that_nvrx_itself_pickled_is_read() -> None:
+    """Its class has these attributes, and no others."""
+    state = BasicTensorAwareStateDict.__new__(BasicTensorAwareStateDict)
+    vars(state).update(state_dict={"w": torch.ones(2)}, _is_hollow=False)
+    assert not state.is_hollow
+    (tensor,) = state.pop_tensors()
+    state.insert_tensors([tensor])
+    if torch.cuda.is_available():
+        state.restore_tensor_device()
+    else:  # as NVRx: what it saved was on CUDA
+        with pytest.raises((AssertionError, RuntimeError), match="CUDA|NVIDIA"):
+            state.restore_tensor_device()
+    assert {"state_dict", "_is_hollow"} <= vars(BasicTensorAwareStateDict({})).keys()
+
+
+def test_a_smaller_job_takes_no_part_of_a_larger_ones_states(tmp_path: Path) -> None:
+    """A rank that keeps copies has the states of a rank that this job does not have."""
+    place = LocalCheckpointManager(tmp_path).local_ckpt_dir
+    place.mkdir()
+    for rank in (0, 1):
+        torch.save(0, place / f"iter_0000004_{rank}_local.pt")
+    copies: Any = object.__new__(CliqueReplicationStrategy)
+    assert LocalCheckpointManager(tmp_path).find_latest() == 4, "without copies, a rank's own"
+    assert LocalCheckpointManager(tmp_path, "", copies).find_latest() == -1
+
+
+@pytest.mark.parametrize("wrong", [None, [0, 1], 2])
+def test_what_is_no_process_group_is_refused(wrong: Any) -> None:
+    with pytest.raises(UsageError, match="is no process group"):
+        CliqueReplicationStrategy(wrong)
+
+
+def test_no_jump_of_0_ranks_is_taken_for_another() -> None:
+    assert all(run_ranks(nvrx_ranks.a_jump_of_no_ranks, 2))

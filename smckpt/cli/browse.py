@@ -66,16 +66,11 @@ def browse(
     if histogram_steps is not None and histograms is None:
         raise click.UsageError("--histogram-steps goes with --histograms")
     from smckpt.cli.browse_facts import Facts, Wanted
+    from smckpt.cli.runs import refuse_absent
     from smckpt.manager.doctor import examine
     from smckpt.storage import open_storage
-    from smckpt.storage.urls import is_local, local_path
 
-    if is_local(root) and not os.path.isdir(local_path(root)):
-        raise CheckpointNotFoundError(
-            "no such directory",
-            remedy="check the path, and that the file system is mounted",
-            path=root,
-        )
+    refuse_absent(root)
     level = "quick" if quick else "full" if verify else None
     top = open_storage(root)
     facts = Facts(top, Wanted(level, histograms, histogram_steps or 1))

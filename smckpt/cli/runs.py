@@ -52,18 +52,11 @@ def ls(root: str, state: bool, best: Any, as_json: bool) -> None:
     the metrics that a manager has recorded. `smckpt doctor` lists the unfinished ones too."""
     from smckpt.checkpoint.commits.contents import what_is_missing
     from smckpt.checkpoint.commits.discover import find_checkpoints, in_order
-    from smckpt.checkpoint.commits.foreign import foreign_below
     from smckpt.manager.record import memory_of
     from smckpt.storage import open_storage
-    from smckpt.storage.urls import is_local, local_path, scheme_of
+    from smckpt.storage.urls import scheme_of
 
-    # an empty list for a mistyped directory would look like an answer
-    if is_local(root) and not os.path.isdir(local_path(root)):
-        raise CheckpointNotFoundError(
-            "no such directory",
-            remedy="check the path, and that the file system is mounted",
-            path=root,
-        )
+    refuse_absent(root)
     found = find_checkpoints(root)
     memory, away = memory_of(found[-1]) if found else "", ""
     if memory and scheme_of(root) != "keeper":
@@ -92,8 +85,7 @@ def ls(root: str, state: bool, best: Any, as_json: bool) -> None:
         )
         return
     if not found:
-        known = next(foreign_below(open_storage(root)), None)  # another format
-        print_line(f"no committed checkpoint in or below {root}" + (f". {known}" if known else ""))
+        print_line(f"no committed checkpoint in or below {root}" + _of_others(open_storage(root)))
         return
     print_line(f"in {root}:")
     columns: dict[str, list[Any]] = {
@@ -117,6 +109,30 @@ def ls(root: str, state: bool, best: Any, as_json: bool) -> None:
     print_table("", tuple(columns), zip(*columns.values(), strict=True), right=right)
     if away:
         print_line(away)
+
+
+def refuse_absent(root: str) -> None:
+    """An empty answer for a mistyped directory would look like an answer.
+
+    Raises:
+        CheckpointNotFoundError: it is a local path, and no directory.
+    """
+    from smckpt.storage.urls import is_local, local_path
+
+    if is_local(root) and not os.path.isdir(local_path(root)):
+        raise CheckpointNotFoundError(
+            "no such directory",
+            remedy="check the path, and that the file system is mounted",
+            path=root,
+        )
+
+
+def _of_others(top: Storage) -> str:
+    """The end of a line that says that nothing is there: what is, in another format."""
+    from smckpt.checkpoint.commits.foreign import foreign_below
+
+    known = next(foreign_below(top), None)
+    return f". {known}" if known else ""
 
 
 def _number(ranked: list[Any], one: Any) -> int | None:
@@ -143,10 +159,10 @@ def doctor(root: str, read: bool, as_json: bool) -> None:
     does, every byte of the step that it finds. Exit status 1: the newest step cannot be restored,
     or none can.
     """
-    from smckpt.checkpoint.commits.foreign import foreign_below
     from smckpt.manager.doctor import examine
     from smckpt.storage import open_storage
 
+    refuse_absent(root)
     top = open_storage(root)
     conditions = examine(top)
     whole = None
@@ -164,8 +180,8 @@ def doctor(root: str, read: bool, as_json: bool) -> None:
         for one in [*(each for each in conditions[:whole] if each not in away), *away]:
             print_line(f"{one.place or '.'}: {one.state}: {one.why}. What to do: {one.remedy}")
         if whole is None:
-            known = None if conditions else next(foreign_below(top), None)
-            print_line(f"nothing below {root} can be restored" + (f". {known}" if known else ""))
+            known = "" if conditions else _of_others(top)
+            print_line(f"nothing below {root} can be restored{known}")
         else:
             one = conditions[whole]
             unread = "" if read else f"; its data was not read: `smckpt doctor --read {root}` does"
@@ -176,7 +192,7 @@ def doctor(root: str, read: bool, as_json: bool) -> None:
 def _checked(top: Storage, condition: Condition, read: bool) -> Condition:
     """The condition of a step whose files have their sizes, after a look into them."""
     from smckpt.checkpoint.upkeep.verify import verify_checkpoint
-    from smckpt.manager.doctor import mend_remedy
+    from smckpt.manager.doctor import mend_remedy, what_of
 
     if condition.state != "whole":
         return condition
@@ -186,7 +202,7 @@ def _checked(top: Storage, condition: Condition, read: bool) -> Condition:
             f"{one.path}: {one.what}" for one in verify_checkpoint(at.url, quick=not read).problems
         ]
     except CheckpointError as error:
-        found = [str(error)]
+        found = [what_of(error)]
     if not found:
         return condition
     more = f" and {len(found) - 1} more" if found[1:] else ""
@@ -205,6 +221,7 @@ def status(root: str, as_json: bool) -> None:
     from smckpt.storage import open_storage
     from smckpt.storage.memory.store import KeeperStorage
 
+    refuse_absent(root)
     top = open_storage(root)
     conditions = examine(top)
     whole = [one for one in conditions if one.state == "whole"]
@@ -230,7 +247,8 @@ def status(root: str, as_json: bool) -> None:
         return
     if newest is None or age is None:
         after = f", after {count_text(run['failures'], 'failure')}" if run else ""
-        print_line(f"no step below {root} is committed{after}")
+        known = "" if conditions else _of_others(top)
+        print_line(f"no step below {root} is committed{after}{known}")
     else:
         total = bytes_text(sum(one.nbytes for one in whole))
         memory = sum(one.in_memory for one in whole)
@@ -296,6 +314,7 @@ def prune(
     from smckpt.storage import open_storage
 
     top, template = rooted(root)
+    refuse_absent(top)
     run = RunDirectory(open_storage(top), template)
     every = [Every(keep_every)] if keep_every else []
     best = [keep_best] if keep_best else []

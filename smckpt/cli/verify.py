@@ -118,7 +118,8 @@ def verify(
         verdict += " (names, sizes and the blocks of headers; no other data)" if quick else ""
         print_line(
             f"{verdict}: {count_text(report.tensors, 'tensor')} in "
-            f"{count_text(report.files, 'file')}, {bytes_text(report.nbytes)}, of {report.identity}"
+            f"{count_text(report.files, 'file')}, {bytes_text(report.nbytes)}"
+            + (f", of {report.identity}" if report.identity else "")
         )
     sys.exit(0 if report.ok else 1)
 

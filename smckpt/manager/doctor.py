@@ -15,6 +15,7 @@ from smckpt.checkpoint.commits.discover import (
     find_checkpoints,
     found_at,
     in_order,
+    once,
     walk,
 )
 from smckpt.checkpoint.commits.foreign import natural_order
@@ -26,7 +27,7 @@ from smckpt.manager.record import memory_of
 from smckpt.storage import Storage
 from smckpt.storage.urls import relative_url, scheme_of
 
-__all__ = ["Condition", "examine", "mend_remedy"]
+__all__ = ["Condition", "examine", "mend_remedy", "what_of"]
 
 
 @dataclass(frozen=True)
@@ -79,11 +80,12 @@ def examine(root: Storage, depth: int = DEPTH) -> list[Condition]:
         StorageError: the store failed to read the root.
     """
     root.list_dirs()
-    found = [
+    conditions = [
         replace(condition, url=storage.url)
         for storage, _, unread in walk(root, depth)
         if (condition := _condition(root, storage, unread)) is not None
     ]
+    found = once(conditions, lambda one: one.url)
     found += _in_memory(root, [one.checkpoint for one in found if one.checkpoint is not None])
     return sorted(
         found,
@@ -130,7 +132,7 @@ def _condition(root: Storage, storage: Storage, unread: CheckpointError | None) 
             try:
                 missing = what_is_missing(storage, found.identity)
             except CheckpointError as error:
-                missing = str(error)
+                missing = what_of(error)
             state, remedy = ("cut", mend_remedy(storage)) if missing else ("whole", "")
             return Condition(subpath, found.step, state, missing, remedy, found.nbytes, found)
         if commits_at(storage):
@@ -142,7 +144,14 @@ def _condition(root: Storage, storage: Storage, unread: CheckpointError | None) 
             return _unfinished(root, subpath, storage, names, why)
         return _unfinished(root, subpath, storage, names, "")
     except CheckpointError as error:
-        return Condition(subpath, _step_in(subpath), "damaged", str(error), mend_remedy(storage))
+        # no repair helps where the store refuses to read
+        remedy = error.remedy if isinstance(error, StorageError) else mend_remedy(storage)
+        return Condition(subpath, _step_in(subpath), "damaged", what_of(error), remedy)
+
+
+def what_of(error: CheckpointError) -> str:
+    """What happened, and where, without the error's remedy: a condition has its own."""
+    return f"{error.path}: {error.message}" if error.path else error.message
 
 
 def mend_remedy(storage: Storage) -> str:

@@ -89,7 +89,7 @@ def test_ls_gives_metrics_the_best_and_the_state(root: Path) -> None:
 
 
 @pytest.mark.parametrize("at", [".", "run", "runs/one"])
-@pytest.mark.parametrize("name", ["ls", "doctor"])
+@pytest.mark.parametrize("name", ["ls", "doctor", "status"])
 def test_another_formats_checkpoint_is_named(tmp_path: Path, name: str, at: str) -> None:
     step = tmp_path / at / "step_20"
     for folder in (step, tmp_path / at / "step_3"):
@@ -98,6 +98,41 @@ def test_another_formats_checkpoint_is_named(tmp_path: Path, name: str, at: str)
         (folder / "__0_0.distcp").write_bytes(b"")
     done = command(name, tmp_path / at if at == "runs/one" else tmp_path)
     assert f"{step}: this is a checkpoint of torch.distributed.checkpoint (DCP)" in done.stdout
+
+
+@pytest.mark.parametrize("line", ["ls", "doctor", "status", "prune --yes --keep-last 1"])
+def test_a_directory_that_is_absent_is_no_empty_root(tmp_path: Path, line: str) -> None:
+    done = command(*line.split(), tmp_path / "mistyped")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "mistyped: no such directory" in done.stderr
+
+
+def test_a_link_to_a_step_is_no_other_step(root: Path) -> None:
+    for name, to in (("latest", "30"), ("best", "10")):
+        (root / name).symlink_to(to)
+    assert "3 steps, " in command("status", root).stdout
+    assert told(command("status", root, "--json"))["newest"]["place"] == "30"
+    assert command("doctor", root, "--read").stdout == "restorable: 30, step 30\n"
+    assert [one["place"] for one in told(command("doctor", root, "--json"))["steps"]] == [
+        "30", "20", "10",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("broken", ["removed", "cut"])
+@pytest.mark.parametrize("kind", ["manifest-*", "part-*"])
+def test_each_fault_has_one_remedy(root: Path, broken: str, kind: str) -> None:
+    found = next((root / "30").glob(kind))
+    content = found.read_bytes()
+    found.unlink()
+    if broken == "cut":
+        found.write_bytes(content[:100])
+    done = command("doctor", root)
+    assert done.returncode == 1
+    faults = [line for line in done.stdout.splitlines() if line.startswith("30")]
+    assert [line.count("What to do: ") for line in faults] == [1]
+    assert (kind == "part-*" or broken == "cut") <= (found.name in faults[0])
+    summary = command("verify", root / "30").stdout.splitlines()[-1:]
+    assert not any(line.endswith("of ") for line in summary)
 
 
 def test_each_newer_step_is_told_with_its_cause(root: Path) -> None:

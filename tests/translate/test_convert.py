@@ -326,8 +326,20 @@ def test_a_managers_checkpoint_is_converted_without_its_ranks_generators(
     assert torch.equal(target["model"]["weight"], torch.full((4, 4), 3.0))
 
 
+@pytest.mark.parametrize("rank", [None, 0])
+def test_a_file_of_torch_has_no_generators_of_a_manager(tmp_path: Path, rank: int | None) -> None:
+    """One process: they do not differ between ranks, and those of NumPy are no plain data."""
+    manage(str(tmp_path / "run"))
+    report = convert(tmp_path / "run" / "1", tmp_path / "out.pt", to="torch", rank=rank)
+    assert {name.split(".")[2] for name in report.ignored} == {"python", "numpy", "torch"}
+    loaded = torch.load(tmp_path / "out.pt", weights_only=True)
+    assert torch.equal(loaded["model"]["weight"], torch.full((4, 4), 3.0))
+    report = convert(tmp_path / "run" / "1", tmp_path / "out", to="dcp", rank=rank)
+    assert not report.ignored
+
+
 def manage(root: str) -> None:
-    torch.manual_seed(dist.get_rank())  # the ranks' generators differ
+    torch.manual_seed(dist.get_rank() if dist.is_initialized() else 0)  # the ranks' differ
     with smckpt.CheckpointManager(root, signals=()) as manager:
         manager.save(1, {"model": {"weight": torch.full((4, 4), 3.0)}}).wait()
 

@@ -6,10 +6,10 @@ import errno
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
-from typing import Any, TypedDict, cast, get_type_hints
+from typing import Any, TypedDict, TypeVar, cast, get_type_hints
 
 from smckpt.calls import alone
 from smckpt.checkpoint.commits.choose import choose_commit, commits_at
@@ -22,9 +22,11 @@ from smckpt.storage import Storage, StoreOptions, access_to
 from smckpt.storage.faults import twice
 from smckpt.storage.urls import is_local, local_path, normal_url, relative_url
 
-__all__ = ["FoundCheckpoint", "find_checkpoints", "in_order", "latest", "walk"]
+__all__ = ["FoundCheckpoint", "find_checkpoints", "in_order", "latest", "once", "walk"]
 
 log = logging.getLogger("smckpt")
+
+Kind = TypeVar("Kind")
 
 # Errors that stay until somebody changes the directory. It is not ours, or we cannot use it.
 _FOREIGN = (errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENOTDIR, errno.ENAMETOOLONG)
@@ -150,7 +152,7 @@ def found_below(top: Storage, depth: int = DEPTH, *, sure: bool = False) -> list
             found.append(one)
     if sure and unread and not found:
         raise unread[0]
-    return in_order(_once(found))
+    return in_order(once(found, str))
 
 
 def walk(
@@ -170,12 +172,13 @@ def walk(
         yield from walk(storage.join(name), depth - 1)
 
 
-def _once(found: list[FoundCheckpoint]) -> list[FoundCheckpoint]:
+def once(found: Iterable[Kind], url_of: Callable[[Kind], str]) -> list[Kind]:
     """Each directory once: a link beside it, such as `latest`, is no other checkpoint."""
-    kept: dict[str, FoundCheckpoint] = {}
+    kept: dict[str, Kind] = {}
     for one in found:
-        real = os.path.realpath(local_path(one)) if is_local(one) else str(one)
-        if real not in kept or os.path.basename(one) == os.path.basename(real):
+        url = url_of(one).rstrip("/")
+        real = os.path.realpath(local_path(url)) if is_local(url) else url
+        if real not in kept or os.path.basename(url) == os.path.basename(real):
             kept[real] = one
     return list(kept.values())
 

@@ -79,7 +79,7 @@ class Written:
 
 @dataclass(frozen=True)
 class Committed:
-    """A committed save. nbytes: bytes of the data files of all ranks. record, record_directory: for
+    """A committed save. nbytes: of the data files of the group. record, record_directory: for
     a step of several groups. alarms: what the group's coordinator warned of."""
 
     manifest: str
@@ -412,12 +412,12 @@ class Committer:
             step, job, gather, lambda groups: self._ticket(step, job, groups(), timeout), timeout
         )
         pointer = relative_url(f"{ticket.directory.rstrip('/')}/{ticket.record}", directory)
-        manifest = ""
+        manifest, nbytes = "", 0
 
         def publish() -> GroupManifest:
-            nonlocal manifest
+            nonlocal manifest, nbytes
             published = self._publish(meeting, job, parts, ticket.fencing_token, pointer, timeout)
-            manifest = published.manifest
+            manifest, nbytes = published.manifest, published.bytes
             return GroupManifest(
                 relative_url(directory, ticket.directory),
                 manifest,
@@ -425,7 +425,7 @@ class Committer:
                 self.group.rank,
             )
 
-        nbytes = step.round(
+        step.round(
             f"record/{number}",
             publish,
             lambda groups: self._record(step, job, ticket, groups(), timeout),
@@ -443,9 +443,8 @@ class Committer:
         ticket: Ticket,
         groups: dict[int, GroupManifest],
         timeout: float,
-    ) -> int:
-        """On the lead: create the record, which commits the step. Returns the bytes of all data
-        files."""
+    ) -> None:
+        """On the lead: create the record, which commits the step."""
         record = PublishRecord(
             directory=ticket.directory,
             session=step.id,
@@ -453,8 +452,7 @@ class Committer:
             fencing_token=ticket.fencing_token,
             groups=tuple(groups[member] for member in sorted(groups)),
         )
-        done = self.worker.call(record, timeout=timeout, access=job.as_coordinator())
-        return done.bytes
+        self.worker.call(record, timeout=timeout, access=job.as_coordinator())
 
     def _ticket(
         self, step: Meeting, job: SaveJob, groups: dict[int, GroupSave], timeout: float

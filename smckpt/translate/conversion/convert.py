@@ -89,7 +89,7 @@ def convert(
         rank: the saved rank whose values are taken where ranks hold different ones. None: such
             names are refused.
         ignore: globs of names that are left out. The random generators of a run with a manager
-            are left out too where the ranks' differ and `rank` takes none.
+            are left out too for "torch", and where the ranks' differ and `rank` takes none.
         threads: how many threads read.
         progress: called with (bytes done, bytes in total), one call at a time.
         storage: as for `smckpt.load`.
@@ -179,22 +179,21 @@ class _Work:
     def to_torch(self, target: str, to: str, rank: int | None) -> _Converted:
         target = _local(target, to)
         self._refuse_unread()
-        if rank is not None:
-            if rank not in self._catalogue.object_ranks:
-                raise UsageError(
-                    f"rank={rank!r}, but ranks {list(self._catalogue.object_ranks)[:16]} saved",
-                    remedy="name one of those", path=self._catalogue.url,
-                )  # fmt: skip
-        else:
-            differing = differing_names(self._catalogue)
-            # A manager's generators go on only in the job that saved them, and no other format has
-            # a copy for each rank.
-            self._ignore = (*self._ignore, *(n for n in differing if n.startswith(_GENERATORS)))
-            if apart := [n for n in differing if not self._left_out(n)]:
-                self._refuse(
-                    apart, "are different on different ranks, and the format has one of each name",
-                    "pass rank= to take those of one rank, or leave them out: ignore=[…]",
-                )  # fmt: skip
+        if rank is not None and rank not in self._catalogue.object_ranks:
+            raise UsageError(
+                f"rank={rank!r}, but ranks {list(self._catalogue.object_ranks)[:16]} saved",
+                remedy="name one of those", path=self._catalogue.url,
+            )  # fmt: skip
+        differing = differing_names(self._catalogue) if rank is None else ()
+        # A manager's generators go on only in the job that saved them. No other format has a copy
+        # for each rank, and a file of torch none of NumPy's.
+        if to == "torch" or any(name.startswith(_GENERATORS) for name in differing):
+            self._ignore = (*self._ignore, f"{_GENERATORS}*")
+        if apart := [n for n in differing if not self._left_out(n)]:
+            self._refuse(
+                apart, "are different on different ranks, and the format has one of each name",
+                "pass rank= to take those of one rank, or leave them out: ignore=[…]",
+            )  # fmt: skip
         first = self._catalogue.object_ranks[0] if rank is None else rank
         whole = WholeState(
             self._catalogue, first, self._threads, left_out=self._left_out, progress=self._progress

@@ -259,6 +259,15 @@ def test_more_arguments_reach_saves_loads_and_removals(top: Path, s3_root: str) 
 
 
 @pytest.mark.long
+def test_an_argument_of_smckpt_that_no_store_takes_is_refused_before_training(top: Path) -> None:
+    folder = top / "refused"
+    given = {"storage": {}, "process_group": None, "options": {}}
+    told, said = train(folder, ranks=1, fails=True, interval=1, smckpt_arguments=given)
+    assert "smckpt_arguments has options, process_group, which is not honoured" in said
+    assert not told and not steps(folder)
+
+
+@pytest.mark.long
 def test_torchtitans_own_tests_pass_on_the_door_where_they_concern_behaviour() -> None:
     checkout = os.environ.get("SMCKPT_TORCHTITAN")
     if not checkout:

@@ -16,7 +16,7 @@ import tempfile
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from accelerate import Accelerator, DistributedType, PartialState
 from accelerate.logging import get_logger
@@ -40,7 +40,7 @@ from smckpt.storage.urls import is_local
 
 refuse_untested("accelerate")
 
-__all__ = ["SmckptAccelerator", "load_state", "merge_fsdp_weights", "save_state"]
+__all__ = ["SmckptAccelerator", "load_state", "merge_fsdp_weights", "refuse_hook", "save_state"]
 
 log = get_logger("smckpt.accelerate")
 
@@ -64,10 +64,23 @@ class SmckptAccelerator(Accelerator):  # type: ignore[misc]
 
     smckpt_root: the directory of checkpoints, such as "s3://bucket/run"; None: `project_dir`.
     smckpt_arguments: more arguments for `smckpt.async_save` and `smckpt.load` (`storage`).
+
+    Raises:
+        UsageError: a kind of training, a setting or a hook is not honoured; the message names it.
     """
 
     smckpt_root: str | None = None
     smckpt_arguments: dict[str, Any] = {}  # noqa: RUF012 - a user's class or object sets its own
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        _refuse(self, {}, "SmckptAccelerator")
+
+    def register_save_state_pre_hook(self, hook: Callable[..., None]) -> NoReturn:
+        refuse_hook(self, hook)
+
+    def register_load_state_pre_hook(self, hook: Callable[..., None]) -> NoReturn:
+        refuse_hook(self, hook)
 
     def save_state(
         self, output_dir: Any = None, safe_serialization: bool = True, **kwargs: Any
@@ -97,12 +110,12 @@ def save_state(
         Where the checkpoint will be.
 
     Raises:
-        UsageError: an argument, a hook or a kind of training is not honoured; the message names it.
+        UsageError: an argument or a kind of training is not honoured; the message names it.
         ValueError: there is a committed checkpoint of this iteration. accelerate raises the same
             error.
         SaveFailedError: an earlier save was not committed.
     """
-    _refuse(accelerator, accelerator._save_model_state_pre_hook, "save", kwargs)
+    _refuse(accelerator, kwargs, "save_state")
     named = accelerator.project_configuration.automatic_checkpoint_naming
     iteration = accelerator.save_iteration
     arguments = _arguments(accelerator)
@@ -210,7 +223,7 @@ def load_state(
         SaveFailedError: an earlier save was not committed.
         CheckpointError: as `smckpt.load`.
     """
-    _refuse(accelerator, accelerator._load_model_state_pre_hook, "load", {})
+    _refuse(accelerator, {}, "load_state")
     arguments = _arguments(accelerator)
     smckpt.maybe_finalize_async_calls()  # the newest may be in flight
     directory, ours = _on_main(lambda: _to_load(accelerator, input_dir))
@@ -333,19 +346,21 @@ def _to_load(accelerator: Any, input_dir: Any) -> tuple[str, bool]:
     return at, False
 
 
-def _refuse(accelerator: Any, hooks: Any, what: str, kwargs: dict[str, Any]) -> None:
+def refuse_hook(accelerator: Any, hook: Callable[..., None]) -> NoReturn:
+    """In place of accelerate's methods that register one."""
+    raise UsageError(
+        "hooks of register_save_state_pre_hook and register_load_state_pre_hook are not honoured: "
+        "their files would not belong to the checkpoint",
+        remedy="register an object with register_for_checkpointing instead",
+    )
+
+
+def _refuse(accelerator: Any, kwargs: dict[str, Any], what: str) -> None:
     if accelerator.distributed_type not in _OURS:
         raise UsageError(
-            f"{accelerator.distributed_type} is not honoured by smckpt's {what}_state",
+            f"{accelerator.distributed_type} is not honoured by smckpt's {what}",
             remedy="use accelerate's own Accelerator for it",
         )
-    if hooks:
-        raise UsageError(
-            f"hooks of register_{what}_state_pre_hook are not honoured: their files would "
-            "not belong to the checkpoint",
-            remedy="register an object with register_for_checkpointing instead",
-        )
-    if kwargs:
-        raise UsageError(
-            f"{what}_state does not honour {sorted(kwargs)[0]!r}", remedy="leave it out"
-        )
+    given = ["save_on_each_node"] if accelerator.project_configuration.save_on_each_node else []
+    if given := [*given, *sorted(kwargs)]:
+        raise UsageError(f"{what} does not honour {given[0]!r}", remedy="leave it out")

@@ -112,10 +112,6 @@ def accelerator(tmp_path: Path) -> Iterator[SmckptAccelerator]:
 def test_what_is_not_honoured_is_refused_by_name(accelerator: SmckptAccelerator) -> None:
     with pytest.raises(UsageError, match="save_state does not honour 'exclude_frozen'"):
         accelerator.save_state(exclude_frozen=True)
-    hook = accelerator.register_save_state_pre_hook(lambda *_: None)
-    with pytest.raises(UsageError, match="register_save_state_pre_hook"):
-        accelerator.save_state()
-    hook.remove()
     accelerator.smckpt_arguments = {"step": 3}
     with pytest.raises(UsageError, match="smckpt_arguments has step, which is not honoured"):
         accelerator.save_state()
@@ -123,6 +119,25 @@ def test_what_is_not_honoured_is_refused_by_name(accelerator: SmckptAccelerator)
     accelerator.save_state()
     with pytest.raises(UsageError, match="load_state does not honour 'strict'"):
         accelerator.load_state(strict=True)
+
+
+def test_what_no_save_honours_is_refused_before_training(
+    tmp_path: Path, accelerator: SmckptAccelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for register in (
+        accelerator.register_save_state_pre_hook, accelerator.register_load_state_pre_hook,
+    ):  # fmt: skip
+        with pytest.raises(UsageError, match=f"{register.__name__}.*not honoured"):
+            register(lambda *_: None)
+    each = ProjectConfiguration(project_dir=str(tmp_path), save_on_each_node=True)
+    with pytest.raises(UsageError, match="SmckptAccelerator does not honour 'save_on_each_node'"):
+        SmckptAccelerator(cpu=True, project_config=each)
+    accelerator.project_configuration.save_on_each_node = True
+    with pytest.raises(UsageError, match="save_state does not honour 'save_on_each_node'"):
+        accelerator.save_state()
+    monkeypatch.setattr(SmckptAccelerator, "distributed_type", DistributedType.MULTI_XPU)
+    with pytest.raises(UsageError, match="MULTI_XPU is not honoured by smckpt's SmckptAccelerator"):
+        SmckptAccelerator(cpu=True)
 
 
 @pytest.mark.parametrize("name", ["DEEPSPEED", "MEGATRON_LM", "XLA"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import time
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from smckpt.storage import Storage
 
 __all__ = ["doctor", "ls", "prune", "status"]
+
+log = logging.getLogger("smckpt")
 
 
 def best_of(_: Any, __: Any, text: str | None) -> Any:
@@ -310,6 +313,7 @@ def prune(
     finishes deletions that were cut short.
     """
     from smckpt.checkpoint.commits.run_directory import RunDirectory, rooted
+    from smckpt.checkpoint.upkeep.verify import verify_checkpoint
     from smckpt.manager.retention import Every, policies_of
     from smckpt.storage import open_storage
 
@@ -319,6 +323,12 @@ def prune(
     every = [Every(keep_every)] if keep_every else []
     best = [keep_best] if keep_best else []
     doomed = run.doomed(policies_of(keep_last, (*every, *best)))
+    if doomed:
+        # a person waits, so more is read than after each commit of a run: what `doctor` reads
+        problems = verify_checkpoint(run.all()[-1].path, quick=True).problems
+        if problems:
+            log.warning("old checkpoints stay: %s: %s", problems[0].path, problems[0].what)
+            doomed = []
     size = bytes_text(sum(one.nbytes for one in doomed))
     if dry_run or not doomed:
         gone: list[Any] = []

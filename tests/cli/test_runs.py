@@ -224,6 +224,18 @@ def test_prune_deletes_nothing_where_the_newest_is_not_whole(root: Path) -> None
     assert sorted(os.listdir(root)) == ["10", "20", "30"]
 
 
+@pytest.mark.parametrize("kind", ["data-*.safetensors", "data-*.crc", "part-*"])
+def test_prune_deletes_nothing_where_doctor_finds_the_newest_damaged(root: Path, kind: str) -> None:
+    found = next((root / "30").glob(kind))
+    content = bytearray(found.read_bytes())
+    content[len(content) // 2] ^= 1
+    found.write_bytes(content)
+    done = command("prune", root, "--keep-last", "1", "--yes")
+    assert "0 steps deleted" in done.stdout and found.name in done.stderr
+    assert command("doctor", root).stdout.count("restorable: 20, step 20") == 1
+    assert len(find_checkpoints(root)) == 3
+
+
 @pytest.mark.parametrize("name", ["doctor", "status"])
 def test_a_save_that_was_killed_before_it_wrote_is_seen(root: Path, name: str) -> None:
     (root / "40").mkdir()

@@ -3,6 +3,7 @@ when it fails."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import sys
@@ -110,6 +111,32 @@ def test_the_converter_is_found_and_its_file_appears_whole(tmp_path, saved, scri
         assert (out / f"model-{kind}.gguf").read_bytes() == b"GGUF" + kind.encode() + whole
         # that of the model before is gone, and nothing is half there
         assert [path.name for path in out.glob("*.gguf*")] == [f"model-{kind}.gguf"]
+
+
+def test_the_converter_writes_through_no_link(tmp_path, saved, script):
+    """Under names that it or its output have, and in the place of the folder that is made for it,
+    while it runs."""
+    model, place = saved
+    out, victim = tmp_path / "hf", tmp_path / "victim"
+    out.mkdir()
+    victim.mkdir()
+    (victim / "file").write_bytes(b"precious")
+    (out / "model-f16.gguf").symlink_to(victim / "file")
+    swap = (
+        "import os, pathlib\n"
+        f"os.symlink({str(victim / 'file')!r}, {str(out / 'model-f16.gguf.unfinished')!r})\n"
+        f"for made in pathlib.Path({str(out)!r}).glob('.gguf.*'):\n"
+        "    made.rename(made.parent / 'aside')\n"
+        f"    made.symlink_to({str(victim)!r})\n"
+    )
+    script.write_text(f"{swap}{script.read_text()}")
+    with contextlib.suppress(errors.CheckpointError):
+        options = ExportOptions(gguf="f16", gguf_converter=script, overwrite=True)
+        export_hf(place, out, config=model.config, options=options)
+    assert [p.name for p in victim.iterdir()] == ["file"]
+    assert (victim / "file").read_bytes() == b"precious"
+    assert (out / "model-f16.gguf").read_bytes().startswith(b"GGUF")
+    assert not (out / "model-f16.gguf").is_symlink()
 
 
 def test_what_the_converter_says_last_is_told_and_the_directory_stays(tmp_path, saved, script):

@@ -154,9 +154,9 @@ class Directory:
         flags = (os.O_RDWR if read else os.O_WRONLY) | _CREATE
         return os.open(name, flags, 0o666, dir_fd=self.fd)
 
-    def make(self, name: str) -> Directory:
+    def make(self, name: str, mode: int = 0o777) -> Directory:
         """A new directory. The name must be free."""
-        os.mkdir(name, dir_fd=self.fd)
+        os.mkdir(name, mode, dir_fd=self.fd)
         return self.below(name)
 
     def rename(self, name: str, new: str) -> None:
@@ -189,6 +189,12 @@ class Directory:
                 inner.remove_all(each)
         with contextlib.suppress(FileNotFoundError):
             self.remove_directory(name)
+
+    def path_for_others(self) -> str:
+        """A path of it, for writers and processes that take no descriptor. On Linux it leads to the
+        open directory, and not by a name."""
+        path = f"/proc/{os.getpid()}/fd/{self.fd}"
+        return path if os.path.isdir(path) else self.path
 
     def sync(self) -> None:
         """Make the names in it durable."""

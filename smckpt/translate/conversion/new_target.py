@@ -92,8 +92,7 @@ class NewTarget:
 
     def path(self) -> str:
         """A path of the new directory, for writers that take no descriptor."""
-        path = f"/proc/self/fd/{self._made.fd}"  # leads to the open directory, and not by a name
-        return path if os.path.isdir(path) else self._made.path
+        return self._made.path_for_others()
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         try:

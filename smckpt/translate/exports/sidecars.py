@@ -11,6 +11,7 @@ import json
 import math
 import os
 import re
+import secrets
 import shlex
 import shutil
 import stat
@@ -313,16 +314,21 @@ class GgufConverter:
         """
         at = os.path.abspath(local_path(directory))
         name = f"model-{self.kind}.gguf"
-        begun = os.path.join(at, f"{name}{_UNFINISHED}")
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
-        with tempfile.TemporaryFile() as output, Directory.open(at) as above:
+        begun = f".gguf.{secrets.token_hex(6)}{_UNFINISHED}"
+        with (
+            tempfile.TemporaryFile() as output,
+            Directory.open(at) as above,
+            above.make(begun, 0o700) as made,  # the converter follows links: nobody puts one there
+        ):
             try:
                 done = subprocess.run(
-                    [*self.command, at, "--outfile", begun, "--outtype", self.kind],
+                    [*self.command, at, "--outfile", f"{made.path_for_others()}/{name}",
+                     "--outtype", self.kind],
                     stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
                     env=environment, check=False,
                 )  # fmt: skip
-                if done.returncode or above.status(os.path.basename(begun)) is None:
+                if done.returncode or made.status(name) is None:
                     size = output.seek(0, os.SEEK_END)
                     output.seek(max(0, size - (64 << 10)))
                     lines = output.read().decode(errors="replace").splitlines()
@@ -334,10 +340,10 @@ class GgufConverter:
                         f"the converter on it again ({shlex.join(self.command)})",
                         path=at,
                     )
-                above.rename(os.path.basename(begun), name)
+                os.rename(name, name, src_dir_fd=made.fd, dst_dir_fd=above.fd)
                 above.sync()
             finally:
-                above.remove_all(os.path.basename(begun))
+                above.remove_all(begun)
         return os.path.join(at, name)
 
 

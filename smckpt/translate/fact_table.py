@@ -15,6 +15,9 @@ __all__ = ["FACTS", "Fact", "MeantModel", "equal_values"]
 # because no layout has them in another order.
 _SIDE_BY_SIDE = ("gptj", "cohere", "cohere2", "glm4")
 _UNKNOWN_ORDER = ("llama4_text",)
+# Where no key of the config says how experts are chosen.
+_SIGMOIDS = ("deepseek_v3", "glm4_moe", "llama4_text")
+_NORMED_CHOICE = ("mixtral", "granitemoe", "gpt_oss", "minimax")
 
 
 @dataclass(frozen=True)
@@ -139,6 +142,83 @@ def _positions(values: Mapping[str, Any]) -> str | None:
     return "learned_absolute" if found == "learned" else found
 
 
+def _routed(meant: Callable[[MeantModel], Any]) -> Callable[[MeantModel], Any]:
+    """Of how experts are chosen and weighed. PhiMoE has a rule that Megatron lacks."""
+    return lambda m: meant(m) if m.dims.experts and m.dims.family.name != "phimoe" else None
+
+
+def _scores(m: MeantModel) -> str:
+    known = "sigmoid" if m.dims.family.name in _SIGMOIDS else "softmax"
+    return str(m.config.get("scoring_func") or known)
+
+
+def _before_choice(m: MeantModel) -> bool | None:
+    """Whether the scores of all experts add up to one, and not those of the chosen ones."""
+    if _scores(m) != "softmax":
+        return None
+    if m.dims.family.name == "deepseek_v2":
+        return True
+    if m.dims.family.name in _NORMED_CHOICE:
+        return False
+    found = m.config.get("norm_topk_prob")
+    return not found if isinstance(found, bool) else None
+
+
+def _grouped(m: MeantModel, key: str) -> Any:
+    groups = 1 if m.config.get("topk_method") == "greedy" else m.config.get("n_group") or 1
+    return 1 if groups == 1 else m.config.get(key)
+
+
+def _softmax_scale(m: MeantModel) -> float | None:
+    if m.latent:
+        return None
+    size = m.config.get("query_pre_attn_scalar") or m.dims.sizes["D"]
+    return float(m.config.get("attention_multiplier") or size**-0.5)
+
+
+def _squared(values: Mapping[str, Any]) -> bool | None:
+    found = values.get("activation")
+    if isinstance(found, str):
+        return found.replace("_", "-") == "squared-relu"
+    return values.get("squared_relu")
+
+
+def _is_squared(m: MeantModel) -> bool | None:
+    found = m.config.get("hidden_act") or m.config.get("activation_function")
+    return found == "relu2" if isinstance(found, str) and "fc1" in m.roles else None
+
+
+def _without_rope(values: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """The layers that Megatron does not turn."""
+    found, layers = values.get("no_rope_freq", 0), values.get("num_layers")
+    if isinstance(found, int) and found > 0 and layers:
+        return tuple(range(found - 1, layers, found))
+    if isinstance(found, tuple):
+        return tuple(layer for layer, left in enumerate(found) if left)
+    return () if "no_rope_freq" in values else None
+
+
+def _is_without_rope(m: MeantModel) -> tuple[int, ...]:
+    turned = m.config.get("no_rope_layers") or ()
+    return tuple(layer for layer, one in enumerate(turned) if not one)
+
+
+def _yarn(key: str, *, latent: bool, plain: Any = None) -> Callable[[MeantModel], Any]:
+    """A value of YaRN's. plain: the one of a model without it."""
+
+    def meant(m: MeantModel) -> Any:
+        if m.rope is None or m.latent != latent:
+            return None
+        return m.rope.get(key) if m.rope["rope_type"] == "yarn" else plain
+
+    return meant
+
+
+def _or(name: str, absent: Any) -> Callable[[Mapping[str, Any]], Any]:
+    """absent: what None, and zero, mean where the name is there."""
+    return lambda values: (values[name] or absent) if name in values else None
+
+
 def _of_experts(letter: str) -> Callable[[MeantModel], Any]:
     return lambda m: m.dims.sizes[letter] if m.dims.experts else None
 
@@ -211,6 +291,45 @@ FACTS: Sequence[Fact] = (
           else (m.rope.get("factor") if m.rope["rope_type"] == "linear" else 1),
           lambda values: (values["rotary_seq_len_interpolation_factor"] or 1)
           if "rotary_seq_len_interpolation_factor" in values else None),
+    _fact("no_rope_freq", "no_rope_layers",
+          lambda m: None if m.rope is None else _is_without_rope(m), _without_rope),
+    _fact("rotary_scaling_factor", "factor of YaRN", _yarn("factor", latent=True, plain=1),
+          lambda values: 1 if values.get("rope_type") == "rope"
+          else values.get("rotary_scaling_factor")),
+    _fact("mscale", "mscale", _yarn("mscale", latent=True)),
+    _fact("mscale_all_dim", "mscale_all_dim", _yarn("mscale_all_dim", latent=True)),
+    _fact("yarn_rotary_scaling_factor", "factor of YaRN",
+          _yarn("factor", latent=False, plain=1),
+          lambda values: values.get("yarn_rotary_scaling_factor")
+          if values.get("position_embedding_type") == "yarn" else None),
+    _fact("squared_relu", "hidden_act", _is_squared, _squared),
+    _fact("glu_linear_offset", "model_type",
+          lambda m: 1 if m.dims.family.name == "gpt_oss" else 0),
+    _fact("activation_func_clamp_value", "swiglu_limit",
+          lambda m: m.config.get("swiglu_limit") or 0, _or("activation_func_clamp_value", 0)),
+    _fact("softmax_scale", "head_dim, query_pre_attn_scalar, attention_multiplier",
+          _softmax_scale),
+    _fact("softmax_type", "model_type",
+          lambda m: "learnable" if "sinks" in m.roles else "vanilla"),
+    _fact("qk_l2_norm", "model_type",
+          lambda m: None if m.dims.family.name == "llama4_text" else False),
+    _fact("apply_residual_connection_post_layernorm", "apply_residual_connection_post_layernorm",
+          lambda m: bool(m.config.get("apply_residual_connection_post_layernorm"))),
+    _fact("window_size", "sliding_window",
+          lambda m: bool(m.config.get("sliding_window"))
+          and m.config.get("use_sliding_window") is not False,
+          lambda values: bool(values["window_size"]) if "window_size" in values else None,
+          noted=True),
+    _fact("moe_router_score_function", "scoring_func", _routed(_scores)),
+    _fact("moe_router_pre_softmax", "norm_topk_prob", _routed(_before_choice)),
+    _fact("moe_router_topk_scaling_factor", "routed_scaling_factor",
+          _routed(lambda m: m.config.get("routed_scaling_factor") or 1),
+          _or("moe_router_topk_scaling_factor", 1)),
+    _fact("moe_router_num_groups", "n_group", _routed(lambda m: _grouped(m, "n_group")),
+          _or("moe_router_num_groups", 1)),
+    _fact("moe_router_group_topk", "topk_group", _routed(lambda m: _grouped(m, "topk_group")),
+          lambda values: values.get("moe_router_group_topk")
+          if (values.get("moe_router_num_groups") or 1) > 1 else None),
     _fact("padded_vocab_size", "", lambda m: m.rows),
     _fact("norm_epsilon", "rms_norm_eps", lambda m: next(
         (m.config[name] for name in _EPSILONS if m.config.get(name) is not None), None

@@ -18,8 +18,12 @@ from safetensors.torch import load_file
 from torch.distributed import checkpoint as dcp
 
 from smckpt import Parallel, errors, export_hf
+from smckpt.translate.config import read_config
 from smckpt.translate.fact_table import FACTS
-from tests.support import references
+from smckpt.translate.sources.source_facts import SourceFacts
+from smckpt.translate.tables.dims import read_dims
+from smckpt.translate.tables.layouts import layouts_of
+from tests.support import families, references
 from tests.support.references import each_rank, on_disk
 
 State = dict[str, torch.Tensor]
@@ -38,7 +42,13 @@ LLAMA: dict[str, Any] = {
     "qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128, "kv_lora_rank": 32,
     "q_lora_rank": None, "world_size": 2, "context_parallel_size": 1,
     "expert_model_parallel_size": 1, "expert_tensor_parallel_size": 2,
-    "params_dtype": torch.float32, "transformer_impl": "local",
+    "params_dtype": torch.float32, "transformer_impl": "local", "no_rope_freq": None,
+    "squared_relu": False, "apply_residual_connection_post_layernorm": False,
+    "softmax_type": "vanilla", "window_size": None, "qk_l2_norm": False, "glu_linear_offset": 0.0,
+    "activation_func_clamp_value": None, "rotary_scaling_factor": 1.0, "mscale": 1.0,
+    "mscale_all_dim": 0.0, "rope_type": None, "moe_router_score_function": "softmax",
+    "moe_router_pre_softmax": False, "moe_router_topk_scaling_factor": None,
+    "moe_router_num_groups": None, "moe_router_group_topk": None,
 }  # fmt: skip
 # One wrong value for each; tensors are the same.
 WRONG: dict[str, dict[str, Any]] = {
@@ -64,6 +74,18 @@ WRONG: dict[str, dict[str, Any]] = {
     "rotary_interleaved": {"rotary_interleaved": True},
     "use_rope_scaling": {"use_rope_scaling": True},
     "rotary_seq_len_interpolation_factor": {"rotary_seq_len_interpolation_factor": 4},
+    "no_rope_freq": {"no_rope_freq": 2},
+    "no_rope_freq, a list": {"no_rope_freq": [0, 1]},
+    "yarn_rotary_scaling_factor": {
+        "yarn_rotary_scaling_factor": 4.0,
+        "position_embedding_type": "yarn",
+    },
+    "glu_linear_offset": {"glu_linear_offset": 1.0},
+    "activation_func_clamp_value": {"activation_func_clamp_value": 7.0},
+    "softmax_scale": {"softmax_scale": 0.5},
+    "softmax_type": {"softmax_type": "off-by-one"},
+    "qk_l2_norm": {"qk_l2_norm": True},
+    "apply_residual_connection_post_layernorm": {"apply_residual_connection_post_layernorm": True},
     "padded_vocab_size": {"padded_vocab_size": 256},
     "tensor_model_parallel_size": {"tensor_model_parallel_size": 4},
     "pipeline_model_parallel_size": {"pipeline_model_parallel_size": 2},
@@ -126,14 +148,80 @@ def test_a_fact_that_contradicts_the_config_is_refused_by_name(tmp_path, llama, 
     assert not (tmp_path / "hf").exists()
 
 
+# What fits a family's config, and values of one fact that do not.
+_SIGMOID = {"moe_router_score_function": "sigmoid", "moe_router_topk_scaling_factor": 2.5,
+            "moe_router_num_groups": 4, "moe_router_group_topk": 2,
+            "moe_router_pre_softmax": True}  # fmt: skip
+_V3 = {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}
+_YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "mscale": 0.7,
+         "mscale_all_dim": 0.8, "original_max_position_embeddings": 32}  # fmt: skip
+OF_FAMILIES: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = [
+    ("deepseek_v3", _V3, _SIGMOID, {
+        "moe_router_score_function": "softmax", "moe_router_topk_scaling_factor": None,
+        "moe_router_num_groups": 2, "moe_router_group_topk": 1}),
+    ("deepseek_v3", {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0},
+     {"moe_router_num_groups": None, "moe_router_topk_scaling_factor": None},
+     {"moe_router_num_groups": 8, "moe_router_topk_scaling_factor": 2.5}),
+    ("deepseek_v3", {"rope_parameters": _YARN},
+     {"rotary_scaling_factor": 4.0, "mscale": 0.7, "mscale_all_dim": 0.8, "rope_type": "yarn"},
+     {"rotary_scaling_factor": 40.0, "mscale": 1.0, "mscale_all_dim": 1.0, "rope_type": "rope"}),
+    ("deepseek_v3", {}, {"rotary_scaling_factor": 1.0, "mscale": 1.0},
+     {"rotary_scaling_factor": 40.0}),
+    ("deepseek_v2", {}, {"moe_router_pre_softmax": True}, {"moe_router_pre_softmax": False}),
+    ("glm4_moe", {}, {"moe_router_score_function": "sigmoid"},
+     {"moe_router_score_function": "softmax"}),
+    ("qwen2_moe", {"norm_topk_prob": False}, {"moe_router_pre_softmax": True},
+     {"moe_router_pre_softmax": False}),
+    ("olmoe", {"norm_topk_prob": True}, {"moe_router_pre_softmax": False},
+     {"moe_router_pre_softmax": True}),
+    ("granitemoe", {}, {"moe_router_pre_softmax": False}, {"moe_router_pre_softmax": True}),
+    ("nemotron", {}, {"squared_relu": True, "swiglu": False},
+     {"squared_relu": False, "activation": "gelu"}),
+    ("nemotron", {}, {"activation": "squared-relu"}, {"activation": "fast-gelu"}),
+    ("gpt2", {}, {"squared_relu": False}, {"squared_relu": True}),
+    ("gemma2", {"query_pre_attn_scalar": 64}, {"softmax_scale": 0.125}, {"softmax_scale": 0.25}),
+    ("granite", {"attention_multiplier": 0.5}, {"softmax_scale": 0.5}, {"softmax_scale": 0.25}),
+    ("gpt_oss", {}, {"softmax_type": "learnable", "glu_linear_offset": 1.0,
+                     "activation_func_clamp_value": 7.0},
+     {"softmax_type": "vanilla", "glu_linear_offset": 0.0, "activation_func_clamp_value": None}),
+    ("smollm3", {"no_rope_layers": [1, 0]}, {"no_rope_freq": (0, 1)},
+     {"no_rope_freq": None}),
+    ("bloom", {"apply_residual_connection_post_layernorm": True},
+     {"apply_residual_connection_post_layernorm": True},
+     {"apply_residual_connection_post_layernorm": False}),
+    ("gemma", {}, {"window_size": None}, {"window_size": (4095, 0)}),
+    ("cohere2", {}, {"window_size": (7, 0)}, {"window_size": None}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "more", "fits", "wrong"), OF_FAMILIES)
+def test_facts_of_a_family_are_compared(family, more, fits, wrong):
+    config = families.config(family)
+    config.update(more)
+    settings = read_config(config)
+    dims = read_dims(settings.values)
+    layout = layouts_of(dims.family)["mcore_te"]
+
+    def compared(values: dict[str, Any]) -> tuple[str, ...]:
+        return SourceFacts("file", "they", values).compare(dims, settings, layout, None)
+
+    assert compared({"num_layers": 2, **fits}) == ()
+    for name, value in wrong.items():
+        if name == "window_size":
+            assert any(name in note for note in compared({name: value}))
+            continue
+        with pytest.raises(errors.TensorMismatchError, match="they say"):
+            compared({"num_layers": 2, **fits, name: value})
+
+
 def test_every_fact_of_the_table_is_asked_for():
-    asked = set().union(*WRONG.values()) | {"swiglu (SiLU)", "norm_epsilon"}
-    experts = {"moe_router_topk", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"}
-    latent = {"qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "kv_lora_rank", "q_lora_rank"}
-    assert {fact.name for fact in FACTS} == (
-        (asked - {"quick_geglu", "group_query_attention"}) | experts | latent
-        | {"rope_scaling_factor"}
-    ) - {"tensor_model_parallel_size", "pipeline_model_parallel_size"}  # fmt: skip
+    asked = {*WRONG, *(name for *_, wrong in OF_FAMILIES for name in wrong)}
+    tested_below = {
+        "swiglu (SiLU)", "norm_epsilon", "rope_scaling_factor", "num_attention_heads",
+        "moe_router_topk", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size",
+        "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "kv_lora_rank", "q_lora_rank",
+    }  # fmt: skip
+    assert {fact.name for fact in FACTS} <= asked | tested_below
 
 
 @pytest.mark.parametrize(

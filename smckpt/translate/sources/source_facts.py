@@ -50,6 +50,7 @@ _ALIASES: Mapping[str, str] = MappingProxyType(
         "num_key_value_heads": "num_query_groups", "num_moe_experts": "num_experts",
         "layernorm_epsilon": "norm_epsilon", "layernorm_zero_centered_gamma": _ZERO_CENTRED,
         "bias": "add_bias_linear", "qkv_bias": "add_qkv_bias",
+        "scale_positional_embedding": "use_rope_scaling",
         "seq_len_interpolation_factor": "rotary_seq_len_interpolation_factor",
     }
 )  # fmt: skip
@@ -61,7 +62,7 @@ _DECISIVE = (
     "head_dim", "intermediate_size", "tie_word_embeddings", "rope_theta", "hidden_act",
     "num_experts_per_tok", "partial_rotary_factor",
 )  # fmt: skip
-_PLAIN: TypeAlias = "str | int | float | bool | None"
+_PLAIN: TypeAlias = "str | int | float | bool | tuple[int, ...] | None"
 
 
 @dataclass(frozen=True)
@@ -254,7 +255,9 @@ def _aliased(values: Mapping[Any, Any]) -> dict[str, _PLAIN]:
     """Plain values by Megatron's names."""
     out: dict[str, _PLAIN] = {}
     for name, value in values.items():
-        if isinstance(name, str) and isinstance(value, (str, int, float, bool, type(None))):
+        if isinstance(value, (list, tuple)):
+            value = tuple(one for one in value if isinstance(one, int))
+        if isinstance(name, str) and isinstance(value, (str, int, float, bool, tuple, type(None))):
             out[_ALIASES.get(name, name)] = value
     if str(out.get("normalization")).lower().endswith("1p"):  # NeMo's word for both
         out[_ZERO_CENTRED] = True

@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
 from smckpt.checkpoint.records.objects import refuse_inflating
-from smckpt.errors import CorruptCheckpointError, StateError
+from smckpt.errors import CorruptCheckpointError, StateError, UsageError
 from smckpt.layout.entries import DTYPES
 from smckpt.layout.mesh import MOST_DIMS, Shape
 from smckpt.translate.pickled import Global, Inert, read_pickle
@@ -329,6 +329,11 @@ def _entry(window: _Window, table: bytes, at: int) -> tuple[str, tuple[int, int,
     rest = table[at + 46 : at + 46 + name + extra]
     if len(rest) < name + extra:
         _bad(window.path, f"its directory is damaged at its byte {at}")
+    if b"/code/__torch__" in rest[:name]:
+        raise UsageError(
+            "this is a program of TorchScript, not a state dict",
+            remedy="save torch.jit.load(file).state_dict()", path=window.path,
+        )  # fmt: skip
     numbers = _wide(rest[name:], [nbytes, packed, start])
     if numbers is None or method or numbers[0] != numbers[1]:
         _bad(window.path, f"its record {rest[:name]!r} is compressed, or damaged")

@@ -202,7 +202,16 @@ def test_megatrons_names_before_core_are_named(tmp_path, nested):
         export_hf(tmp_path / "model_optim_rng.pt", tmp_path / "hf")
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.float8_e5m2])
+def test_programs_and_whole_modules_are_named(tmp_path, llama):
+    model, _ = llama
+    torch.jit.script(torch.nn.Linear(2, 2)).save(tmp_path / "program.pt")
+    torch.save(model, tmp_path / "module.pt")
+    for name, text in (("program", "TorchScript"), ("module", "LlamaForCausalLM.*state_dict()")):
+        with pytest.raises(errors.UsageError, match=text):
+            export_hf(tmp_path / f"{name}.pt", tmp_path / "hf")
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2])
 @pytest.mark.parametrize("suffix", ["pt", "safetensors"])
 def test_quantized_weights_without_scales_are_named(tmp_path, llama, dtype, suffix):
     model, state = llama
@@ -211,6 +220,32 @@ def test_quantized_weights_without_scales_are_named(tmp_path, llama, dtype, suff
     torch.save(odd, path) if suffix == "pt" else save_file(odd, path)
     with pytest.raises(errors.CheckpointError, match=r"q_proj.*no scales"):
         export_hf(path, tmp_path / "hf", config=model.config)
+
+
+@pytest.mark.parametrize("scale", ["", "_scale_inv", "_scale"])
+def test_experts_in_one_tensor_need_scales_too(tmp_path, scale):
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    state = {name: torch.ones(2, 8, 4).to(torch.float8_e4m3fn), "model.norm.weight": torch.ones(4)}
+    save_file({**state, **({name + scale: torch.ones(2, 1, 1)} if scale else {})},
+              tmp_path / "model.safetensors")  # fmt: skip
+    if scale:
+        report = export_hf(tmp_path / "model.safetensors", tmp_path / "hf")
+        assert report.tensors == 3
+        return
+    with pytest.raises(errors.UsageError, match=r"experts.gate_up_proj.*no scales"):
+        export_hf(tmp_path / "model.safetensors", tmp_path / "hf")
+
+
+def test_quantized_weights_without_their_settings_are_noted(tmp_path, llama):
+    """As bitsandbytes keeps four bits."""
+    model, state = llama
+    found = dict(state)
+    for name in [name for name in state if "q_proj" in name]:
+        found[name] = torch.zeros(state[name].numel() // 2, 1, dtype=torch.uint8)
+        found[f"{name}.absmax"], found[f"{name}.quant_map"] = torch.ones(8), torch.ones(16)
+    torch.save(found, tmp_path / "model.pt")
+    report = export_hf(tmp_path / "model.pt", tmp_path / "hf", config=model.config)
+    assert any("no quantization_config" in note for note in report.notes)
 
 
 def test_scales_of_another_kind_are_named(tmp_path, llama):

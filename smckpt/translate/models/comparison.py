@@ -235,6 +235,11 @@ class Comparison:
         self._names = [target.name for target in targets]
         if self._found is None and any(map(is_quantized, targets)):
             self._found = "the weights are quantized"
+            if self._config is not None and not self._config.get("quantization_config"):
+                self._found += (
+                    ", and the config has no quantization_config, without which transformers and "
+                    "servers do not load them: pass the config= that says how they were"
+                )
         if self._found is not None or self._config is None:
             return
         shapes = {target.name: tuple(target.shape) for target in targets}

@@ -6,6 +6,7 @@ Exports, with an adapter and without, imports and `verify_hf` ask here.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
@@ -54,6 +55,7 @@ from smckpt.translate.tables.table import TensorLayout
 
 __all__ = ["ModelSource", "Parallel", "open_model"]
 
+_SCALE = re.compile(r"[_.](?:weight_)?scales?(?:_inv)?$")
 _UNKNOWN_ORDER = (
     "neither the files nor their names say which rank each is of: they were read in the order in "
     "which they were passed"
@@ -202,11 +204,15 @@ def open_model(
         for name in made.reader.held
         if "scale" in name.rpartition(".")[2] or name.endswith((".SCB", ".absmax"))
     }
+    # and of experts in one tensor, such as gate_up_proj_scale_inv
+    scaled |= {name[: at.start()] for name in made.reader.held if (at := _SCALE.search(name))}
     for name, tensor in made.reader.held.items():
         plain = name.removesuffix(".weight")
-        if plain == name or plain in scaled:
+        if plain in scaled:
             continue
-        if tensor.dtype in ("int8", "float8_e4m3fn", "float8_e5m2"):
+        # whole numbers of another name may be a mask
+        whole = tensor.dtype in ("int8", "uint8") and plain != name
+        if whole or tensor.dtype in ("float8_e4m3fn", "float8_e5m2"):
             raise UsageError(
                 f"{name} is quantized to {tensor.dtype}, and no scales are beside it: its numbers "
                 "mean nothing without them",

@@ -141,8 +141,8 @@ def stored_state(
     root = torch_root(source, file)
     if not isinstance(root, Mapping):
         raise UsageError(
-            f"the file holds a {type(root).__name__}", remedy="pass files of state dicts",
-            path=file.path,
+            f"the file holds {_kind(root)}",
+            remedy="pass files of state dicts: model.state_dict(), not the model", path=file.path,
         )  # fmt: skip
     state = _State(
         file.path, {dotted(path): (path, value) for path, value in _leaves(root, file.path)}
@@ -256,6 +256,10 @@ def torch_root(source: SourceFiles, file: ArchiveRecord) -> Any:
     return found.root
 
 
+def _kind(root: Any) -> str:
+    return f"an object of {root.of}" if isinstance(root, Inert) else f"a {type(root).__name__}"
+
+
 def safetensors_of(source: SourceFiles, file: ArchiveRecord) -> dict[str, StoredTensor]:
     """The tensors of a safetensors file.
 
@@ -339,7 +343,8 @@ def _opened(source: SourceFiles, file: ArchiveRecord) -> ForeignCheckpoint:
                 state = load_inert(Path(file.path))
         if not isinstance(state, Mapping) or not isinstance(root, dict):
             raise UsageError(
-                f"the file holds a {type(state).__name__}", remedy="pass a file of a state dict",
+                f"the file holds {_kind(root)}",
+                remedy="pass a file of a state dict: model.state_dict(), not the model",
                 path=file.path,
             )  # fmt: skip
         saved: dict[str, SavedTensor] = {}

@@ -106,10 +106,11 @@ def test_the_command_takes_one_file(tmp_path):
     assert_merged(tmp_path / "hf", model)
 
 
+@pytest.mark.parametrize("dora", [False, True])
 @pytest.mark.parametrize("kind", ["ours", "pt"])
-def test_a_state_that_was_saved_merged_is_not_merged_again(tmp_path, kind):
+def test_a_state_that_was_saved_merged_is_not_merged_again(tmp_path, kind, dora):
     base().save_pretrained(tmp_path / "base")
-    model = llama()
+    model = llama(use_dora=dora)
     model.peft_config["default"].base_model_name_or_path = str(tmp_path / "base")
     given = {"lora": "merge", "lora_config": model.peft_config}
     report = export_hf(

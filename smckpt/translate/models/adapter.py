@@ -258,12 +258,14 @@ def _refuse_merged(reader: TensorReader, adapters: Adapters, where: str) -> tupl
     if isinstance(name_or_path, str) and os.path.isdir(name_or_path):
         with suppress(CheckpointError):
             directory = open_directory(Path(name_or_path))
+    unknown = (
+        "whether the state was saved while merge_adapter() was active cannot be told without "
+        "the base that the adapter's config names; if it was, the adapter is in it twice: pass "
+        "base= the directory of the base's weights",
+    )
     if directory is None:
-        return (
-            "whether the state was saved while merge_adapter() was active cannot be told without "
-            "the base that the adapter's config names; if it was, the adapter is in it twice: pass "
-            "base= the directory of the base's weights",
-        )
+        return unknown
+    compared = False
     try:
         there = {target.name: target for target in whole_tensors(directory)}
         shared = {n: t.shape for n, t in there.items() if n in parts.base}
@@ -274,8 +276,9 @@ def _refuse_merged(reader: TensorReader, adapters: Adapters, where: str) -> tupl
             if own.shape != base.shape or {own.dtype, base.dtype} - CASTABLE.keys():
                 continue
             change = change_of_pair(parts, config, module, name, base.shape, where)
-            if len(base.shape) != 2 or change.magnitude is not None:
+            if len(base.shape) != 2 or (change.magnitude is not None and change.flip):
                 continue
+            compared = True
             merged = changed_tensor(base, (change,), None, where)
             have, plain, added = (_first(source, t) for t in (own, base, merged))
             if 4 * abs(have - added).max() < abs(have - plain).max():
@@ -288,7 +291,7 @@ def _refuse_merged(reader: TensorReader, adapters: Adapters, where: str) -> tupl
                 )
     finally:
         directory.close()
-    return ()
+    return () if compared else unknown
 
 
 def _first(source: MergedSource, target: Target) -> Array:

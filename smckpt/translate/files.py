@@ -255,8 +255,9 @@ class Output:
         # The index first: after that no mixture of two models can be loaded.
         for name in sorted(filter(_WEIGHTS.match, present), key=lambda n: not n.endswith(".json")):
             self.storage.delete(name)
-        if self.storage.is_file_system:  # of an export that was killed before its index had a name
-            self.storage.discard_unfinished([INDEX])
+        if self.storage.is_file_system:  # of an export that was killed
+            for files in (self.storage, self.at(TEMPLATES)):
+                files.discard_unfinished(files.list_unfinished())
         self.check_space()
 
     def writer(self, file: OutputFile, chunks: int) -> FileWriter:
@@ -287,8 +288,8 @@ class Output:
         """Write a small file, in the directory or a folder of it. It may replace an old one, which
         only `overwrite` allows."""
         storage = self.at(folder) if folder else self.storage
-        storage.delete(name)
-        storage.put(name, data)
+        # at once: a card that a kill leaves empty would be taken for one of the user's
+        storage.overwrite(name, data)
         if folder:
             self._nested.append((storage, name))
         else:

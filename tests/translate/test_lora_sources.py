@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
-from peft import PeftModel, get_peft_model_state_dict
+from peft import LoraConfig, PeftModel, get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from torch.distributed import checkpoint as dcp
 
@@ -104,6 +104,34 @@ def test_the_command_takes_one_file(tmp_path):
     ])  # fmt: skip
     assert result.exit_code == 0, result.output
     assert_merged(tmp_path / "hf", model)
+
+
+def several(*names: str) -> Any:
+    model = llama()
+    for name in names:
+        model.add_adapter(name, LoraConfig(r=4, target_modules=["q_proj"]))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.copy_(torch.randn(parameter.shape))
+    return model
+
+
+@pytest.mark.parametrize("merged", [["b"], ["default", "b"], ["other"]])
+def test_of_several_adapters_each_that_was_merged_is_seen(tmp_path, merged):
+    base().save_pretrained(tmp_path / "base")
+    model = several("b", "other")
+    for config in model.peft_config.values():
+        config.base_model_name_or_path = str(tmp_path / "base")
+    model.base_model.merge_adapter(merged)
+    path = source(tmp_path / "merged", "ours", model, whole=True)
+    given = Adapter(lora="merge", lora_config=model.peft_config, lora_adapter=("default", "b"))
+    if merged != ["other"]:
+        with pytest.raises(errors.TensorMismatchError, match=r"merge_adapter\(\) was active"):
+            export_hf(path, tmp_path / "no", config=model.config, adapter=given)
+        return
+    report = export_hf(path, tmp_path / "hf", config=model.config, adapter=given)
+    assert any("another adapter is merged into it" in note for note in report.notes), report.notes
 
 
 @pytest.mark.parametrize("dora", [False, True])

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -243,17 +244,16 @@ def _merged_here(
 
 
 def _refuse_merged(reader: TensorReader, adapters: Adapters, where: str) -> tuple[str, ...]:
-    """A state that was saved while `merge_adapter` was active has the adapter in the base's weights
-    already. Compare these with the base that the adapter's config names.
+    """A state that was saved while `merge_adapter` was active has adapters in the base's weights
+    already. Compare these with the base that the adapters' config names.
 
     Returns:
-        a note, if that base is not here.
+        a note, if that base is not here, or has other weights.
 
     Raises:
-        TensorMismatchError: the weights are those of the base with the adapter added.
+        TensorMismatchError: the weights are those of the base with adapters added.
     """
-    parts, config = adapters[0]
-    name_or_path = config.values.get("base_model_name_or_path")
+    name_or_path = adapters[0][1].values.get("base_model_name_or_path")
     directory: TensorReader | None = None
     if isinstance(name_or_path, str) and os.path.isdir(name_or_path):
         with suppress(CheckpointError):
@@ -265,33 +265,51 @@ def _refuse_merged(reader: TensorReader, adapters: Adapters, where: str) -> tupl
     )
     if directory is None:
         return unknown
-    compared = False
+    compared, other = False, ""
     try:
         there = {target.name: target for target in whole_tensors(directory)}
-        shared = {n: t.shape for n, t in there.items() if n in parts.base}
-        found = config.weights(parts.pairs, shared, where)
         source = MergedSource(_both(reader, directory))
-        for name, module in found.items():
-            own, base = parts.base[name], there[name]
-            if own.shape != base.shape or {own.dtype, base.dtype} - CASTABLE.keys():
-                continue
-            change = change_of_pair(parts, config, module, name, base.shape, where)
-            if len(base.shape) != 2 or (change.magnitude is not None and change.flip):
+        changes: dict[str, list[Change]] = {}
+        for parts, config in adapters:
+            shared = {n: t.shape for n, t in there.items() if n in parts.base}
+            for name, module in config.weights(parts.pairs, shared, where).items():
+                base = there[name]
+                if parts.base[name].shape == base.shape and len(base.shape) == 2:
+                    change = change_of_pair(parts, config, module, name, base.shape, where)
+                    if change.magnitude is None or not change.flip:
+                        changes.setdefault(name, []).append(change)
+        for name, found in changes.items():
+            own, base = adapters[0][0].base[name], there[name]
+            if {own.dtype, base.dtype} - CASTABLE.keys():
                 continue
             compared = True
-            merged = changed_tensor(base, (change,), None, where)
-            have, plain, added = (_first(source, t) for t in (own, base, merged))
-            if 4 * abs(have - added).max() < abs(have - plain).max():
-                raise TensorMismatchError(
-                    f"{name} is the base's weight with the adapter added: the state was saved "
-                    "while merge_adapter() was active, and a merge would add it twice",
-                    remedy="pass base= the directory of the base's weights, or save after "
-                    "unmerge_adapter()",
-                    path=where,
-                )
+            have, plain = (_first(source, each) for each in (own, base))
+            for some in _subsets(found):
+                added = _first(source, changed_tensor(base, some, None, where))
+                if 4 * abs(have - added).max() < abs(have - plain).max():
+                    raise TensorMismatchError(
+                        f"{name} is the base's weight with the adapter added: the state was saved "
+                        "while merge_adapter() was active, and a merge would add it twice",
+                        remedy="pass base= the directory of the base's weights, or save after "
+                        "unmerge_adapter()",
+                        path=where,
+                    )
+            if not other and own.dtype == base.dtype and (have != plain).any():
+                other = name
     finally:
         directory.close()
+    if other:
+        return (
+            f"{other} has other values than in {name_or_path}: training changed the base, or "
+            "another adapter is merged into it; pass base= to take that directory's weights",
+        )
     return () if compared else unknown
+
+
+def _subsets(changes: Sequence[Change]) -> Iterator[tuple[Change, ...]]:
+    """Which of several adapters may have been active; of more than four, one or all."""
+    sizes = range(1, len(changes) + 1) if len(changes) <= 4 else (1, len(changes))
+    return (some for size in sizes for some in itertools.combinations(changes, size))
 
 
 def _first(source: MergedSource, target: Target) -> Array:

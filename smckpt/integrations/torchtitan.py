@@ -23,10 +23,13 @@ import smckpt
 from smckpt.checkpoint.commits.discover import FoundCheckpoint, found_at
 from smckpt.checkpoint.commits.run_directory import RunDirectory
 from smckpt.errors import CheckpointNotFoundError, UsageError
+from smckpt.integrations import refuse_untested
 from smckpt.integrations.kept import KeptSteps, memory_of
 from smckpt.integrations.replaced import keep_last, run_directory, store_arguments
 from smckpt.meeting.round import over_group
 from smckpt.storage.urls import normal_url
+
+refuse_untested("torchtitan")
 
 __all__ = ["SmckptCheckpointManager", "take_over"]
 

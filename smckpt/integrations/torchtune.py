@@ -25,10 +25,13 @@ import smckpt
 import smckpt.state_dict  # its hook: an optimizer's state dict knows the optimizer from a step on
 from smckpt.checkpoint.commits.run_directory import RunDirectory
 from smckpt.errors import UsageError
+from smckpt.integrations import refuse_untested
 from smckpt.integrations.dcp.reader import DistributedFileSystemReader
 from smckpt.integrations.replaced import keep_last, run_directory, store_arguments
 from smckpt.meeting.group import group_at
 from smckpt.storage.urls import normal_url
+
+refuse_untested("torchtune")
 
 __all__ = ["DistributedCheckpointer", "take_over"]
 

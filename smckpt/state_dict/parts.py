@@ -29,6 +29,7 @@ __all__ = [
     "joined",
     "make_state",
     "match",
+    "not_made",
     "parts_of",
     "refuse_gathered",
     "register_tensor_class",
@@ -329,6 +330,21 @@ def _has_text(context: Any) -> bool:
     if isinstance(context, Mapping):
         return _TEXT in context or any(map(_has_text, context.values()))
     return isinstance(context, (list, tuple)) and any(map(_has_text, context))
+
+
+def not_made(facts: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Why a load could not make a tensor of these facts, and the remedy; None if it could."""
+    if _class_of(str(facts["class"])) is None:
+        return (
+            f"{facts['class']}, whose class is not registered",
+            "call smckpt.state_dict.register_tensor_class on it, on both sides",
+        )
+    if _has_text(facts["context"]):
+        return (
+            f"{facts['class']} with options that only code can make ({facts['context']!r})",
+            "give its __tensor_flatten__ a context of numbers, texts, dtypes, tuples and dicts",
+        )
+    return None
 
 
 def _class_of(name: str) -> type | None:

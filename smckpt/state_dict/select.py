@@ -35,7 +35,7 @@ from smckpt.state_dict.of_optimizers.bindings import (
 )
 from smckpt.state_dict.of_optimizers.groups import names_of, names_record
 from smckpt.state_dict.of_optimizers.own_methods import is_optimizer, swaps_parameters
-from smckpt.state_dict.parts import parts_of
+from smckpt.state_dict.parts import not_made, parts_of
 from smckpt.state_dict.tags import (
     FullStateDict,
     ParamGroups,
@@ -77,8 +77,8 @@ class Selection:
     only a step of an optimizer changes, as far as is known: parameters and optimizers' state.
     swapped_by: the class of an optimizer that changes parameters also outside a step; "" if none is
     known. gathered: whether part of it is state that collectives gathered (FULL; torch's own), on
-    this rank or another. unmade: containers, with their classes, that a load into a new optimizer
-    could not make.
+    this rank or another. unmade: what a load into a new optimizer could not make: where, what, and
+    the remedy.
     """
 
     kind: str | None
@@ -91,7 +91,7 @@ class Selection:
     stepped: frozenset[str]
     swapped_by: str = ""
     gathered: bool = False
-    unmade: tuple[tuple[str, str], ...] = ()
+    unmade: tuple[tuple[str, str, str], ...] = ()
 
 
 @dataclass
@@ -104,7 +104,7 @@ class _Walk:
     owners: list[tuple[Path, Binding | None]] = field(default_factory=list)  # of optimizers
     gathered: bool = False
     fresh: bool = False  # in what an optimizer keeps
-    unmade: list[tuple[str, str]] = field(default_factory=list)
+    unmade: list[tuple[str, str, str]] = field(default_factory=list)
     optimizers: dict[str, Any] = field(default_factory=dict)  # as in a `Selection`
 
 
@@ -245,6 +245,8 @@ class Selector:
             inner, facts = parts
             for name, part in inner.items():
                 self._visit(part, (*path, name), walk)
+            if walk.fresh and (why := not_made(facts)) is not None:
+                walk.unmade.append((dotted(path), *why))
             walk.objects.append(ObjectLeaf((*path, FACTS), facts))
             return True
         if isinstance(value, RememberingDict) and getattr(value, "put_through", None) is not None:
@@ -306,7 +308,9 @@ class Selector:
             walk.containers[path] = kind
             form, _, name = kind.partition(":")
             if form == "named" and walk.fresh and class_of_name(name) is None:
-                walk.unmade.append((dotted(path), class_name(type(value))))
+                what = f"{class_name(type(value))} with tensors, whose class is not registered"
+                remedy = "call smckpt.state_dict.register_value_class on it, on both sides"
+                walk.unmade.append((dotted(path), what, remedy))
         return found
 
     def _refuse_odd(self, value: Any, odd: Any, path: Path) -> None:

@@ -10,10 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.api import CheckpointException
 
 import smckpt
-from smckpt import errors
+from smckpt import DistributedFileSystemWriter, errors
 from smckpt.engine.saving.moment import moment_of
 from smckpt.state_dict.select import Selector
 from tests.support.launch import run_ranks
@@ -303,6 +305,42 @@ def test_a_planner_on_one_rank_alone_fails_by_name_on_all(tmp_path: Path) -> Non
             assert f"rank {who} gave planner=" in turn[0], said
             assert f"load(planner=) on rank {who}" in turn[3], said
             assert [*turn[1:3], *turn[4:]] == [""] * 4, said
+
+
+def planned_skipped(folder: str, by: str, tells: str) -> list[Any]:
+    """Rank 1 leaves the second of three saves out."""
+    said: list[Any] = []
+    for turn, step in enumerate((1, 2, 3) if dist.get_rank() == 0 else (1, 3)):
+        state: dict[str, Any] = {"w": torch.full((4,), float(step))}
+        if tells == "a counter":
+            state["trainer"] = {"global_step": step}
+        if tells == "an optimizer":
+            state["optimizer"] = {"state": {"w": {"step": torch.tensor(float(step))}}}
+        # named by the turn on each rank, where the id does not tell
+        name = f"{folder}/{step if tells == 'the id' else turn}"
+        writer = DistributedFileSystemWriter(name, step=step if tells == "step=" else None)
+        try:
+            if by == "dcp.save":
+                dcp.save(state, storage_writer=writer)
+            else:
+                smckpt.save(state, storage_writer=writer, planner=DefaultSavePlanner())
+        except (errors.CheckpointError, CheckpointException) as error:
+            said.append(str(error))
+            break
+        said.append("")
+    dist.barrier()
+    return [said, sorted(Path(one.path).name for one in smckpt.find_checkpoints(folder))]
+
+
+@pytest.mark.parametrize("tells", ["a counter", "an optimizer", "step=", "the id"])
+@pytest.mark.parametrize("by", ["planner=", "dcp.save"])
+def test_a_rank_that_skipped_a_save_that_dcp_plans_is_named(
+    tmp_path: Path, by: str, tells: str
+) -> None:
+    for said, found in run_ranks(planned_skipped, 2, str(tmp_path), by, tells, timeout=120):
+        assert said[0] == "" and len(said) == 2, said
+        assert "rank 1 skipped the save" in said[1] or "different checkpoint ids" in said[1], said
+        assert found == ["1" if tells == "the id" else "0"]
 
 
 def refused_by_one(folder: str) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import smckpt
 from smckpt.integrations import ANY_VERSION
 from smckpt.integrations.lightning import SmckptCheckpointIO, SmckptTrainer
 from tests.support import child
+from tests.support.interpreters import run, torchtitan, torchtune
 
 PLAIN: dict[str, Any] = {
     "accelerator": "cpu", "devices": 1, "logger": False, "enable_progress_bar": False,
@@ -75,21 +77,32 @@ def test_the_newer_of_both_writers_is_the_last(tmp_path: Path) -> None:
     assert fit(SmckptTrainer, tmp_path, 3, "last").step == 8
 
 
+OLD = """
+import importlib, importlib.metadata, sys
+real = importlib.metadata.version
+importlib.metadata.version = lambda name: "0.9.1" if name == sys.argv[1] else real(name)
+try:
+    importlib.import_module(f"smckpt.integrations.{sys.argv[1]}")
+except ValueError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("package", "python"), [("torchtitan", torchtitan), ("torchtune", torchtune)]
+)
+def test_an_import_in_its_own_environment_refuses_such_a_version(
+    package: str, python: Callable[[], str]
+) -> None:
+    assert f"{package} 0.9.1 was not tested" in run(python(), "-c", OLD, package)
+
+
 @pytest.mark.parametrize("package", ["lightning", "transformers", "accelerate"])
 def test_an_import_refuses_a_version_that_was_not_tested(package: str) -> None:
-    code = """
-    import importlib, importlib.metadata, sys
-    real = importlib.metadata.version
-    importlib.metadata.version = lambda name: "0.9.1" if name == sys.argv[1] else real(name)
-    try:
-        importlib.import_module(f"smckpt.integrations.{sys.argv[1]}")
-    except ValueError as error:
-        print(error)
-    """
     importlib.import_module(f"smckpt.integrations.{package}")  # this version was
-    refused = child.run(code, package)
+    refused = child.run(OLD, package)
     assert f"{package} 0.9.1 was not tested" in refused and ANY_VERSION in refused
-    assert child.run(code, package, **{ANY_VERSION: "1"}) == ""
+    assert child.run(OLD, package, **{ANY_VERSION: "1"}) == ""
 
 
 def test_the_packages_other_name_saves_through_smckpt_too(tmp_path: Path) -> None:

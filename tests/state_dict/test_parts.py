@@ -359,6 +359,28 @@ def test_a_new_optimizer_gets_every_tensor_that_holds_others(
     assert repr(inside(held)) == repr(inside(MAKE[kind](5.0)))
 
 
+@pytest.mark.parametrize("form", ["object", "LOCAL", "SHARDED"])
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [("an enum and a dataclass", "options that only code can make"), ("unknown", "not registered")],
+)
+def test_what_no_load_could_make_for_a_new_optimizer_is_refused_at_the_save(
+    tmp_path: Path, form: str, kind: str, reason: str
+) -> None:
+    class Unknown(Factor):
+        pass
+
+    for each in (Factor, Scaled, Packed, Nested):
+        register_tensor_class(each)
+    held = Unknown(2.5, data_=torch.ones(3)) if kind == "unknown" else MAKE[kind](5.0)
+    model = nn.Linear(3, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer.state[model.weight]["held"] = held
+    with pytest.raises(errors.StateError, match=reason):
+        smckpt.save(state(form, model, optimizer), checkpoint_id=tmp_path)
+    assert smckpt.find_checkpoints(tmp_path) == []
+
+
 @pytest.mark.parametrize("name", ["Int8WeightOnlyConfig", "Float8WeightOnlyConfig"])
 @pytest.mark.parametrize("form", ["object", "LOCAL", "SHARDED"])
 def test_weights_that_torchao_quantised_come_back(tmp_path: Path, form: str, name: str) -> None:

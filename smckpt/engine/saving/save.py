@@ -176,11 +176,10 @@ class Saver:
         """Find which groups make the step, and where this rank's arrays are in its files."""
         request, entries = job.request, selection.entries
         if selection.unmade:
-            path, kind = selection.unmade[0]
+            path, what, remedy = selection.unmade[0]
             raise StateError(
-                f"{path} is a {kind} with tensors, whose class is not registered, so a load into a "
-                "new optimizer could not make it",
-                remedy="call smckpt.state_dict.register_value_class on it, on both sides",
+                f"{path} is a {what}, so a load into a new optimizer could not make it",
+                remedy=remedy,
                 rank=self.group.rank,
             )
         named = _named(request)

@@ -37,16 +37,24 @@ from smckpt.checkpoint.records.prefixes import spread_of
 from smckpt.checkpoint.records.rows import encode_rows
 from smckpt.engine.background.commands import ArenaFile
 from smckpt.engine.background.worker_write import write_part
+from smckpt.engine.saving.moment import (
+    Moment,
+    moment_of,
+    moment_read,
+    ranks_text,
+    refuse_different,
+)
 from smckpt.errors import CheckpointError, StateError, UsageError
 from smckpt.integrations.dcp.reader import WHOLE_VALUES
 from smckpt.layout.containers import joined
-from smckpt.layout.entries import DTYPES, Entry, Path, dotted
+from smckpt.layout.entries import DTYPES, Entry, ObjectLeaf, Path, dotted
 from smckpt.layout.geometry import BoxGeometry
 from smckpt.layout.image import Layout, compile_layout
 from smckpt.layout.strided import Box
 from smckpt.staging.arena import Arena, check_memory
 from smckpt.staging.copies import stage
 from smckpt.state_dict.modes import neutral
+from smckpt.state_dict.select import Selection
 from smckpt.storage import StoreOptions, open_storage, own_access
 from smckpt.storage.budget import Share, Spread
 from smckpt.storage.preflight import refuse_save
@@ -97,6 +105,7 @@ class DistributedFileSystemWriter(StorageWriter):
         metadata: JSON values to record.
         threads: number of writing threads.
         sweep: whether a new commit deletes the files that it supersedes.
+        per_rank: as in `SaveOptions`.
         overwrite: False refuses a save where a checkpoint is committed, before anything is written.
         storage: as in `smckpt.save`; None takes the environment's.
     """
@@ -110,9 +119,11 @@ class DistributedFileSystemWriter(StorageWriter):
         threads: int = 4,
         sweep: bool = True,
         overwrite: bool = True,
+        per_rank: Sequence[str] = (),
         storage: StoreOptions | Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
+        self._per_rank = tuple(per_rank)
         self.checkpoint_id = normal_url(os.fspath(path))
         self.access = own_access(self.checkpoint_id, storage)
         self._step = step
@@ -240,14 +251,17 @@ class DistributedFileSystemWriter(StorageWriter):
         self._whole = not isinstance(plan.planner_data, Mapping)
         entries, tensors = _entries(chosen, planner, paths, ticket.rank)
         layout = compile_layout(entries, rank=ticket.rank, group_ranks=ticket.ranks)
-        objects = self._objects(plan, planner, paths, ticket)
+        values = self._values(plan, planner, paths, ticket)
         part = part_body(
             layout,
             encode_rows(layout.entries, {}),
             checkpoint_id=self.checkpoint_id,
             kind="SHARDED",
             step=self._step,
-            objects=objects,
+            objects={
+                dotted(path): {"path": list(path), "value": encode_object(value, path=dotted(path))}
+                for path, value in values
+            },
             metadata=self._metadata,
             versions={
                 "torch": str(torch.__version__),
@@ -256,6 +270,7 @@ class DistributedFileSystemWriter(StorageWriter):
         )
         done = self._write(ticket, layout, dict(zip(map(id, entries), tensors, strict=True)), part)
         done["host"] = part["host"]
+        done["moment"] = vars(self._moment(planner, paths, values, ticket.rank))
         results = []
         for item in plan.items:
             size = 0
@@ -271,6 +286,7 @@ class DistributedFileSystemWriter(StorageWriter):
         """Called by DCP on the coordinator when every rank has written: the commit.
 
         Raises:
+            UsageError: the ranks would save different steps as one.
             StorageError: the store refused, or a later run has taken a lease on the directory.
         """
         ticket = self._ticket
@@ -279,6 +295,11 @@ class DistributedFileSystemWriter(StorageWriter):
             str(part["rank"]): {"part": part["part"], "crc64": part["crc64"], "host": part["host"]}
             for part in (ranks_results[-1].storage_data for ranks_results in results)
         }
+        moments = (moment_read(each[-1].storage_data["moment"]) for each in results)
+        refuse_different(
+            {rank: moment or Moment() for rank, moment in zip(ticket.ranks, moments, strict=True)},
+            ranks_text,
+        )
         fencing_token = self._tokens[self.checkpoint_id]
         published = publish_manifest(
             self.access.holding(self.access.share, ticket.spread),
@@ -314,9 +335,9 @@ class DistributedFileSystemWriter(StorageWriter):
                 path=self.checkpoint_id,
             )
 
-    def _objects(
+    def _values(
         self, plan: SavePlan, planner: SavePlanner, paths: Mapping[str, Path], ticket: _Ticket
-    ) -> dict[str, Any]:
+    ) -> list[tuple[Path, Any]]:
         """This rank's own values, joined again where DCP cut them."""
         items = {
             item.index.fqn: item
@@ -332,10 +353,34 @@ class DistributedFileSystemWriter(StorageWriter):
             for item in (*self._own, *plan.items)
             if item.type != WriteItemType.BYTE_IO
         }
-        return {
-            dotted(path): {"path": list(path), "value": encode_object(value, path=dotted(path))}
-            for path, value in joined(values, tensors)
-        }
+        return list(joined(values, tensors))
+
+    def _moment(
+        self,
+        planner: SavePlanner,
+        paths: Mapping[str, Path],
+        values: Sequence[tuple[Path, Any]],
+        rank: int,
+    ) -> Moment:
+        """What tells this save from the next one, for `finish`: a rank may have skipped one. Of
+        this rank's own tensors, also those that another one writes, the scalars count."""
+        scalars = [
+            item
+            for item in self._own
+            if item.tensor_data is not None and item.tensor_data.size.numel() == 1
+        ]
+        entries, tensors = _entries(scalars, planner, paths, rank)
+        selection = Selection(
+            kind=None,
+            entries=tuple(entries),
+            tensors=tuple(boxes[0] for boxes in tensors),
+            objects=tuple(ObjectLeaf(path, value) for path, value in values),
+            optimizers={},
+            containers={},
+            parameters=frozenset(),
+            stepped=frozenset(),
+        )
+        return moment_of(self.checkpoint_id, self._step, self._metadata, selection, self._per_rank)
 
     def _write(
         self,

@@ -57,12 +57,14 @@ class FullStateDictConfig:
 
     rank0_only: rank 0 gets the state and the others an empty dict. offload_to_cpu: put it on the
     CPU. translate_on_save: give a tensor-parallel model's state in Hugging Face's names and shapes;
-    False: in the model's own names.
+    False: in the model's own names. allow_equal_ranks: expert-parallel ranks may hold equal
+    experts, which were all made from one (upcycled); otherwise one has loaded another's part.
     """
 
     offload_to_cpu: bool = False
     rank0_only: bool = False
     translate_on_save: bool = True
+    allow_equal_ranks: bool = False
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -88,6 +90,7 @@ def wishes_of(config: Any, translation: Mapping[str, Any]) -> FullWishes:
         getattr(config, "rank0_only", True),
         getattr(config, "offload_to_cpu", False),
         getattr(config, "translate_on_save", True),
+        equal_ranks=getattr(config, "allow_equal_ranks", False),
         **translation,
     )
 

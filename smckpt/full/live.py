@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -54,6 +54,7 @@ class FullWishes:
     layout: str | TensorLayout | None = None
     config: Any = None
     padded_vocab_size: int | None = None
+    equal_ranks: bool = False
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -61,7 +62,7 @@ class FullWishes:
         state = None if self.parallel_state is None else self.parallel_state.to_json()
         return {
             "translate_on_save": self.translate, "parallel_state": state, "layout": self.layout,
-            "padded_vocab_size": self.padded_vocab_size,
+            "padded_vocab_size": self.padded_vocab_size, "allow_equal_ranks": self.equal_ranks,
         }  # fmt: skip
 
 
@@ -103,7 +104,7 @@ def full_state(view: ModelView, wishes: FullWishes) -> dict[str, Any] | None:
         made = job_of(view.model, list(metadata), wishes)
         if made is None:
             return None
-        job.append(made)
+        job.append(replace(made, equal_ranks=wishes.equal_ranks))
         return MovePlan(made.steps(), tuple(made.targets), made.tied, wishes.rank0_only)
 
     plan = over_group().round("full state", take, decide)

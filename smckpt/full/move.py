@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -70,12 +70,14 @@ class MovePlan:
 @dataclass(frozen=True)
 class MoveJob:
     """targets: dtype and shape of each, in order. tied: (name, the name whose tensor it shares).
-    computed: targets that need arithmetic, not copies alone."""
+    computed: targets that need arithmetic, not copies alone. equal_ranks: expert-parallel ranks may
+    hold equal experts."""
 
     tasks: tuple[MoveTask, ...]
     targets: Mapping[str, tuple[str, Shape]]
     tied: tuple[tuple[str, str], ...]
     computed: Mapping[str, Translated] = field(default_factory=dict)
+    equal_ranks: bool = False
 
     def steps(self) -> tuple[MoveStep, ...]:
         left: dict[str, int] = {}
@@ -147,7 +149,7 @@ def lead(
         if step.settles:
             attempt.settle()
     attempt.step += 1
-    attempt(lambda: _refuse(check, job.tied, out))
+    attempt(lambda: _refuse(check, job, out))
     attempt.settle()
     return _in_order(out, plan.order, plan.tied)
 
@@ -259,14 +261,14 @@ def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(one, two.to(one.device))
 
 
-def _refuse(check: _Check, tied: Iterable[tuple[str, str]], out: Mapping[str, Any]) -> None:
+def _refuse(check: _Check, job: MoveJob, out: Mapping[str, Any]) -> None:
     """Refuse copies and tied tensors that differ, and ranks that hold the same."""
     if differ := check.differ:
         raise TensorMismatchError(
             f"{len(differ)} tensors of which ranks hold copies differ: {'; '.join(differ[:8])}",
             remedy="check layout= and parallel_state=; if they are right, the ranks have diverged",
         )
-    for head, embedding in tied:
+    for head, embedding in job.tied:
         if head in out and not _equal(out[head], out[embedding]):
             raise TensorMismatchError(
                 f"tie_word_embeddings is true, but {head} and {embedding} differ",
@@ -282,10 +284,13 @@ def _refuse(check: _Check, tied: Iterable[tuple[str, str]], out: Mapping[str, An
                 "tensor parallelism cuts, so both have loaded one rank's part",
                 remedy="load each rank's own part, and check parallel_state=",
             )
-        log.warning(
-            "the ranks that are (tp, ep) %s and %s hold equal experts: unless all were made from "
-            "one, both have loaded one rank's part", one, two,
-        )  # fmt: skip
+        if not job.equal_ranks:
+            raise TensorMismatchError(
+                f"the ranks that are (tp, ep) {one} and {two} hold equal experts, so both have "
+                "loaded one rank's part",
+                remedy="load each rank's own part; if all experts were made from one (upcycled), "
+                "pass FullStateDictConfig(allow_equal_ranks=True)",
+            )
 
 
 def _in_order(

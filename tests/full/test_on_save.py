@@ -120,7 +120,11 @@ def experts_of_expert_parallel_ranks(job: Job) -> Any:
     found = taken(Named(own, config), parallel_state=degrees)
     off = FullStateDictConfig(translate_on_save=False)
     refused = raised(lambda: taken(Named(own, config), off, parallel_state=degrees))
-    return differences(found, state if dist.get_rank() == 0 else {}), *refused
+    twice = Named(ref.mcore(state, 2, degrees.tp_rank, 2, 0), config)
+    equal = raised(lambda: taken(twice, parallel_state=degrees))
+    wished = FullStateDictConfig(allow_equal_ranks=True)
+    taken(twice, wished, parallel_state=degrees)
+    return differences(found, state if dist.get_rank() == 0 else {}), *refused, *equal
 
 
 def computed_and_folded(job: Job) -> Any:
@@ -365,9 +369,10 @@ def test_a_mesh_with_a_tp_dimension_tells_which_rank_is_which(made) -> None:
 
 def test_experts_come_from_their_expert_parallel_ranks(made) -> None:
     for rank in made[1]:
-        bad, kind, text = rank["experts_of_expert_parallel_ranks"]
+        bad, kind, text, *equal = rank["experts_of_expert_parallel_ranks"]
         assert bad == []
         assert kind == "UsageError" and "translate_on_save=True" in text
+        assert equal[0] == "TensorMismatchError" and "allow_equal_ranks=True" in equal[1]
 
 
 def test_what_an_export_computes_or_unfolds_comes_out_live_too(made) -> None:

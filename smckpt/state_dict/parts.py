@@ -33,6 +33,7 @@ __all__ = [
     "parts_of",
     "refuse_gathered",
     "register_tensor_class",
+    "unregistered",
 ]
 
 log = logging.getLogger("smckpt")
@@ -330,6 +331,14 @@ def _has_text(context: Any) -> bool:
     if isinstance(context, Mapping):
         return _TEXT in context or any(map(_has_text, context.values()))
     return isinstance(context, (list, tuple)) and any(map(_has_text, context))
+
+
+def unregistered(kind: type) -> tuple[str, str]:
+    """As `not_made`, of a container with tensors."""
+    return (
+        f"{_name_of(kind)} with tensors, whose class is not registered",
+        "call smckpt.state_dict.register_value_class on it, on both sides",
+    )
 
 
 def not_made(facts: Mapping[str, Any]) -> tuple[str, str] | None:

@@ -14,7 +14,6 @@ import torch
 from smckpt.errors import StateError
 from smckpt.layout.containers import (
     FACTS,
-    class_name,
     class_of_name,
     container_kind,
     items_of,
@@ -35,7 +34,7 @@ from smckpt.state_dict.of_optimizers.bindings import (
 )
 from smckpt.state_dict.of_optimizers.groups import names_of, names_record
 from smckpt.state_dict.of_optimizers.own_methods import is_optimizer, swaps_parameters
-from smckpt.state_dict.parts import not_made, parts_of
+from smckpt.state_dict.parts import not_made, parts_of, unregistered
 from smckpt.state_dict.tags import (
     FullStateDict,
     ParamGroups,
@@ -77,8 +76,7 @@ class Selection:
     only a step of an optimizer changes, as far as is known: parameters and optimizers' state.
     swapped_by: the class of an optimizer that changes parameters also outside a step; "" if none is
     known. gathered: whether part of it is state that collectives gathered (FULL; torch's own), on
-    this rank or another. unmade: what a load into a new optimizer could not make: where, what, and
-    the remedy.
+    this rank or another. unmade: what a load into a new optimizer could not make; see `not_made`.
     """
 
     kind: str | None
@@ -308,9 +306,7 @@ class Selector:
             walk.containers[path] = kind
             form, _, name = kind.partition(":")
             if form == "named" and walk.fresh and class_of_name(name) is None:
-                what = f"{class_name(type(value))} with tensors, whose class is not registered"
-                remedy = "call smckpt.state_dict.register_value_class on it, on both sides"
-                walk.unmade.append((dotted(path), what, remedy))
+                walk.unmade.append((dotted(path), *unregistered(type(value))))
         return found
 
     def _refuse_odd(self, value: Any, odd: Any, path: Path) -> None:

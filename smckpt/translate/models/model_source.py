@@ -210,9 +210,10 @@ def open_model(
         plain = name.removesuffix(".weight")
         if plain in scaled:
             continue
-        # whole numbers of another name may be a mask
+        # of another name: whole numbers may be a mask, and float8 is a weight where it has experts
         whole = tensor.dtype in ("int8", "uint8") and plain != name
-        if whole or tensor.dtype in ("float8_e4m3fn", "float8_e5m2"):
+        float8 = tensor.dtype in ("float8_e4m3fn", "float8_e5m2")
+        if whole or (float8 and (plain != name or ".experts." in name)):
             raise UsageError(
                 f"{name} is quantized to {tensor.dtype}, and no scales are beside it: its numbers "
                 "mean nothing without them",

@@ -288,3 +288,35 @@ def test_a_rank_that_is_dead_holds_nobody_up(tmp_path: Path) -> None:
     assert took < seconds(30)
     assert "rank 2 did not answer" in said[0]
     assert [one.step for one in find_checkpoints(tmp_path)] == [2]
+
+
+SLOW_EXIT = """
+import atexit, os, signal, sys, threading, torch
+from smckpt import CheckpointManager, Signals
+
+atexit.register(lambda: (print("in the exit handler", flush=True), threading.Event().wait()))
+state, step = {"model": torch.nn.Linear(2, 2)}, 0
+manager = CheckpointManager(sys.argv[1], signals=Signals(grace=float(sys.argv[2])))
+try:
+    while True:
+        step += 1
+        if step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        if manager.should_save(step):
+            manager.save(step, state)
+finally:
+    if sys.argv[3] == "closed":
+        manager.close()
+"""
+
+
+@pytest.mark.parametrize("how", ["closed", "left open"])
+def test_an_exit_handler_that_hangs_ends_with_the_grace_time(tmp_path: Path, how: str) -> None:
+    grace = seconds(2)
+    done = subprocess.run(
+        [sys.executable, "-c", SLOW_EXIT, str(tmp_path), str(grace), how],
+        env=environment(), capture_output=True, text=True, timeout=seconds(60),
+    )  # fmt: skip
+    assert "in the exit handler" in done.stdout, done.stderr
+    assert done.returncode == 143, done.stderr
+    assert len(find_checkpoints(tmp_path)) == 1

@@ -49,8 +49,7 @@ def one_comes_late(root: str, call: str, known: bool) -> tuple[str, float, str]:
     """
     store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
     smckpt.save({"a": torch.ones(4)}, checkpoint_id=f"{root}/plain")
-    options = smckpt.SaveOptions(timeout=seconds(TIMEOUT))
-    manager = CheckpointManager(root, timeout=seconds(TIMEOUT), options=options, signals=())
+    manager = CheckpointManager(root, timeout=seconds(TIMEOUT), signals=())
     if known:
         assert manager.all() == []
         smckpt.load({"a": torch.zeros(4)}, checkpoint_id=f"{root}/plain")

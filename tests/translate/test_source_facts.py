@@ -167,6 +167,11 @@ OF_FAMILIES: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = 
      {"rotary_scaling_factor": 40.0, "mscale": 1.0, "mscale_all_dim": 1.0, "rope_type": "rope"}),
     ("deepseek_v3", {}, {"rotary_scaling_factor": 1.0, "mscale": 1.0},
      {"rotary_scaling_factor": 40.0}),
+    ("deepseek_v3", {}, {
+        "qk_head_dim": 16, "qk_pos_emb_head_dim": 8, "v_head_dim": 12, "kv_lora_rank": 24,
+        "q_lora_rank": 40, "moe_shared_expert_intermediate_size": 96},
+     {"qk_head_dim": 8, "qk_pos_emb_head_dim": 16, "v_head_dim": 24, "kv_lora_rank": 12,
+      "q_lora_rank": 20, "moe_shared_expert_intermediate_size": 48}),
     ("deepseek_v2", {}, {"moe_router_pre_softmax": True}, {"moe_router_pre_softmax": False}),
     ("glm4_moe", {}, {"moe_router_score_function": "sigmoid"},
      {"moe_router_score_function": "softmax"}),
@@ -218,8 +223,7 @@ def test_every_fact_of_the_table_is_asked_for():
     asked = {*WRONG, *(name for *_, wrong in OF_FAMILIES for name in wrong)}
     tested_below = {
         "swiglu (SiLU)", "norm_epsilon", "rope_scaling_factor", "num_attention_heads",
-        "moe_router_topk", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size",
-        "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "kv_lora_rank", "q_lora_rank",
+        "moe_router_topk", "moe_ffn_hidden_size",
     }  # fmt: skip
     assert {fact.name for fact in FACTS} <= asked | tested_below
 

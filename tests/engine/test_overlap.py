@@ -20,6 +20,7 @@ from torch.optim import optimizer as torch_optimizers
 import smckpt
 from smckpt.engine import api
 from smckpt.engine.saving.alarms import Observer
+from smckpt.state_dict import register_tensor_class
 from tests.support.late_stream import LateStream
 from tests.support.launch import run_ranks
 from tests.support.limits import seconds
@@ -382,6 +383,7 @@ class LowBitSGD(torch.optim.SGD):
 
 
 def test_low_bit_state_is_copied_late_by_its_parts(late: LateStream, tmp_path: Path) -> None:
+    register_tensor_class(LowBit)
     run = Run(tmp_path, LowBitSGD)
     handle, now = run.save()
     waits(late, run.optimizer.step)

@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 import time
+from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
@@ -167,13 +168,21 @@ def doctor(root: str, read: bool, as_json: bool) -> None:
 
     refuse_absent(root)
     top = open_storage(root)
-    conditions = examine(top)
-    whole = None
-    for number, one in enumerate(conditions):
-        conditions[number] = _checked(top, one, read)
-        if conditions[number].state == "whole":
-            whole = number
+    for _ in range(3):  # beside a job that deletes, all that were there may be gone meanwhile
+        conditions, whole = examine(top), None
+        for number, one in enumerate(conditions):
+            conditions[number] = _checked(top, one, read)
+            if conditions[number].state == "whole":
+                whole = number
+                break
+        if whole is not None or not any(one.state == "gone" for one in conditions):
             break
+    conditions = [one for one in conditions if one.state != "gone"]
+    whole = (
+        None
+        if whole is None
+        else next(number for number, one in enumerate(conditions) if one.state == "whole")
+    )
     if as_json:
         restorable = None if whole is None else conditions[whole].place
         report = {"restorable": restorable, "steps": [one.to_json() for one in conditions]}
@@ -194,6 +203,7 @@ def doctor(root: str, read: bool, as_json: bool) -> None:
 
 def _checked(top: Storage, condition: Condition, read: bool) -> Condition:
     """The condition of a step whose files have their sizes, after a look into them."""
+    from smckpt.checkpoint.commits.discover import found_at
     from smckpt.checkpoint.upkeep.verify import verify_checkpoint
     from smckpt.manager.doctor import mend_remedy, what_of
 
@@ -208,6 +218,9 @@ def _checked(top: Storage, condition: Condition, read: bool) -> Condition:
         found = [what_of(error)]
     if not found:
         return condition
+    with suppress(CheckpointError):
+        if found_at(at) is None:  # it was deleted since it was listed
+            return replace(condition, state="gone")
     more = f" and {len(found) - 1} more" if found[1:] else ""
     return replace(condition, state="damaged", why=found[0] + more, remedy=mend_remedy(at))
 

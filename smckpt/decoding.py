@@ -7,9 +7,10 @@ makes the dataclass, whose `__post_init__` checks what no annotation says.
 from __future__ import annotations
 
 import threading
+from collections.abc import Hashable
 from contextlib import suppress
 from functools import cache
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, cast
 
 import msgspec
 
@@ -36,7 +37,7 @@ def decode(kind: type[T], data: Any, *, newer: bool = False) -> T:
         ValueError: the data does not describe one; it names the field and both types.
     """
     try:
-        _prepare(kind)
+        _prepare(cast(Hashable, kind))
         made = msgspec.convert(data, kind, str_keys=True)
     except SENSELESS as error:
         raise ValueError(str(error) or type(error).__name__) from error
@@ -49,11 +50,11 @@ _PREPARING = threading.Lock()
 
 
 @cache
-def _prepare(kind: Any) -> None:
+def _prepare(kind: Hashable) -> None:
     """Let msgspec read the annotations of a type, one thread at a time. It keeps what it makes of
     a dataclass on the class before that is filled: 0.22 crashes where a second thread uses it."""
     with _PREPARING, suppress(msgspec.ValidationError):
-        msgspec.convert(None, kind)
+        msgspec.convert(None, cast(Any, kind))
 
 
 def _refuse_unknown(made: Any, data: Any) -> None:

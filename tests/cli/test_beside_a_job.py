@@ -78,7 +78,7 @@ def test_no_command_is_wrong_or_disturbs_a_job_that_saves_and_deletes(tmp_path: 
                 assert "damaged" not in done.output, done.output
             elif command[0] in ("ls", "status", "prune"):  # of the run, which is well
                 assert done.exit_code == 0, f"{command} {done.output}"
-            elif done.exit_code and command[0] != "diff":  # the step that it was given went meanwhile
+            elif done.exit_code and command[0] != "diff":  # its step went meanwhile
                 assert not Path(newest).exists() or not Path(older).exists(), done.output
             if command[0] == "cp" and not done.exit_code:
                 assert smckpt.verify_checkpoint(command[2]).ok

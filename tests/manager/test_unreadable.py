@@ -8,6 +8,7 @@ import errno
 import json
 import logging
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,11 @@ from smckpt import (
     latest_checkpoint,
     verify_checkpoint,
 )
+from smckpt.checkpoint.commits.discover import FoundCheckpoint
+from smckpt.checkpoint.commits.run_directory import RunDirectory, Template
 from smckpt.cli.app import app
 from smckpt.manager.doctor import examine
-from smckpt.storage import open_storage
+from smckpt.storage import Storage, open_storage
 from tests.support.failing import failing
 from tests.support.launch import run_ranks
 from tests.support.limits import seconds
@@ -276,3 +279,19 @@ def test_all_ranks_take_the_older_step_where_one_rank_cannot_read(
 def test_no_rank_takes_an_older_step_where_one_rank_has_no_descriptors(tmp_path: Path) -> None:
     told = run_ranks(a_rank_that_cannot_read, 2, str(tmp_path), "part-*", errno.EMFILE)
     assert told == ["StorageError"] * 2
+
+
+def test_a_save_that_begins_while_steps_are_listed_is_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(tmp_path, 1)
+    root = open_storage(tmp_path)
+    real = type(root).names
+
+    def names(self: Storage, *prefixes: str, **kinds: bool) -> Sequence[str]:
+        (tmp_path / "2").mkdir(exist_ok=True)  # after the directories were listed
+        return real(self, *prefixes, **kinds)
+
+    monkeypatch.setattr(type(root), "names", names)
+    found = [*RunDirectory(root, Template("{step}")).newest_first()]
+    assert [one.step for one in found] == [1] and isinstance(found[0], FoundCheckpoint)

@@ -239,7 +239,9 @@ class RunDirectory:
     def _no_directories(
         self, here: Storage, subpath: str, names: Sequence[str]
     ) -> Iterator[Damaged]:
-        for name in sorted({*here.names(all_kinds=True)} - {*names}):
+        others = {*here.names(all_kinds=True)} - {*names}
+        others -= {*here.list_dirs()} if others else set()  # a save has begun since
+        for name in sorted(others):
             path = f"{subpath}/{name}" if subpath else name
             if (step := self.template.step_of(path)) is not None:
                 error = CorruptCheckpointError(

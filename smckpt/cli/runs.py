@@ -169,20 +169,16 @@ def doctor(root: str, read: bool, as_json: bool) -> None:
     refuse_absent(root)
     top = open_storage(root)
     for _ in range(3):  # beside a job that deletes, all that were there may be gone meanwhile
-        conditions, whole = examine(top), None
-        for number, one in enumerate(conditions):
-            conditions[number] = _checked(top, one, read)
-            if conditions[number].state == "whole":
-                whole = number
-                break
-        if whole is not None or not any(one.state == "gone" for one in conditions):
+        found, whole = examine(top), None
+        conditions: list[Condition] = []
+        for one in found:
+            checked = one if whole is not None else _checked(top, one, read)
+            if whole is None and checked.state == "whole":
+                whole = len(conditions)
+            if checked.state != "gone":
+                conditions.append(checked)
+        if whole is not None or len(conditions) == len(found):
             break
-    conditions = [one for one in conditions if one.state != "gone"]
-    whole = (
-        None
-        if whole is None
-        else next(number for number, one in enumerate(conditions) if one.state == "whole")
-    )
     if as_json:
         restorable = None if whole is None else conditions[whole].place
         report = {"restorable": restorable, "steps": [one.to_json() for one in conditions]}

@@ -239,7 +239,7 @@ class MemoryTier:
             before.ended()  # this save would wait for it anyway
             self._count(before.error)
         if self._failed and (error := self._join()[-1]):
-            log.warning("the step in %s is saved on disk: memory fails: %s", subpath, error)
+            log.warning("the step in %s is not saved to memory: %s", subpath, error)
             self._count(StorageError(error))
             return None
         if self._failed:
@@ -251,7 +251,7 @@ class MemoryTier:
             )
             return self._last
         except StorageError as error:
-            log.warning("the step in %s is saved on disk: memory fails: %s", subpath, error)
+            log.warning("the step in %s is not saved to memory: %s", subpath, error)
             return None
 
     def _count(self, error: CheckpointError | None) -> None:

@@ -298,7 +298,7 @@ def test_a_keeper_that_was_killed_is_started_again(tmp_path: Path) -> None:
     # the save of step 4 fails, that of 5 starts the keeper, and 6 is left out
     saved = [1, 2, 3, -4, 5, *range(7, 40)]
     assert [json.loads(out) for _, out, _ in ended] == [saved, saved]
-    assert "saved on disk" not in ended[0][2]
+    assert "not saved to memory" not in ended[0][2]
     assert "1 saves to memory have failed in a row: the next 1 are left out" in ended[0][2]
 
 

@@ -65,14 +65,14 @@ def browse(
     """
     if histogram_steps is not None and histograms is None:
         raise click.UsageError("--histogram-steps goes with --histograms")
+    from smckpt.checkpoint.commits.discover import refuse_absent
     from smckpt.cli.browse_facts import Facts, Wanted
-    from smckpt.cli.runs import refuse_absent
     from smckpt.manager.doctor import examine
     from smckpt.storage import open_storage
 
-    refuse_absent(root)
     level = "quick" if quick else "full" if verify else None
     top = open_storage(root)
+    refuse_absent(top)
     facts = Facts(top, Wanted(level, histograms, histogram_steps or 1))
     conditions = examine(top)
     if not conditions:

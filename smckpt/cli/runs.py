@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import sys
 import time
 from contextlib import suppress
@@ -21,7 +20,7 @@ from smckpt.cli.output import (
     print_table,
     time_text,
 )
-from smckpt.errors import CheckpointError, CheckpointNotFoundError, StorageError
+from smckpt.errors import CheckpointError, StorageError
 
 if TYPE_CHECKING:
     from smckpt.manager.doctor import Condition
@@ -55,15 +54,16 @@ def ls(root: str, state: bool, best: Any, as_json: bool) -> None:
     """List the committed checkpoints in and below ROOT, and the run's in memory, newest first, with
     the metrics that a manager has recorded. `smckpt doctor` lists the unfinished ones too."""
     from smckpt.checkpoint.commits.contents import what_is_missing
-    from smckpt.checkpoint.commits.discover import find_checkpoints, in_order
+    from smckpt.checkpoint.commits.discover import find_checkpoints, in_order, refuse_absent
     from smckpt.manager.record import memory_of
     from smckpt.storage import open_storage
-    from smckpt.storage.urls import scheme_of
+    from smckpt.storage.urls import is_in_memory
 
-    refuse_absent(root)
+    top = open_storage(root)
+    refuse_absent(top)
     found = find_checkpoints(root)
     memory, away = memory_of(found[-1]) if found else "", ""
-    if memory and scheme_of(root) != "keeper":
+    if memory and not is_in_memory(root):
         try:
             found = in_order([*found, *find_checkpoints(memory)])
         except StorageError as error:
@@ -89,7 +89,7 @@ def ls(root: str, state: bool, best: Any, as_json: bool) -> None:
         )
         return
     if not found:
-        print_line(f"no committed checkpoint in or below {root}" + _of_others(open_storage(root)))
+        print_line(f"no committed checkpoint in or below {root}" + _of_others(top))
         return
     print_line(f"in {root}:")
     columns: dict[str, list[Any]] = {
@@ -115,22 +115,6 @@ def ls(root: str, state: bool, best: Any, as_json: bool) -> None:
         print_line(away)
 
 
-def refuse_absent(root: str) -> None:
-    """An empty answer for a mistyped directory would look like an answer.
-
-    Raises:
-        CheckpointNotFoundError: it is a local path, and no directory.
-    """
-    from smckpt.storage.urls import is_local, local_path
-
-    if is_local(root) and not os.path.isdir(local_path(root)):
-        raise CheckpointNotFoundError(
-            "no such directory",
-            remedy="check the path, and that the file system is mounted",
-            path=root,
-        )
-
-
 def _of_others(top: Storage) -> str:
     """The end of a line that says that nothing is there: what is, in another format."""
     from smckpt.checkpoint.commits.foreign import foreign_below
@@ -145,9 +129,9 @@ def _number(ranked: list[Any], one: Any) -> int | None:
 
 def _below(root: str, path: str) -> str:
     """A path as seen from the root; of another store its URL."""
-    from smckpt.storage.urls import normal_url, relative_url, scheme_of
+    from smckpt.storage.urls import is_in_memory, normal_url, relative_url
 
-    if scheme_of(path) != scheme_of(root):
+    if is_in_memory(path) != is_in_memory(root):
         return path
     return relative_url(normal_url(path), normal_url(root)).rstrip("/") or "."
 
@@ -163,11 +147,12 @@ def doctor(root: str, read: bool, as_json: bool) -> None:
     does, every byte of the step that it finds. Exit status 1: the newest step cannot be restored,
     or none can.
     """
+    from smckpt.checkpoint.commits.discover import refuse_absent
     from smckpt.manager.doctor import examine
     from smckpt.storage import open_storage
 
-    refuse_absent(root)
     top = open_storage(root)
+    refuse_absent(top)
     for _ in range(3):  # beside a job that deletes, all that were there may be gone meanwhile
         found, whole = examine(top), None
         conditions: list[Condition] = []
@@ -228,13 +213,13 @@ def status(root: str, as_json: bool) -> None:
     """Show unfinished saves and deletions below ROOT, and the age of the newest step. For a run
     with a manager, also show its failures, the interval that "auto" has chosen, and what the
     keepers of its steps in memory hold."""
-    from smckpt.checkpoint.commits.discover import in_order
+    from smckpt.checkpoint.commits.discover import in_order, refuse_absent
     from smckpt.manager.doctor import examine
     from smckpt.storage import open_storage
     from smckpt.storage.memory.store import KeeperStorage
 
-    refuse_absent(root)
     top = open_storage(root)
+    refuse_absent(top)
     conditions = examine(top)
     whole = [one for one in conditions if one.state == "whole"]
     steps = {one.checkpoint: one for one in whole if one.checkpoint is not None}
@@ -321,14 +306,16 @@ def prune(
     It deletes nothing if the newest step is not whole, and keeps steps that a reader has pinned. It
     finishes deletions that were cut short.
     """
+    from smckpt.checkpoint.commits.discover import refuse_absent
     from smckpt.checkpoint.commits.run_directory import RunDirectory, rooted
     from smckpt.checkpoint.upkeep.verify import verify_checkpoint
     from smckpt.manager.retention import Every, policies_of
     from smckpt.storage import open_storage
 
-    top, template = rooted(root)
+    above, template = rooted(root)
+    top = open_storage(above)
     refuse_absent(top)
-    run = RunDirectory(open_storage(top), template)
+    run = RunDirectory(top, template)
     every = [Every(keep_every)] if keep_every else []
     best = [keep_best] if keep_best else []
     doomed = run.doomed(policies_of(keep_last, (*every, *best)))

@@ -13,7 +13,7 @@ from smckpt.checkpoint.commits.discover import FoundCheckpoint, latest
 from smckpt.engine.backend import dcp
 from smckpt.engine.events import LoadEvent, SaveEvent, Sink
 from smckpt.engine.groups import coordinator_of, other_than_lowest
-from smckpt.engine.loading.load_plan import LoadOptions, LoadRequest
+from smckpt.engine.load_plan import LoadOptions, LoadRequest
 from smckpt.engine.runtime import Runtime
 from smckpt.engine.saving.job import SaveHandle, SaveOptions, SaveRequest, Timings
 from smckpt.errors import UsageError

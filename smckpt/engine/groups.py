@@ -14,7 +14,7 @@ from smckpt.errors import UsageError
 from smckpt.layout.entries import Entry
 from smckpt.layout.mesh import Mesh
 from smckpt.meeting.group import Group, get_global_ranks, group_at
-from smckpt.storage.urls import is_local
+from smckpt.storage.urls import file_url
 
 __all__ = [
     "Partition",
@@ -182,10 +182,7 @@ class ReplicationGroup:
         """The directory to which this group saves a step: below `step`, or `step` itself if there
         is only one group."""
         path = os.fspath(step)
-        if not self.name:
-            return path
-        whole = path.rstrip("/") if is_local(path) else path.removesuffix("/")
-        return f"{whole}/{self.name}"
+        return file_url(path, self.name) if self.name else path
 
 
 def replication_group(model: Any) -> ReplicationGroup:

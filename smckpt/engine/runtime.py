@@ -20,7 +20,7 @@ from typing import Protocol
 
 from smckpt.calls import alone
 from smckpt.engine.events import Sinks
-from smckpt.engine.loading.load import Loader
+from smckpt.engine.load import Loader
 from smckpt.engine.saving.job import SaveHandle
 from smckpt.engine.saving.queue import LEAVE_SECONDS, SaveQueue
 from smckpt.errors import UsageError
@@ -64,7 +64,14 @@ class Runtime:
         self._lock = threading.Lock()
         self._pid = os.getpid()
         self._watching = False
-        self._since = _process_began()  # or when a new process group was noticed
+        # When the process began, in nanoseconds since 1970; the time of this module's first use if
+        # the system does not say
+        try:
+            ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+            age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+        except (OSError, ValueError, IndexError, AttributeError):
+            age = 0.0
+        self._since = time.time_ns() - int(age * 1e9)
         self._inherited: object = None  # in a forked child: the job's store of the parent
         os.register_at_fork(after_in_child=partial(_note_in_child, weakref.ref(self)))
 
@@ -254,17 +261,6 @@ def _note_in_child(reference: weakref.ref[Runtime]) -> None:
     runtime = reference()
     if runtime is not None:
         runtime.note_fork()
-
-
-def _process_began() -> int:
-    """When the process began, in nanoseconds since 1970; the time of this module's first use if the
-    system does not say."""
-    try:
-        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-        age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
-    except (OSError, ValueError, IndexError, AttributeError):
-        age = 0.0
-    return time.time_ns() - int(age * 1e9)
 
 
 def _exit_timeout() -> float:

@@ -25,7 +25,7 @@ from smckpt.checkpoint.upkeep.unfinished import Refusal, UnfinishedStep, unfinis
 from smckpt.errors import CheckpointError, CheckpointNotFoundError, StorageError
 from smckpt.manager.record import memory_of
 from smckpt.storage import Storage
-from smckpt.storage.urls import relative_url, scheme_of
+from smckpt.storage.urls import is_in_memory, relative_url
 
 __all__ = ["Condition", "examine", "mend_remedy", "what_of"]
 
@@ -63,7 +63,7 @@ class Condition:
 
     @property
     def in_memory(self) -> bool:
-        return scheme_of(self.url) == "keeper"
+        return is_in_memory(self.url)
 
     @property
     def committed_at(self) -> int:
@@ -85,7 +85,7 @@ def examine(root: Storage, depth: int = DEPTH) -> list[Condition]:
         for storage, _, unread in walk(root, depth)
         if (condition := _condition(root, storage, unread)) is not None
     ]
-    found = once(conditions, lambda one: one.url)
+    found = once(root, conditions, lambda one: one.url)
     found += _in_memory(root, [one.checkpoint for one in found if one.checkpoint is not None])
     return sorted(
         found,
@@ -102,7 +102,7 @@ def examine(root: Storage, depth: int = DEPTH) -> list[Condition]:
 def _in_memory(root: Storage, on_disk: list[FoundCheckpoint]) -> list[Condition]:
     """The steps in memory, where the newest step on disk names them."""
     url = memory_of(in_order(on_disk)[-1]) if on_disk else ""
-    if not url or scheme_of(root.url) == "keeper":
+    if not url or is_in_memory(root.url):
         return []
     try:
         return [replace(one, place=one.url.rstrip("/")) for one in examine(root.at(url))]
@@ -156,7 +156,7 @@ def what_of(error: CheckpointError) -> str:
 
 def mend_remedy(storage: Storage) -> str:
     """What to do about a committed step whose files are damaged."""
-    if scheme_of(storage.url) == "keeper":
+    if is_in_memory(storage.url):
         return "hosts that had it are gone: a restore takes the next older step"
     return (
         f"`smckpt repair {storage.url}` mends what it finds beside it, with `--from COPY` what a "

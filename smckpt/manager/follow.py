@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from smckpt.checkpoint.commits.discover import FoundCheckpoint, find_checkpoints
+from smckpt.checkpoint.commits.discover import FoundCheckpoint, find_checkpoints, refuse_absent
 from smckpt.checkpoint.commits.remove import pinned
 from smckpt.checkpoint.records.files import read_body
 from smckpt.checkpoint.records.sealed import FORMAT_VERSION, seal_json
@@ -28,7 +28,7 @@ from smckpt.errors import (
     UsageError,
 )
 from smckpt.storage import Access, StoreOptions, access_to
-from smckpt.storage.urls import Below, is_local, join_url, normal_url, relative_url
+from smckpt.storage.urls import Below, join_url, normal_url, relative_url
 
 __all__ = ["RECORD", "FollowedStep", "follow"]
 
@@ -95,13 +95,11 @@ def follow(
     if every < 1 or interval <= 0:
         raise UsageError(f"every={every!r}, interval={interval!r}", remedy="give positive numbers")
     access = access_to(out, root, storage=storage)
-    if is_local(base) and not os.path.isdir(base):
+    try:
+        refuse_absent(access.open(base))
+    except CheckpointNotFoundError:
         if once:  # an end without an export would look as if all were exported
-            raise CheckpointNotFoundError(
-                "no such directory",
-                remedy="check the path, and that the file system is mounted",
-                path=base,
-            )
+            raise
         log.warning("there is no directory %s yet; its steps are exported when they come", base)
     tried: set[tuple[str, str]] = set()
     while True:

@@ -26,7 +26,7 @@ from smckpt.engine.api import (
     prepare_queue,
 )
 from smckpt.engine.groups import ReplicationGroup
-from smckpt.engine.loading.load_plan import LoadOptions
+from smckpt.engine.load_plan import LoadOptions
 from smckpt.engine.saving.job import SaveHandle, SaveOptions, Timings, options_of
 from smckpt.errors import UsageError
 from smckpt.manager.groups import agreed_group
@@ -217,7 +217,7 @@ class CheckpointManager:
             live = Failed(error)  # async_save tells the peers, who count this save too, and raises
         if not self._prepared:
             meeting, point = self._membership.meeting(self._timeout), f"room/{next(self._rounds)}"
-            run = self.root, self._policies, self._retention.nbytes, self._degrees
+            run = self._steps.root, self._policies, self._retention.nbytes, self._degrees
             line = self._watch.save_seconds, self._timeout
             meet_about_room(meeting, point, live, group, *run, *line)
             self._prepared = True

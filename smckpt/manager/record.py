@@ -24,7 +24,7 @@ from smckpt.decoding import Count
 from smckpt.errors import CheckpointError, UsageError
 from smckpt.meeting.presence import has_ended, own_process
 from smckpt.storage import Storage
-from smckpt.storage.urls import file_url, scheme_of
+from smckpt.storage.urls import file_url, is_in_memory
 
 __all__ = [
     "History",
@@ -76,7 +76,7 @@ def claim_of(found: FoundCheckpoint) -> tuple[int, str]:
 def memory_of(found: FoundCheckpoint) -> str:
     """Where the run's steps in memory were when a manager saved this one; "" if nowhere."""
     url = _manager_of(found.metadata).get("memory")
-    return url if isinstance(url, str) and scheme_of(url) == "keeper" else ""
+    return url if isinstance(url, str) and is_in_memory(url) else ""
 
 
 def run_of(found: FoundCheckpoint) -> dict[str, Any] | None:

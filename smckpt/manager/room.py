@@ -19,8 +19,8 @@ from smckpt.layout.image import compile_layout
 from smckpt.manager.retention import Best, Newest
 from smckpt.meeting.round import Meeting
 from smckpt.state_dict.select import Selector
+from smckpt.storage import Storage
 from smckpt.storage.disk import lustre
-from smckpt.storage.urls import is_local
 from smckpt.topology import ParallelState
 
 __all__ = [
@@ -74,12 +74,12 @@ class _Quota(ctypes.Structure):
     )
 
 
-def room_at(url: str) -> Room | None:
-    """The free space at a path, which need not exist yet. None if it is not known: an object store,
-    or a file system without a size."""
-    if not is_local(url):
+def room_at(root: Storage) -> Room | None:
+    """The free space at a directory, which need not exist yet. None if it is not known: an object
+    store, or a file system without a size."""
+    if root.folder is None:
         return None
-    path = _existing(url)
+    path = _existing(root.folder)
     try:
         stats = os.statvfs(path)
     except OSError:
@@ -158,7 +158,7 @@ def bytes_of(live: Mapping[str, Any], rank: int, group_ranks: Sequence[int]) -> 
 
 
 def check_room(
-    root: str,
+    root: Storage,
     bytes_of_ranks: Mapping[int, int],
     replicas: int,
     policies: Sequence[RetentionPolicy],
@@ -180,7 +180,7 @@ def check_room(
     """
     ranks, step = len(bytes_of_ranks), sum(bytes_of_ranks.values())
     line = (
-        f"saves to {root}: {_count(ranks, 'rank')}{outlook.degrees}, "
+        f"saves to {root.url}: {_count(ranks, 'rank')}{outlook.degrees}, "
         f"{_count(ranks // replicas, 'group')} of {replicas}; "
         f"{bytes_text(step)} a step, up to {bytes_text(max(bytes_of_ranks.values()))} a rank; "
         f"{outlook.time}"
@@ -195,9 +195,10 @@ def check_room(
         raise StorageError(
             f"a step takes {bytes_text(step)}, and there are {left}",
             remedy="free space, raise the quota, or save elsewhere",
-            path=root,
+            path=root.url,
         )
-    _warn_of_full_targets(root, max(bytes_of_ranks.values()))
+    if root.folder is not None:
+        _warn_of_full_targets(root.folder, max(bytes_of_ranks.values()))
     if not policies:
         return
     counted = [one for one in policies if isinstance(one, (Newest, Best))]
@@ -215,10 +216,10 @@ def check_room(
         )
 
 
-def _warn_of_full_targets(root: str, rank: int) -> None:
+def _warn_of_full_targets(folder: str, rank: int) -> None:
     """Name the targets of a Lustre that have less room than a rank writes: a file that Lustre puts
     there cannot be written, although the file system as a whole has room."""
-    targets = lustre.targets(_existing(root)) if is_local(root) else ()
+    targets = lustre.targets(_existing(folder))
     full = sorted((one for one in targets if one.free < rank), key=lambda one: one.free)
     if not full:
         return
@@ -233,9 +234,9 @@ def _warn_of_full_targets(root: str, rank: int) -> None:
         bytes_text(rank),
         named,
         f" and {len(full) - _NAMED} more" if full[_NAMED:] else "",
-        root,
+        folder,
         full[0].index,
-        root,
+        folder,
     )
 
 
@@ -248,7 +249,7 @@ def meet_about_room(
     point: str,
     live: Mapping[str, Any],
     group: ReplicationGroup,
-    root: str,
+    root: Storage,
     policies: Sequence[RetentionPolicy],
     saved: Callable[[], int],
     degrees: ParallelState | None,

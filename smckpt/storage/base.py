@@ -173,8 +173,8 @@ class Storage(ABC):
     #: Whether ranks that need the same bytes should read them once and pass them on. It costs more
     #: than a read out of the host's page cache.
     read_once: bool = False
-    #: Whether reads come through this host's page cache.
-    is_file_system: bool = False
+    #: The directory on a file system, whose files are read through the page cache; None: on none.
+    folder: str | None = None
     #: Whether the store limits requests per prefix of its keys. Then ranks' files may be under
     #: several.
     shards_prefixes: bool = False
@@ -377,7 +377,7 @@ class Storage(ABC):
 
     def rename(self, name: str, new: str) -> None:
         """Give a finished file another name, durably; a file that has it is replaced. Only file
-        systems can (`is_file_system`).
+        systems can (`folder`).
 
         Raises:
             StorageError: the file system refused.
@@ -428,7 +428,7 @@ class Storage(ABC):
 
     def at(self, url: str) -> Storage:
         """The store of another place, with this store's access."""
-        return self.access.open(url)
+        return self if url == self.url else self.access.open(url)
 
     def close(self) -> None:  # noqa: B027
         """Close descriptors and connections. The object may be used again afterwards."""

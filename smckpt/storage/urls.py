@@ -22,6 +22,7 @@ __all__ = [
     "common_parent",
     "file_url",
     "is_below",
+    "is_in_memory",
     "is_local",
     "is_plain_name",
     "is_s3_url",
@@ -69,6 +70,11 @@ def is_local(url: str) -> bool:
 def is_s3_url(url: str | os.PathLike[str]) -> bool:
     """Whether `url` begins with s3://."""
     return scheme_of(os.fspath(url)) == "s3"
+
+
+def is_in_memory(url: str) -> bool:
+    """Whether `url` is in the memory of a job's hosts."""
+    return scheme_of(url) == "keeper"
 
 
 def parse_s3_url(url: str | os.PathLike[str]) -> tuple[str, str]:

@@ -255,7 +255,7 @@ class Output:
         # The index first: after that no mixture of two models can be loaded.
         for name in sorted(filter(_WEIGHTS.match, present), key=lambda n: not n.endswith(".json")):
             self.storage.delete(name)
-        if self.storage.is_file_system:  # of an export that was killed
+        if self.storage.folder is not None:  # of an export that was killed
             for files in (self.storage, self.at(TEMPLATES)):
                 files.discard_unfinished(files.list_unfinished())
         self.check_space()

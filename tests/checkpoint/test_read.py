@@ -120,7 +120,7 @@ def ring(monkeypatch: pytest.MonkeyPatch) -> Lends:
         spans = [b if n in near or not len(b) else Far(b) for n, b in enumerate(buffers)]
         return execute(plan, spans, *more, **{**options, "ring": ring})
 
-    monkeypatch.setattr("smckpt.engine.loading.load.execute", through)
+    monkeypatch.setattr("smckpt.engine.load.execute", through)
     return ring
 
 
@@ -150,7 +150,7 @@ def test_bytes_that_two_far_targets_need_are_read_once(
         spans = [*map(Far, buffers), Far(memoryview(other.numpy()).cast("B"))]
         return read.execute(plan, spans, *more, **{**options, "ring": ring})
 
-    monkeypatch.setattr("smckpt.engine.loading.load.execute", twice)
+    monkeypatch.setattr("smckpt.engine.load.execute", twice)
     target = {"w": torch.zeros(1000, dtype=torch.int64)}
     smckpt.load(target, checkpoint_id=tmp_path)
     assert torch.equal(target["w"], saved) and torch.equal(other, saved)

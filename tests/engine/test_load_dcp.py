@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, fully_shard
 
 import smckpt
-import smckpt.engine.loading.load as engine_load
-import smckpt.engine.loading.load_share as load_share
+import smckpt.engine.load as engine_load
+import smckpt.engine.load_share as load_share
 from smckpt.cli.app import app
 from smckpt.errors import CorruptCheckpointError, KeysMismatchError, TensorMismatchError, UsageError
 from tests.engine.test_load_whole import equal

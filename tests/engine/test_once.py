@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 
 import smckpt
 from smckpt import errors
-from smckpt.engine.loading import passing
+from smckpt.engine import passing
 from smckpt.storage.disk.posix import PosixStorage
 from tests.support.launch import run_ranks
 from tests.support.limits import seconds

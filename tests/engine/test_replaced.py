@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 import smckpt
 from smckpt import errors
-from smckpt.engine.loading import load_plan
+from smckpt.engine import load_plan
 from tests.support.launch import run_ranks
 from tests.support.limits import seconds
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import smckpt
+from smckpt.engine import load
 from smckpt.engine.events import EVERY, telling
-from smckpt.engine.loading import load
 from smckpt.engine.saving import queue, save
 from tests.support.limits import seconds
 

@@ -32,7 +32,7 @@ from smckpt.checkpoint.records.headers import read_header
 from smckpt.checkpoint.records.objects import decode_object
 from smckpt.checkpoint.records.rows import decode_rows
 from smckpt.checkpoint.records.sealed import open_json, open_sections
-from smckpt.engine.loading.load_rounds import Choice, Common
+from smckpt.engine.load_rounds import Choice, Common
 from smckpt.engine.saving.commit import Committed, HostView, Ticket, Written
 from smckpt.engine.saving.commit_groups import GroupSave
 from smckpt.errors import CheckpointError, error_from_json

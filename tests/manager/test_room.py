@@ -17,6 +17,7 @@ from smckpt.errors import StorageError
 from smckpt.manager import room
 from smckpt.manager.retention import Best, Every, Newest
 from smckpt.manager.room import Outlook, Room, degrees_text, room_at
+from smckpt.storage import open_storage
 from tests.support.launch import run_ranks
 
 STATE = {"model": torch.nn.Linear(1000, 1000)}  # 4 MB
@@ -60,15 +61,15 @@ def test_what_the_rules_keep_must_fit_too(tmp_path: Path, left: Any, caplog: Any
 def test_the_best_are_kept_too_and_what_this_run_has_saved_may_go(caplog: Any, left: Any) -> None:
     left(100)
     keep = (Newest(2), Best("loss", 3), Every(1000))
-    room.check_room("/run", {0: 20, 1: 10}, 2, keep, lambda: 80, Outlook("", None))
+    room.check_room(open_storage("/run"), {0: 20, 1: 10}, 2, keep, lambda: 80, Outlook("", None))
     assert not caplog.records
-    room.check_room("/run", {0: 20, 1: 10}, 2, keep, lambda: 79, Outlook("", None))
+    room.check_room(open_storage("/run"), {0: 20, 1: 10}, 2, keep, lambda: 79, Outlook("", None))
     assert "keep up to 5 steps, and those of Every(steps=1000), and one more" in caplog.text
 
 
 def test_where_nobody_tells_nothing_is_refused(tmp_path: Path, left: Any, caplog: Any) -> None:
     caplog.set_level(logging.INFO, logger="smckpt")
-    assert room_at("s3://bucket/run") is None
+    assert room_at(open_storage("s3://bucket/run")) is None
     left(None)
     with CheckpointManager(tmp_path, keep_last_n=5) as manager:
         manager.save(1, STATE)
@@ -76,7 +77,7 @@ def test_where_nobody_tells_nothing_is_refused(tmp_path: Path, left: Any, caplog
 
 
 def test_the_file_system_tells_of_a_place_that_is_not_there_yet(tmp_path: Path) -> None:
-    told = room_at(str(tmp_path / "a" / "b"))
+    told = room_at(open_storage(tmp_path / "a" / "b"))
     free = os.statvfs(tmp_path)
     assert told is not None and told.nbytes <= free.f_blocks * free.f_frsize
 
@@ -86,7 +87,7 @@ def test_a_file_system_without_a_size_tells_nothing(
 ) -> None:
     told = SimpleNamespace(f_blocks=0, f_bavail=0, f_frsize=4096)
     monkeypatch.setattr(os, "statvfs", lambda _: told)
-    assert room_at(str(tmp_path)) is None
+    assert room_at(open_storage(tmp_path)) is None
 
 
 def test_the_smaller_of_quota_and_file_system_counts(
@@ -102,7 +103,7 @@ def test_the_smaller_of_quota_and_file_system_counts(
 
     monkeypatch.setattr(room, "_device_of", lambda _: "/dev/a")
     monkeypatch.setattr(ctypes, "CDLL", lambda _: SimpleNamespace(quotactl=quotactl))
-    assert room_at(str(tmp_path)) == Room(1000, "this user's quota")
+    assert room_at(open_storage(tmp_path)) == Room(1000, "this user's quota")
     assert asked == [(0x80000700, b"/dev/a", os.getuid())]
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from smckpt.engine.loading.load_rounds import Rounds
+from smckpt.engine.load_rounds import Rounds
 from smckpt.errors import (
     CheckpointError,
     CheckpointReplacedError,

@@ -15,6 +15,7 @@ import pytest
 
 from smckpt.manager import room
 from smckpt.manager.room import Outlook, Room, room_at
+from smckpt.storage import open_storage
 from smckpt.storage.disk import lustre
 from smckpt.storage.disk.lustre import LustreTarget, quotas_left, targets
 from tests.support.limits import seconds
@@ -76,14 +77,14 @@ def test_each_target_is_told_and_those_that_do_not_answer_are_left_out(
 
 def test_a_full_target_is_named_with_what_to_do(lfs: Answers, tmp_path: Path, caplog: Any) -> None:
     lfs(df=DF)
-    root = str(tmp_path / "run" / "not" / "there")
+    root = open_storage(tmp_path / "run" / "not" / "there")
     room.check_room(root, {0: 500_000, 1: 1_000_000}, 1, (), lambda: 0, Outlook("", None))
     assert not caplog.records  # each has room for a rank
     room.check_room(root, {0: 500_000, 1: 2_000_000}, 1, (), lambda: 0, Outlook("", None))
     (warned,) = (one for one in caplog.records if one.levelno == logging.WARNING)
     said = warned.getMessage()
     assert "1 of 3 Lustre targets" in said and "scratch-OST0001 (1.0 MB left)" in said
-    assert "OST0000" not in said and f"lfs find {root} --ost 1" in said and "setstripe" in said
+    assert "OST0000" not in said and f"lfs find {root.url} --ost 1" in said and "setstripe" in said
 
 
 QUOTA = "{path} 1000{star}  {soft}  {hard}  -  12  0  0  -\n"
@@ -104,7 +105,7 @@ def test_the_rest_of_the_users_quota(lfs: Answers, tmp_path: Path, user: str, le
     none = QUOTA.format(path=tmp_path, star="", soft=0, hard=0)
     lfs(user=user.replace("{path}", str(tmp_path)), group=none, project="    0 - x\n")
     assert list(quotas_left(str(tmp_path))) == [("this user's Lustre quota", left * 1024)]
-    assert room_at(str(tmp_path)) == Room(left * 1024, "this user's Lustre quota")
+    assert room_at(open_storage(tmp_path)) == Room(left * 1024, "this user's Lustre quota")
 
 
 def test_the_quotas_of_group_and_project_count_too(lfs: Answers, tmp_path: Path) -> None:
@@ -120,7 +121,7 @@ def test_the_quotas_of_group_and_project_count_too(lfs: Answers, tmp_path: Path)
     ]
     assert f"quota -q -g {group} {tmp_path}" in calls(tmp_path)
     assert f"quota -q -p 42 {tmp_path}" in calls(tmp_path)
-    assert room_at(str(tmp_path)) == Room(200 * 1024, "the Lustre quota of project 42")
+    assert room_at(open_storage(tmp_path)) == Room(200 * 1024, "the Lustre quota of project 42")
 
 
 def test_elsewhere_and_where_lfs_says_something_else_it_is_as_without_it(

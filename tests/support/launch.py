@@ -41,7 +41,7 @@ PRELOADED_ON_CPU = [
     "pytest",  # most modules of tests do
     # not smckpt.engine.api: its runtime remembers the process that imported it, and when it began
     "smckpt.engine.saving.save",
-    "smckpt.engine.loading.load",
+    "smckpt.engine.load",
     "smckpt.full",
     "smckpt.state_dict",
 ]

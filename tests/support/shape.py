@@ -34,6 +34,7 @@ CORE = (
     "layout", "topology.py", "storage", "meeting", "checkpoint", "state_dict", "staging", "full",
     "engine", "manager", "errors.py", "registry.py", "calls.py", "_version.py",
 )  # fmt: skip
+SCHEME = ("scheme_of", "is_local", "is_s3_url")  # what a URL begins with
 WORDS = ("its", "place", "told", "said", "way")  # that name a thing by no noun of the field
 NO_CODE = {
     tokenize.COMMENT,
@@ -128,6 +129,16 @@ def words(found: list[Module]) -> str:
             if token.type == tokenize.NAME:
                 parts.update(re.findall("[a-z]+", re.sub("([A-Z])", r"_\1", token.string).lower()))
     return ", ".join(f"{word} {parts[word]}" for word in WORDS)
+
+
+def scheme_checks(found: list[Module]) -> int:
+    """How often a module above `storage` asks for the scheme of a URL."""
+    return sum(
+        isinstance(node, ast.Call) and getattr(node.func, "id", "") in SCHEME
+        for path, _, tree in found
+        if path.parts[0] != "storage"
+        for node in ast.walk(tree)
+    )
 
 
 def arguments(found: list[Module]) -> str:
@@ -262,6 +273,10 @@ def table() -> list[tuple[str, str]]:
         ("modules over 500 lines", str(sum(len(t.splitlines()) > 500 for _, t, _ in found))),
         ("`import smckpt; save; load` imports; of the translator", f"{len(used)}; {translator}"),
         *((f"{what}: modules, functions, moves", counted) for what, counted in walks()),
+        (
+            "checks of a URL's scheme above `storage`: the core, all",
+            f"{scheme_checks(core)}, {scheme_checks(found)}",
+        ),
         ("private functions used once, of all functions", f"{once}, {100 * once / every:.0f}%"),
         ("largest folders", largest_folder(found)),
         ("arguments", arguments(found)),

@@ -20,7 +20,7 @@ from smckpt.decoding import decode
 from smckpt.errors import CheckpointError, CheckpointNotFoundError, PeerError, StorageError
 from smckpt.storage import Storage, StoreOptions, access_to
 from smckpt.storage.faults import twice
-from smckpt.storage.urls import is_local, local_path, normal_url, relative_url
+from smckpt.storage.urls import normal_url, relative_url
 
 __all__ = ["FoundCheckpoint", "find_checkpoints", "in_order", "latest", "once", "walk"]
 
@@ -152,7 +152,21 @@ def found_below(top: Storage, depth: int = DEPTH, *, sure: bool = False) -> list
             found.append(one)
     if sure and unread and not found:
         raise unread[0]
-    return in_order(once(found, str))
+    return in_order(once(top, found, str))
+
+
+def refuse_absent(root: Storage) -> None:
+    """An empty answer for a mistyped directory would look like an answer.
+
+    Raises:
+        CheckpointNotFoundError: it is on a file system, and is no directory.
+    """
+    if root.folder is not None and not os.path.isdir(root.folder):
+        raise CheckpointNotFoundError(
+            "no such directory",
+            remedy="check the path, and that the file system is mounted",
+            path=root.url,
+        )
 
 
 def walk(
@@ -172,12 +186,13 @@ def walk(
         yield from walk(storage.join(name), depth - 1)
 
 
-def once(found: Iterable[Kind], url_of: Callable[[Kind], str]) -> list[Kind]:
-    """Each directory once: a link beside it, such as `latest`, is no other checkpoint."""
+def once(top: Storage, found: Iterable[Kind], url_of: Callable[[Kind], str]) -> list[Kind]:
+    """Each directory below `top` once: a link beside it, such as `latest`, is no other one."""
     kept: dict[str, Kind] = {}
     for one in found:
         url = url_of(one).rstrip("/")
-        real = os.path.realpath(local_path(url)) if is_local(url) else url
+        folder = top.at(url).folder
+        real = url if folder is None else os.path.realpath(folder)
         if real not in kept or os.path.basename(url) == os.path.basename(real):
             kept[real] = one
     return list(kept.values())

@@ -331,7 +331,7 @@ def claimed(storage: Storage, attempt: str) -> bool:
 def release(storage: Storage, attempt: str) -> None:
     """End a claim, or a fence of one's own."""
     storage.delete(fence_name(attempt))
-    if storage.is_file_system:
+    if storage.folder is not None:
         storage.discard_unfinished([fence_name(attempt)])  # of one who was killed
 
 

@@ -227,7 +227,7 @@ class RunDirectory:
                 damaged.append(Damaged(None, subpath, error))
             elif level == self.template.depth:
                 subpaths.append(subpath)
-            elif level == self.template.depth - 1 and here.is_file_system:
+            elif level == self.template.depth - 1 and here.folder is not None:
                 damaged += self._no_directories(here, subpath, names)
         steps = ((self.template.step_of(subpath), subpath) for subpath in subpaths)
         found = sorted(

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple, Protocol
 
 from smckpt.checkpoint.records.crc import BLOCK, combined, crc64, hex64, unpacked_sums
@@ -45,15 +46,16 @@ class OtherFile:
     size: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class SavedFile:
-    """A data file and the rank that wrote it."""
+    """A data file and the rank that wrote it. A catalogue makes one of each file, so they are
+    compared by identity."""
 
     directory: str
     record: FileRecord | OtherFile
     rank: int
 
-    @property
+    @cached_property
     def path(self) -> str:
         return file_url(self.directory, self.record.name)
 
@@ -62,9 +64,6 @@ class SavedFile:
         """The record of a file of ours, which names its checksums."""
         assert isinstance(self.record, FileRecord)
         return self.record
-
-    def __hash__(self) -> int:
-        return hash((self.directory, self.record.name))
 
 
 class Span(Protocol):

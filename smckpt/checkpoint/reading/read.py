@@ -275,7 +275,7 @@ class Reads:
             return False
         places = {file.directory for file, _, _ in self._all()}
         return share_of_processors() < 2 and all(
-            readers.storage(position).is_file_system for position in places
+            readers.storage(position).folder is not None for position in places
         )
 
 

@@ -53,10 +53,9 @@ def open_any(storage: Storage, *, choose: str | None = None, name: str | None = 
     from smckpt.checkpoint.reading.committed import open_catalogue
     from smckpt.checkpoint.records.format import parse_name
     from smckpt.errors import CheckpointNotFoundError
-    from smckpt.storage.urls import is_local, local_path
 
     failure: CheckpointNotFoundError | None = None
-    single = is_local(storage.url) and os.path.isfile(local_path(storage.url))
+    single = storage.folder is not None and os.path.isfile(storage.folder)
     if not single and (choose is None or parse_name(choose) is not None):
         try:
             return open_catalogue(storage, choose=choose, name=name)

@@ -22,7 +22,7 @@ _PREFIX = re.compile(r"[0-9a-f]{2}-smckpt")
 _OF_RANKS = ("part-", "data-")  # how names of ranks' files begin
 _ATTRIBUTES = (
     "write_threads", "read_threads", "request_bytes", "rereads", "exclusive", "one_process",
-    "read_once", "is_file_system", "shards_prefixes", "prefixes", "prefix_root",
+    "read_once", "folder", "shards_prefixes", "prefixes", "prefix_root",
 )  # fmt: skip
 
 

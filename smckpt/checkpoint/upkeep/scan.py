@@ -107,7 +107,7 @@ class ScannedFile:
                     at = number * BLOCK - low
                     self.sums.update(self.reader.sums(low + at, data[at : at + BLOCK]))
         except CheckpointError as error:
-            if self.reader.storage.is_file_system and len(data) > BLOCK:
+            if self.reader.storage.folder is not None and len(data) > BLOCK:
                 # a bad sector leaves the other blocks
                 parts = range(0, len(data), BLOCK)
                 each = [self.read(low + at, data[at : at + BLOCK]) for at in parts]

@@ -303,7 +303,13 @@ def _spawn(niceness: int, threads: int) -> _Process:
             trainer = _pidfd(os.getpid())
             if trainer is not None:
                 passed.callback(os.close, trainer)
-            stderr = _anonymous_log()
+            if hasattr(os, "memfd_create"):
+                fd = os.memfd_create("smckpt-worker-stderr", os.MFD_CLOEXEC)
+            else:
+                with tempfile.TemporaryFile() as file:
+                    fd = os.dup(file.fileno())
+            fcntl.fcntl(fd, fcntl.F_SETFL, os.O_APPEND)  # the worker truncates it sometimes
+            stderr = fd
             kept.callback(os.close, stderr)
             inherited = [theirs.fileno()] + ([] if trainer is None else [trainer])
             # The trainer's absolute `sys.path` entries, and the directory of smckpt
@@ -361,16 +367,6 @@ def _pidfd(pid: int) -> int | None:
         if error.errno in (errno.ENOSYS, errno.EPERM, errno.EINVAL):
             return None
         raise
-
-
-def _anonymous_log() -> int:
-    if hasattr(os, "memfd_create"):
-        fd = os.memfd_create("smckpt-worker-stderr", os.MFD_CLOEXEC)
-    else:
-        with tempfile.TemporaryFile() as file:
-            fd = os.dup(file.fileno())
-    fcntl.fcntl(fd, fcntl.F_SETFL, os.O_APPEND)  # the worker truncates it sometimes
-    return fd
 
 
 def _tail(stderr: int) -> str:

@@ -160,7 +160,19 @@ class _Differing:
                 self._steps[path[:-3]] = max(self._steps.get(path[:-3], value), value)
             return
         if path and path[-1] == "param_groups" and isinstance(value, (list, tuple)):
-            self.values[dotted(path)] = _hyperparameters(value)
+            # The hyperparameters of an optimizer: the first learning rate, and a digest of all
+            plain = [
+                sorted(
+                    (str(k), repr(v)) for k, v in group.items() if k != "params" and _is_plain(v)
+                )
+                for group in value
+                if isinstance(group, Mapping)
+            ]
+            digest = hashlib.sha256(repr(plain).encode()).hexdigest()[:8]
+            rate = value[0].get("lr") if value and isinstance(value[0], Mapping) else None
+            self.values[dotted(path)] = (
+                f"lr {rate:.6g} (digest {digest})" if _is_number(rate) else f"digest {digest}"
+            )
             return
         if isinstance(value, Mapping):
             if "last_epoch" in value and ("_step_count" in value or "_last_lr" in value):
@@ -241,18 +253,6 @@ def _is_number(value: Any) -> bool:
 
 def _whole(value: float) -> float:
     return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-def _hyperparameters(groups: Sequence[Any]) -> str:
-    """The hyperparameters of an optimizer: the first learning rate, and a digest of all."""
-    plain = [
-        sorted((str(k), repr(v)) for k, v in group.items() if k != "params" and _is_plain(v))
-        for group in groups
-        if isinstance(group, Mapping)
-    ]
-    digest = hashlib.sha256(repr(plain).encode()).hexdigest()[:8]
-    rate = groups[0].get("lr") if groups and isinstance(groups[0], Mapping) else None
-    return f"lr {rate:.6g} (digest {digest})" if _is_number(rate) else f"digest {digest}"
 
 
 def _is_plain(value: Any) -> bool:

@@ -31,7 +31,7 @@ from smckpt.storage.disk.directory import Directory
 from smckpt.storage.disk.posix_read import Descriptor, Reading, is_a_link, not_a_file, open_file
 from smckpt.storage.disk.posix_write import PosixWriter, publish, write_all
 from smckpt.storage.faults import refuse_size, storage_error, too_short
-from smckpt.storage.urls import is_below, normal_url, relative_url
+from smckpt.storage.urls import is_below, normal_url
 
 __all__ = ["TEMPORARY_SUFFIX", "PosixStorage"]
 
@@ -58,13 +58,11 @@ class PosixStorage(Storage):
         folder: where the directory is, if `path` is a URL that does not say it.
     """
 
-    is_file_system = True
-
     def __init__(
         self, path: str, access: Access | None = None, *, folder: str | None = None
     ) -> None:
         super().__init__(path, access)
-        self._folder = self.url if folder is None else normal_url(folder)
+        self.folder: str = self.url if folder is None else normal_url(folder)
         self._named = self.url  # what the user named: this directory, or one above it
         self._below: tuple[str, ...] = ()  # the names from there to here
         self._go_from(self.access.named)
@@ -83,7 +81,7 @@ class PosixStorage(Storage):
             self._below = _names_below(self.url, nearest)
 
     def create_file(self, name: str, size: int, *, replace: bool = False) -> PosixWriter:
-        refuse_size(size, self._folder)
+        refuse_size(size, self.folder)
         path = self._path(name)
         begun = _temporary(name) if replace else name
         try:
@@ -219,19 +217,19 @@ class PosixStorage(Storage):
         except (FileNotFoundError, NotADirectoryError):
             return
         except OSError as error:
-            raise storage_error(error, self._folder, "make the deletions durable") from error
+            raise storage_error(error, self.folder, "make the deletions durable") from error
 
     def remove_directory(self) -> None:
         self.refuse_links()  # rmdir of a link would only say that it stays
         try:
             if not self._below:
-                os.rmdir(self._folder)
+                os.rmdir(self.folder)
                 return
             with Directory.open(self._above(self._below), self._below[:-1]) as parent:
                 parent.remove_directory(self._below[-1])
         except OSError as error:
             if error.errno not in _STAYS:
-                raise storage_error(error, self._folder, "remove the empty directory") from error
+                raise storage_error(error, self.folder, "remove the empty directory") from error
 
     def at(self, url: str) -> Storage:
         there = super().at(url)
@@ -248,7 +246,7 @@ class PosixStorage(Storage):
         except (FileNotFoundError, NotADirectoryError):
             return  # nothing is there, so no link can lead elsewhere
         except OSError as error:
-            raise storage_error(error, self._folder, "open the directory") from error
+            raise storage_error(error, self.folder, "open the directory") from error
 
     def reading_from(self, *urls: str) -> Storage:
         return self._again(replace(self.access, read_from=(*self.access.read_from, *urls)))
@@ -262,7 +260,7 @@ class PosixStorage(Storage):
         return following
 
     def _again(self, access: Access) -> PosixStorage:
-        again = PosixStorage(self.url, access, folder=self._folder)
+        again = PosixStorage(self.url, access, folder=self.folder)
         again._named, again._below = self._named, self._below
         return again
 
@@ -271,7 +269,7 @@ class PosixStorage(Storage):
 
     def _above(self, names: Sequence[str]) -> str:
         """The directory from which `names` lead here."""
-        above = self._folder
+        above = self.folder
         for _ in names:
             above = os.path.dirname(above)
         return above
@@ -293,7 +291,7 @@ class PosixStorage(Storage):
 
     def _path(self, name: str) -> str:
         self.refuse_name(name)
-        return os.path.join(self._folder, name)
+        return os.path.join(self.folder, name)
 
     def _unfinished(self) -> Sequence[tuple[str, str]]:
         """(temporary name, name) of each temporary file: the second is the one it was to get."""
@@ -312,7 +310,7 @@ class PosixStorage(Storage):
         """All entries, which can be looked at in the block."""
         with ExitStack() as open_ones:
             try:
-                here: str | int = self._folder
+                here: str | int = self.folder
                 if self._read_below:
                     here = open_ones.enter_context(self._reading()).listable()
                     open_ones.callback(os.close, here)
@@ -320,7 +318,7 @@ class PosixStorage(Storage):
             except FileNotFoundError:
                 entries = []
             except OSError as error:
-                raise storage_error(error, self._folder, "list the directory") from error
+                raise storage_error(error, self.folder, "list the directory") from error
             yield entries
 
     def _is_taken(self, name: str) -> bool:
@@ -399,8 +397,7 @@ def _nearest(url: str, above: Sequence[str]) -> str | None:
 
 
 def _names_below(url: str, above: str) -> tuple[str, ...]:
-    relative = relative_url(url, above)
-    return tuple(relative.rstrip("/").split("/")) if relative else ()
+    return tuple(name for name in url[len(above) :].split("/") if name)
 
 
 def _is_file(entry: os.DirEntry[str]) -> bool:

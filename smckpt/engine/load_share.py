@@ -16,14 +16,14 @@ from smckpt.checkpoint.reading.portions import TeamRuns, portion_bytes, portions
 from smckpt.checkpoint.reading.read import Reads
 from smckpt.checkpoint.reading.readers import open_any
 from smckpt.decoding import decode
-from smckpt.engine.loading.load_plan import LoadPlan, LoadRequest
-from smckpt.engine.loading.load_rounds import Address, Choice, Rounds
+from smckpt.engine.load_plan import LoadPlan, LoadRequest
+from smckpt.engine.load_rounds import Address, Choice, Rounds
 from smckpt.meeting.group import Group
 from smckpt.meeting.keys import to_text
 from smckpt.storage import Storage
 
 if TYPE_CHECKING:
-    from smckpt.engine.loading.passing import Passing
+    from smckpt.engine.passing import Passing
 
 log = logging.getLogger("smckpt")
 
@@ -73,7 +73,7 @@ def share(
     rank of the group also how many bytes its ranks need, if they say so."""
     if not planned.agreed.shares:
         return None, 0
-    from smckpt.engine.loading.passing import Door, Passing  # not every load shares
+    from smckpt.engine.passing import Door, Passing  # not every load shares
 
     meeting, point = rounds.group, f"{rounds.point}/share"
     reads = Reads(planned.plan, planned.memory.buffers)

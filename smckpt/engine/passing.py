@@ -32,7 +32,7 @@ from typing import Any
 from smckpt.checkpoint.reading.blocks import Destination, HostMemory, Readers
 from smckpt.checkpoint.reading.portions import Portion, PortionTargets, divided
 from smckpt.checkpoint.reading.read import Reads
-from smckpt.engine.loading.load_rounds import Address
+from smckpt.engine.load_rounds import Address
 from smckpt.errors import CheckpointError, PeerError, as_checkpoint_error, error_from_json
 from smckpt.layout.image import ALIGNMENT
 from smckpt.meeting.group import Group

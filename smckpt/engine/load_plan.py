@@ -5,18 +5,18 @@ The whole plan is checked against the checkpoint before a tensor is touched.
 
 from __future__ import annotations
 
-import functools
 import logging
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from smckpt.checkpoint.reading.catalogue import Catalogue
 from smckpt.checkpoint.reading.plan import ReadPlan, followed_rank, plan_local, plan_logical
 from smckpt.checkpoint.reading.plan_local import ParallelCoordinates, differing_names, refuse_names
-from smckpt.engine.loading.load_memory import LoadMemory, memory_of, whole_state
-from smckpt.engine.loading.load_rounds import Choice, Common
+from smckpt.engine.load_memory import LoadMemory, memory_of, whole_state
+from smckpt.engine.load_rounds import Choice, Common
 from smckpt.errors import CheckpointError, KeysMismatchError, TopologyError, UsageError
 from smckpt.layout.containers import FACTS, made_again
 from smckpt.layout.entries import Entry, Path, dotted
@@ -162,9 +162,9 @@ class LoadRequest:
         """Whether a target with these top keys must take the value that was saved at `path`."""
         return self.keys != "target" and (not self.keys or _under(path, tops))
 
-    @property
+    @cached_property
     def storage(self) -> Storage:
-        """The access to the directory's store."""
+        """The directory's store."""
         return self.access.open(self.directory)
 
 
@@ -244,7 +244,7 @@ def plan_of(
     tops = tuple(sorted(map(str, state_dict)))
     if objects is not None and any(len(entry.path) == 1 for entry in selection.entries):
         tops = ("", *tops)  # tensors at the top are one part, called ""
-    asked = functools.partial(request.asked, tops=tops)
+    asked = partial(request.asked, tops=tops)
     plan = _read_plan(catalogue, selection, asked, by_key, coordinates, request, group, state_dict)
     if objects is not None:
         if request.strict:

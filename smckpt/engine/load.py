@@ -25,7 +25,7 @@ from smckpt.checkpoint.reading.read import execute, share_of_processors
 from smckpt.checkpoint.reading.readers import open_any
 from smckpt.engine.events import LoadEvent, Sinks, telling
 from smckpt.engine.groups import partition_of
-from smckpt.engine.loading.load_plan import (
+from smckpt.engine.load_plan import (
     LoadPlan,
     LoadRequest,
     LoadTarget,
@@ -33,7 +33,7 @@ from smckpt.engine.loading.load_plan import (
     refuse_spare,
     unread,
 )
-from smckpt.engine.loading.load_rounds import (
+from smckpt.engine.load_rounds import (
     Choice,
     Common,
     Rounds,
@@ -43,7 +43,7 @@ from smckpt.engine.loading.load_rounds import (
     total,
     unless,
 )
-from smckpt.engine.loading.load_share import for_all, glance, open_chosen, share
+from smckpt.engine.load_share import for_all, glance, open_chosen, share
 from smckpt.errors import (
     CheckpointReplacedError,
     UsageError,
@@ -61,7 +61,7 @@ from smckpt.state_dict.select import Selection, Selector
 from smckpt.storage import Storage
 
 if TYPE_CHECKING:
-    from smckpt.engine.loading.passing import Passing
+    from smckpt.engine.passing import Passing
     from smckpt.layout.entries import Entry
 
 __all__ = ["Loader"]

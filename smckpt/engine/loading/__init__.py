@@ -1,1 +1,0 @@
-"""A load: choose, plan, read, give back."""

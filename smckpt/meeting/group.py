@@ -215,7 +215,8 @@ class Membership:
         self.group = group
         self.name = name
         self._pid = os.getpid()
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # held for no wait: who leaves takes it
+        self._agreeing = threading.Lock()  # held while this process agrees on a meeting
         self._meetings: dict[str, Meeting] = {}
         self._own = threading.local()  # the client is closed when its thread ends
         self._farewell: Store | None = None  # the client for `leave`: no thread waits on it
@@ -235,6 +236,13 @@ class Membership:
             return f"the coordinator of group {ranks[:4]}{'…' if len(ranks) > 4 else ''}"
 
         return self._agreed(prefix, mine, groups, timeout, name)
+
+    def _connected(self) -> Store:
+        """This thread's client of the job's store, for which another one says farewell."""
+        if getattr(self._own, "store", None) is None:
+            self._own.store = client_of(self.group.store)
+        self._farewell = self._farewell or client_of(self.group.store)
+        return self._own.store  # type: ignore[no-any-return]
 
     def announce(
         self, rounds: Sequence[Round], step_rounds: Sequence[Round] = (), *, ends: bool = False
@@ -299,14 +307,13 @@ class Membership:
         name: Callable[[int], str],
         ranks: Sequence[int] = (),
     ) -> Meeting:
-        with self._lock:
-            if len(members) == 1:
+        if len(members) == 1:
+            with self._lock:
                 return self._meetings.setdefault(prefix, alone())
-            store: Store | None = getattr(self._own, "store", None)  # this thread's client
-            if store is None:
-                store = self._own.store = client_of(self.group.store)
-            if prefix not in self._meetings:
-                self._farewell = self._farewell or client_of(self.group.store)
+        with self._agreeing:
+            store = self._connected()
+            meeting = self._meetings.get(prefix)
+            if meeting is None:
                 ends = self._ends(store)
                 ends.drop([str(self.group.rank)])  # of an earlier life on this store
 
@@ -318,7 +325,7 @@ class Membership:
                         remedy="all ranks make the same saves and loads; look at its log",
                     )
 
-                self._meetings[prefix] = agree(
+                meeting = agree(
                     store,
                     prefix,
                     member=member,
@@ -329,7 +336,9 @@ class Membership:
                     sideways=self._farewell,
                     has_left=has_left,
                 )
-            return _over(self._meetings[prefix], store)
+                with self._lock:
+                    self._meetings[prefix] = meeting
+            return _over(meeting, store)
 
 
 def _over(meeting: Meeting, store: Store) -> Meeting:

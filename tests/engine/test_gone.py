@@ -192,3 +192,26 @@ dist.distributed_c10d._get_default_store().set("heard", "1")
 def test_a_manager_hears_of_a_rank_that_has_left(tmp_path: Path, how: str, victim: int) -> None:
     _, text = ranks(tmp_path, how, str(victim), str(tmp_path / "c"), script=MANAGER)
     assert "HEARD" in text and f"rank {victim} " in text, text
+
+
+NEVER_MET = """
+import os, select, sys, torch, torch.distributed as dist, smckpt
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+dist.broadcast_object_list(pids := [os.getpid()], src=0)
+if rank == 0:
+    smckpt.async_save({"a": torch.ones(3)}, checkpoint_id=sys.argv[1])
+else:
+    poll = select.poll()
+    poll.register(os.pidfd_open(pids[0]), select.POLLIN)
+    print("rank 0 has ended" if poll.poll(60_000) else "rank 0 waits", flush=True)
+"""
+
+
+def test_an_exit_ends_in_its_time_although_the_first_save_has_met_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its peer lives and makes no save. What the exit has to say waits for no meeting."""
+    monkeypatch.setenv("SMCKPT_EXIT_TIMEOUT", "1")
+    _, text = ranks(tmp_path, str(tmp_path / "c"), script=NEVER_MET)
+    assert "rank 0 has ended" in text, text

@@ -264,7 +264,7 @@ def test_a_keeper_that_is_a_service_outlives_the_job(
 
 
 HARMED = """
-import json, os, signal, sys
+import contextlib, json, os, signal, sys
 import torch, torch.distributed as dist
 from smckpt import CheckpointManager, Memory
 
@@ -276,9 +276,12 @@ with CheckpointManager(sys.argv[1], interval=1000, memory=Memory(1), random=Fals
     manager.restore(into=state)
     for step in range(1, 40):
         if step == 4 and rank == 1:  # its host's keeper
-            keepers = [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc")))
-                       if b"memory.keeper" in open(f"/proc/{pid}/cmdline", "rb").read()
-                       and os.stat(f"/proc/{pid}/ns/net") == os.stat("/proc/self/ns/net")]
+            keepers = []
+            for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
+                with contextlib.suppress(OSError):  # a process that has ended meanwhile
+                    if (b"memory.keeper" in open(f"/proc/{pid}/cmdline", "rb").read()
+                            and os.stat(f"/proc/{pid}/ns/net") == os.stat("/proc/self/ns/net")):
+                        keepers.append(pid)
             os.kill(keepers[0], number)
         dist.barrier()
         if manager.should_save(step):

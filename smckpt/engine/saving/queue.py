@@ -73,10 +73,12 @@ class SaveQueue:
     # -- the front: called by the training thread -------------------------------------------
 
     def prepare(self) -> None:
-        """Start the worker, without a wait. A failure is that of the first save, which tries it
-        again."""
+        """Start the worker, and the thread, which meets the other ranks; without a wait. A failure
+        is that of the first save, which tries both again."""
         with contextlib.suppress(CheckpointError):
             self._worker.start()
+        with self._front:
+            self._start_thread()
 
     def submit(
         self,
@@ -103,11 +105,7 @@ class SaveQueue:
             job.reported = failed is not None
             job.blocked = job.elapsed() + job.waited
             self.flying = job.handle
-            if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._serve, name=f"smckpt-{self.name}", daemon=True
-                )
-                self._thread.start()
+            self._start_thread()
             self._inbox.put((job, commit))
             if failed is not None:
                 raise failed
@@ -253,7 +251,16 @@ class SaveQueue:
 
     # -- the thread --------------------------------------------------------------------------
 
+    def _start_thread(self) -> None:
+        if self._thread is None:
+            name = f"smckpt-{self.name}"
+            self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
+            self._thread.start()
+
     def _serve(self) -> None:
+        if not self._calls:  # it was prepared, and no save waits
+            with contextlib.suppress(CheckpointError):
+                self.membership.meeting(SaveOptions().timeout)
         while (staged := self._next()) is not None:
             job, commit = staged
             while not self._ended(job, commit):

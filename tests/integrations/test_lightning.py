@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import smckpt
+from smckpt.integrations.lightning import SmckptMemory
+from smckpt.manager.memory import SERVICE
 from tests.support import child
+from tests.support.hosts import keeper_service
 
 SCRIPT = Path(__file__).parents[1] / "support" / "lightning_run.py"
 
@@ -41,6 +45,30 @@ def test_two_ranks_of_fsdp2_go_on_bit_for_bit_after_a_kill(tmp_path: Path) -> No
     assert {rank["resumed"]["sharded"] for rank in told} == {"DTensor"}
     kept(tmp_path / "run", told)
     held(told, 2)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("how", "ranks"), [("disk", 1), ("fsdp1", 2), ("fsdp2", 2)])
+def test_a_run_goes_on_from_the_memory_of_its_hosts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, ranks: int
+) -> None:
+    with keeper_service() as (name, _):
+        monkeypatch.setenv(SERVICE, name)
+        told = child.killed_and_resumed(
+            SCRIPT, tmp_path / "run", f"{how}-memory", ("die",), ranks=ranks
+        )
+    assert len(told) == ranks and names(tmp_path / "run") == ["last.ckpt"]  # of the end alone
+    for rank in told:
+        ours, losses = rank["resumed"].pop("losses"), rank["straight"].pop("losses")
+        assert ours == losses[-len(ours) :]
+        assert ours[0][0] in (4, 5)  # the save of step 4 may be under way when it is killed
+        assert rank["resumed"] == rank["straight"]
+
+
+def test_steps_in_memory_are_refused_where_rank_0_saves_alone() -> None:
+    trainer = SimpleNamespace(world_size=2, strategy=SimpleNamespace())
+    with pytest.raises(smckpt.UsageError, match="SmckptMemory is not honoured under SimpleName"):
+        SmckptMemory(smckpt.Memory(20)).setup(trainer, None, "fit")
 
 
 @pytest.mark.long

@@ -4,7 +4,8 @@ Its arguments: OUT HOW WHAT. OUT: a directory or an s3:// URL. HOW: s3 (NeMo's p
 plugin for any place), fsdp1, fsdp2, tp (FSDP2 with tensor parallel pairs), hybrid1, hybrid2 (pairs
 that shard, and hold replicas of each other), two (FSDP2, two optimizers that the module steps),
 epochs (saves at the ends of epochs, a shuffled DataLoader);
-"-sync" after it waits for each commit, "-wrapped" puts AsyncCheckpointIO around the plugin. WHAT:
+"-sync" after it waits for each commit, "-wrapped" puts AsyncCheckpointIO around the plugin,
+"-memory" saves each step in memory and none on disk. WHAT:
 "die" (SIGKILL to itself in step 5), "resume" (go on in OUT, then train in OUT-straight without a
 stop; print both as JSON), "loaded" (only load the last in OUT, and print what is not as it was
 saved).
@@ -185,6 +186,9 @@ def trainer(out: str, how: str, dies: int) -> Any:
     kept: dict[str, Any] = {"every_n_train_steps": 2}
     if how == "epochs":
         kept = {"save_on_train_epoch_end": True}
+    in_memory = [ours.SmckptMemory(smckpt.Memory(1))] if "memory" in more else []
+    if in_memory:
+        kept = {"every_n_train_steps": 100}
     saved = ModelCheckpoint(
         dirpath=out, filename="{step}", monitor="loss", save_top_k=2, save_last=True, **kept
     )
@@ -204,7 +208,7 @@ def trainer(out: str, how: str, dies: int) -> Any:
     # with max_steps Lightning itself miscounts after a resumption from the end of an epoch
     until = {"max_epochs": 3} if how == "epochs" else {"max_steps": STEPS}
     return ours.SmckptTrainer(
-        accelerator="cpu", **until, callbacks=[Seen(dies), saved], logger=False,
+        accelerator="cpu", **until, callbacks=[Seen(dies), saved, *in_memory], logger=False,
         enable_progress_bar=False, enable_model_summary=False, log_every_n_steps=1,
         default_root_dir=tempfile.gettempdir(), **where,
     )  # fmt: skip

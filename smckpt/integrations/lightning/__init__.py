@@ -17,6 +17,7 @@ from smckpt.integrations.lightning.connector import (  # noqa: E402
     SmckptCheckpointConnector,
     SmckptTrainer,
 )
+from smckpt.integrations.lightning.memory import SmckptMemory  # noqa: E402
 from smckpt.integrations.lightning.plugin import (  # noqa: E402
     S3CheckpointIO,
     SmckptCheckpointIO,
@@ -36,6 +37,7 @@ __all__ = [
     "SmckptCheckpointConnector",
     "SmckptCheckpointIO",
     "SmckptFSDPStrategy",
+    "SmckptMemory",
     "SmckptModelParallelStrategy",
     "SmckptTrainer",
     "load_any",

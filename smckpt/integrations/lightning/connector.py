@@ -21,6 +21,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import distributed as dist
 
 from smckpt.checkpoint.records.objects import decode_object, encode_object
+from smckpt.integrations.lightning.memory import SmckptMemory
 from smckpt.integrations.lightning.plugin import Saves, written_by_lightning
 from smckpt.manager.state import random_state, set_random_state
 from smckpt.storage.urls import is_local
@@ -101,6 +102,15 @@ class SmckptCheckpointConnector(_CheckpointConnector):  # type: ignore[misc]
                 last |= set(filter(os.path.exists, callback._find_last_checkpoints(self.trainer)))
         ours = max(found, key=lambda one: (one.step or 0, one.committed_at), default=None)
         stock = max(filter(written_by_lightning, last), key=_modified, default=None)
+        kept = [one.kept for one in self.trainer.callbacks if isinstance(one, SmckptMemory)]
+        steps = (step for one in kept if one is not None for step in one.newest_first())
+        newest = next(steps, None)
+        if (
+            newest is not None
+            and (ours is None or (newest.step or 0) > (ours.step or 0))
+            and (stock is None or newest.committed_at > _modified(stock))
+        ):
+            return newest.path
         if stock is not None and (ours is None or _modified(stock) > ours.committed_at):
             return stock
         if ours is None:

@@ -14,8 +14,9 @@ from typing import Any
 
 import smckpt
 from smckpt.checkpoint.commits.discover import FoundCheckpoint
-from smckpt.checkpoint.commits.run_directory import RunDirectory
+from smckpt.checkpoint.commits.run_directory import RunDirectory, Template
 from smckpt.engine.groups import ReplicationGroup
+from smckpt.engine.saving.job import SaveHandle
 from smckpt.errors import UsageError
 from smckpt.manager.memory import Memory, MemoryTier, Tiers
 from smckpt.manager.resume import resume
@@ -46,38 +47,54 @@ class KeptSteps:
     """
     Args:
         disk: the run, as the door saves it.
+        named: of a run that is in memory alone, its name, with `template`.
     """
 
-    def __init__(self, memory: Memory, disk: RunDirectory) -> None:
+    def __init__(
+        self,
+        memory: Memory,
+        disk: RunDirectory | None,
+        *,
+        named: str = "",
+        template: str = "{step}",
+    ) -> None:
         group = group_of(None)
         assert group is not None
-        root, template = normal_url(disk.root.url), disk.template
-        digest = hashlib.sha256(f"{root}\0{template.text}".encode()).hexdigest()[:12]
+        root = named if disk is None else normal_url(disk.root.url)
+        self._template = Template(template) if disk is None else disk.template
+        digest = hashlib.sha256(f"{root}\0{self._template.text}".encode()).hexdigest()[:12]
         self._membership = Membership(group, f"door/{digest}")
         schedule = Schedule(self._membership, memory.interval, _SECONDS)
-        self._tier = MemoryTier(memory, root, template, smckpt.SaveOptions(), schedule)
+        self._tier = MemoryTier(memory, root, self._template, smckpt.SaveOptions(), schedule)
         self._group = ReplicationGroup(None, group.ranks, "")
         self._disk = disk
         self._begun = False
         self._rounds = count(1)  # the ranks call it alike
 
-    def save(self, step: int, state: Callable[[], dict[str, Any]]) -> None:
-        """Save a step that is due in memory and not on disk.
+    def save(self, step: int, state: Callable[[], dict[str, Any]]) -> SaveHandle | None:
+        """Save a step that is due in memory. None: it is not due, or memory takes none.
 
         Args:
             state: makes what is saved.
         """
         self.begin()
-        if self._tier.is_due(step):
-            save = partial(smckpt.async_save, state(), step=step)
-            self._tier.save(save, self._disk.template.subpath(step), self._group, {})
+        if not self._tier.is_due(step):
+            return None
+        save = partial(smckpt.async_save, state(), step=step)
+        return self._tier.save(save, self._template.subpath(step), self._group, {})
 
-    def resume(self, load: Callable[[FoundCheckpoint], None], after: int = -1) -> bool:
+    def resume(
+        self,
+        load: Callable[[FoundCheckpoint], None],
+        after: int = -1,
+        only: int | None = None,
+    ) -> bool:
         """Load the newest step of memory and disk that all ranks can load; False: there is none.
 
         Args:
             load: fills this rank's state.
             after: a step of another system; older ones do not count.
+            only: the one step that counts.
 
         Raises:
             CheckpointError: there are steps, but none of them loads, or the program does not fit.
@@ -85,7 +102,7 @@ class KeptSteps:
         self.begin()
         meeting, point = self._membership.meeting(_SECONDS), f"restore/{next(self._rounds)}"
         self._tier.discard_unfinished()
-        tiers = Tiers(self._disk, self._tier.steps, after)
+        tiers = Tiers(self._disk, self._tier.steps, after, only)
         found = resume(meeting, point, tiers, load, _SECONDS).found
         self.restored(max(after, 0) if found is None else found.step or 0)
         return found is not None

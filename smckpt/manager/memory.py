@@ -333,20 +333,25 @@ class _WhatFits:
 @dataclass(frozen=True)
 class Tiers:
     """The steps in memory and on disk, for `resume`: newest first, of one step that in memory.
-    Those up to the step `after` do not count."""
+    Those up to the step `after` do not count, and where there is an `only`, no other one does."""
 
-    disk: RunDirectory
+    disk: RunDirectory | None
     memory: RunDirectory | None
     after: int = -1
+    only: int | None = None
 
     @property
     def root(self) -> Any:
-        return self.disk.root
+        found = self.disk or self.memory
+        assert found is not None  # only then is there a step
+        return found.root
 
     def newest_first(self) -> Iterator[FoundCheckpoint | Damaged]:
         """As `RunDirectory.newest_first`. Keepers that do not answer cost their steps."""
-        every = heapq.merge(self.in_memory(), self.disk.newest_first(), key=_order)
-        return (one for one in every if one.step is None or one.step > self.after)
+        on_disk = iter(()) if self.disk is None else self.disk.newest_first()
+        for one in heapq.merge(self.in_memory(), on_disk, key=_order):
+            if one.step is None or (one.step > self.after and self.only in (None, one.step)):
+                yield one
 
     def in_memory(self) -> Iterator[FoundCheckpoint | Damaged]:
         """The steps there of which every file is: others went with their hosts. A load of one would
@@ -355,7 +360,7 @@ class Tiers:
             return
         try:
             for one in self.memory.newest_first():
-                lost = str(one.error) if isinstance(one, Damaged) else self._missing(one)
+                lost = str(one.error) if isinstance(one, Damaged) else _missing(self.memory, one)
                 if lost:
                     log.warning("step %s in memory is lost: %s", one.step, lost)
                 else:
@@ -363,11 +368,12 @@ class Tiers:
         except StorageError as error:
             log.warning("the steps in memory are passed over: %s", error)
 
-    def _missing(self, one: FoundCheckpoint) -> str:
-        try:
-            return what_is_missing(self.disk.root.at(one.path), one.identity)
-        except CheckpointError as error:
-            return str(error)
+
+def _missing(steps: RunDirectory, one: FoundCheckpoint) -> str:
+    try:
+        return what_is_missing(steps.root.at(one.path), one.identity)
+    except CheckpointError as error:
+        return str(error)
 
 
 def _order(one: FoundCheckpoint | Damaged) -> float:

@@ -9,10 +9,11 @@ import importlib.util
 import os
 import pkgutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
+from itertools import accumulate
 from types import ModuleType
 from typing import Any
 
@@ -176,6 +177,16 @@ def _put_package(provided: Provided, ours: str, theirs: str) -> None:
     below = pkgutil.walk_packages(package.__path__, f"{ours}.")
     for name in (ours, *(found.name for found in below)):
         provided.module(theirs + name.removeprefix(ours), importlib.import_module(name))
+
+
+def _put_modules(provided: Provided, modules: Mapping[str, Mapping[str, Any]]) -> None:
+    """Provide modules of an absent package (name → what is in it), and those above them."""
+    parts = (name.split(".") for name in modules)
+    for name in sorted({above for each in parts for above in accumulate(each, "{}.{}".format)}):
+        module = ModuleType(name, "smckpt, in the place of another package")
+        module.__dict__.update(modules.get(name, {}))
+        module.__path__ = []  # it may have others below it
+        provided.module(name, module)
 
 
 def put_sagemaker(provided: Provided, shadow: bool) -> None:
@@ -351,8 +362,6 @@ def put_nemo(provided: Provided, shadow: bool) -> None:
     resumes = {name: getattr(ours, name) for name in names_of_resume}
     sizes = {name: getattr(s3, name) for name in s3.__all__ if name.startswith("DEFAULT_")}
     modules: dict[str, dict[str, Any]] = {
-        "nemo": {},
-        "nemo.utils": {},
         "nemo.utils.s3_dirpath_utils": {
             "S3_PATH_PREFIX": "s3://",
             "build_s3_url": build_s3_url,
@@ -360,16 +369,10 @@ def put_nemo(provided: Provided, shadow: bool) -> None:
         },
         "nemo.utils.s3_utils": {"S3Utils": s3.S3Utils, **sizes},
         "nemo.utils.exp_manager": resumes,
-        "nemo.utils.callbacks": {},
         "nemo.utils.callbacks.s3_checkpoint_io": {"S3CheckpointIO": ours.S3CheckpointIO},
         "nemo.utils.callbacks.nemo_model_checkpoint": resumes,
     }
-    for name, names in modules.items():
-        module = ModuleType(name, "smckpt, in NeMo's place")
-        module.__dict__.update(names)
-        if not names:
-            module.__path__ = []
-        provided.module(name, module)
+    _put_modules(provided, modules)
 
 
 def put_torchtune(provided: Provided, shadow: bool) -> None:
@@ -417,19 +420,47 @@ def put_nvrx(provided: Provided, shadow: bool) -> None:
 
 def put_dcp(provided: Provided, shadow: bool) -> None:
     """Replace DCP's save, load, reader and writer."""
+    from smckpt.integrations.dcp import calls
+
+    effects = {
+        "save": "saves in smckpt's format",
+        "async_save": "saves in the background, by a process of its own",
+        "load": "loads smckpt's checkpoints and DCP's",
+    }
+    _put_calls(provided, calls, effects)
+    put_storage(provided)
+
+
+def _put_calls(provided: Provided, calls: ModuleType, effects: Mapping[str, str]) -> None:
+    """Replace DCP's functions of these names."""
     from torch.distributed import checkpoint
     from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 
-    from smckpt.integrations.dcp import calls
+    for name, effect in effects.items():
+        for owner in (checkpoint, state_dict_loader if name == "load" else state_dict_saver):
+            provided.attribute(owner, name, getattr(calls, name), effect)
 
-    for owner in (checkpoint, state_dict_saver):
-        provided.attribute(owner, "save", calls.save, "saves in smckpt's format")
-        effect = "saves in the background, by a process of its own"
-        provided.attribute(owner, "async_save", calls.async_save, effect)
-    for owner in (checkpoint, state_dict_loader):
-        effect = "loads smckpt's checkpoints and DCP's"
-        provided.attribute(owner, "load", calls.load, effect)
-    put_storage(provided)
+
+def put_hyperpod(provided: Provided, shadow: bool) -> None:
+    """Provide the names of the absent `amzn_sagemaker_checkpointing`, and have DCP's save and load
+    take its writer and reader."""
+    from smckpt.integrations.hyperpod import calls, config, tiered
+
+    top = "amzn_sagemaker_checkpointing"
+    _refuse_shadow(top, shadow)
+    both = {name: getattr(tiered, name) for name in tiered.__all__}
+    of_config = {name: getattr(config, name) for name in config.__all__}
+    files = f"{top}.checkpointing.filesystem"
+    modules = {
+        f"{top}.config.sagemaker_checkpoint_config": of_config,
+        f"{top}.config.s3_path_strategy": of_config,
+        f"{files}.exceptions": of_config,
+    }
+    for name in (files, f"{files}.filesystem", f"{files}.reader", f"{files}.writer"):
+        modules[name] = both
+    _put_modules(provided, modules)
+    effect = "a writer or reader of tiers goes to smckpt, others as before"
+    _put_calls(provided, calls, dict.fromkeys(calls.__all__, effect))
 
 
 def put_storage(provided: Provided) -> None:
@@ -465,4 +496,5 @@ DOORS: dict[str, tuple[str, _Door]] = {
     "torchtitan": ("torchtitan", put_torchtitan),
     "nvrx": ("torch", put_nvrx),
     "dcp": ("torch", put_dcp),
+    "hyperpod": ("torch", put_hyperpod),
 }

@@ -17,7 +17,7 @@ from smckpt.run.doors import DOORS
 
 PACKAGES = (
     "torch", "transformers", "accelerate", "lightning", "nemo", "nvidia_resiliency_ext",
-    "torchtune", "torchtitan", "fsspec",
+    "torchtune", "torchtitan", "fsspec", "amzn_sagemaker_checkpointing",
 )  # fmt: skip
 
 

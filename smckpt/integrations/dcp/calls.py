@@ -167,7 +167,7 @@ def save(
         RuntimeError: no store is known for `checkpoint_id`.
     """
     storage_writer = storage_writer if by_place is None else by_place
-    if not _ours(storage_writer, DistributedFileSystemWriter) or not _plain_save(planner):
+    if not _ours(storage_writer, DistributedFileSystemWriter) or not is_plain_save(planner):
         return _save(
             state_dict,
             checkpoint_id=None if storage_writer is None else checkpoint_id,
@@ -177,7 +177,7 @@ def save(
             no_dist=no_dist,
             use_collectives=use_collectives,
         )
-    handle = _as_dcp(
+    handle = as_dcp(
         lambda: api.save(
             state_dict,
             checkpoint_id=_detected(checkpoint_id, storage_writer),
@@ -220,7 +220,7 @@ def async_save(
         RuntimeError: no store is known for `checkpoint_id`.
     """
     stager_ours = async_stager is None or type(async_stager) is DefaultStager
-    ours = _ours(storage_writer, DistributedFileSystemWriter) and _plain_save(planner)
+    ours = _ours(storage_writer, DistributedFileSystemWriter) and is_plain_save(planner)
     if not ours or not stager_ours:
         return _async_save(
             state_dict,
@@ -234,7 +234,7 @@ def async_save(
             no_dist=no_dist,
             use_collectives=use_collectives,
         )
-    handle = _as_dcp(
+    handle = as_dcp(
         lambda: api.async_save(
             state_dict,
             checkpoint_id=_detected(checkpoint_id, storage_writer),
@@ -247,7 +247,7 @@ def async_save(
     _note_engine(storage_writer)
     if handle is None:
         return None
-    upload = _Upload(handle, _ranks(process_group))
+    upload = Upload(handle, _ranks(process_group))
     if getattr(getattr(async_stager, "_config", None), "use_async_staging", False):
         staged: Future[None] = Future()
         staged.set_result(None)
@@ -312,14 +312,14 @@ def load(
         by_dcp()
     except CheckpointError as error:
         if storage_reader is not None or not _has_extensions(location):
-            raise _dcp_error(error, _ranks(process_group)) from error
+            raise dcp_error(error, _ranks(process_group)) from error
         by_dcp()
     for key, value in before.items():  # DCP sets what has no load_state_dict
         if not isinstance(value, Stateful):
             state_dict[key] = state_dict[key]
 
 
-class _Upload(Future[Any]):
+class Upload(Future[Any]):
     """A save as the future that DCP's callers know: it fails with `CheckpointException`."""
 
     def __init__(self, handle: SaveHandle, ranks: tuple[int, ...]) -> None:
@@ -330,7 +330,7 @@ class _Upload(Future[Any]):
 
     def _end(self, handle: Future[Timings]) -> None:
         if (failure := self._begun.error) is not None:
-            self.set_exception(_dcp_error(failure, self._ranks))
+            self.set_exception(dcp_error(failure, self._ranks))
         else:
             self.set_result(handle.result())
 
@@ -348,7 +348,7 @@ def _ours(given: Any, kind: type[Any]) -> bool:
     return given is None or isinstance(given, kind)
 
 
-def _plain_save(planner: Any) -> bool:
+def is_plain_save(planner: Any) -> bool:
     """Whether our engine saves what this planner would. It has caches and a balance of its own."""
     return planner is None or (
         type(planner) is DefaultSavePlanner
@@ -400,12 +400,12 @@ def _detected(checkpoint_id: CheckpointId, storage: Any = None) -> Any:
     return checkpoint_id
 
 
-def _as_dcp(call: Callable[[], T], process_group: Any) -> T:
+def as_dcp(call: Callable[[], T], process_group: Any) -> T:
     """The call, with DCP's error for ours."""
     try:
         return call()
     except CheckpointError as error:
-        raise _dcp_error(error, _ranks(process_group)) from error
+        raise dcp_error(error, _ranks(process_group)) from error
 
 
 def _ranks(process_group: Any) -> tuple[int, ...]:
@@ -414,7 +414,7 @@ def _ranks(process_group: Any) -> tuple[int, ...]:
     return (0,) if group is None else group.ranks
 
 
-def _dcp_error(error: CheckpointError, ranks: tuple[int, ...]) -> CheckpointException:
+def dcp_error(error: CheckpointError, ranks: tuple[int, ...]) -> CheckpointException:
     """DCP's error: ours, under the number of its rank in the group."""
     rank = ranks.index(error.rank) if error.rank in ranks else 0
     stack = traceback.extract_tb(error.__traceback__)

@@ -1,0 +1,228 @@
+"""`save`, `async_save` and `load` of torch.distributed.checkpoint, where the writer or reader names
+tiers. All other calls go to what stood there before.
+
+Each save goes to the memory of the hosts (`integrations/kept.py`), and to the disk or S3 when the
+config says so. A load takes the newest step that is whole over both.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import MutableMapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
+
+from smckpt.checkpoint.commits.discover import FoundCheckpoint
+from smckpt.engine import api
+from smckpt.engine.saving.job import SaveHandle, SaveOptions
+from smckpt.errors import CheckpointNotFoundError, UsageError
+from smckpt.integrations.dcp import calls as dcp_calls
+from smckpt.integrations.hyperpod.config import SageMakerInMemoryTierError, Snapshot
+from smckpt.integrations.hyperpod.tiered import (
+    SageMakerTieredStorageReader,
+    SageMakerTieredStorageWriter,
+)
+from smckpt.integrations.kept import KeptSteps
+from smckpt.integrations.replaced import run_directory
+from smckpt.manager.memory import Memory
+from smckpt.meeting.group import Group, group_of
+
+__all__ = ["async_save", "load", "save"]
+
+log = logging.getLogger("smckpt")
+
+KEEP = 3  # steps in memory, as the package has its daemon keep
+QUEUE = "hyperpod"  # of the saves to disk and S3
+STEPS = "step_{step}"
+
+# what stood there before `smckpt run --for hyperpod` replaced the names
+_save, _async_save = state_dict_saver.save, state_dict_saver.async_save
+_load = state_dict_loader.load
+
+
+@dataclass
+class TiersOfJob:
+    """The steps in memory, of each namespace and root that this process has named; kept by the
+    runtime, whose own queues have the saves."""
+
+    group: Group
+    kept: dict[tuple[str, str], KeptSteps] = field(default_factory=dict)
+
+    @property
+    def flying(self) -> SaveHandle | None:
+        return None
+
+    def finalize(self, blocking: bool, timeout: float | None = None) -> list[int]:
+        return []
+
+    def close(self, timeout: float) -> list[SaveHandle]:
+        return []
+
+    def of(self, group: Group, asked: Snapshot) -> KeptSteps:
+        if not self.group.same_life(group):  # the process group was made again
+            self.group, self.kept = group, {}
+        key = asked.namespace, asked.root
+        if key not in self.kept:
+            self.kept[key] = KeptSteps(
+                Memory(interval=1, keep=KEEP),
+                run_directory(asked.root, STEPS, {}) if asked.root else None,
+                named=asked.namespace,
+                template=STEPS,
+            )
+        return self.kept[key]
+
+
+def save(state_dict: dict[str, Any], by_place: Any = None, **named: Any) -> Any:
+    """As `async_save`, and wait until all tiers are done.
+
+    Returns:
+        The save's `Timings`, where DCP returns its `Metadata`.
+    """
+    writer = named.pop("storage_writer", None) if by_place is None else by_place
+    if not isinstance(writer, SageMakerTieredStorageWriter):
+        return _save(state_dict, storage_writer=writer, **named)
+    in_memory, decisive = _begun(state_dict, writer, **named)
+    if in_memory is not None:
+        in_memory.ended()
+    return dcp_calls.Upload(decisive, _ranks()).result()
+
+
+def async_save(state_dict: dict[str, Any], *, storage_writer: Any = None, **named: Any) -> Any:
+    """Copy the state, once for each tier, and return. It is written and committed in the
+    background.
+
+    Args:
+        named: as in DCP. checkpoint_id, a planner with caches or rules of its own, no_dist and
+            process_group are refused.
+
+    Returns:
+        A future: of the step on disk or in S3 where the config wants it there, else in memory.
+
+    Raises:
+        CheckpointException: this call, or an earlier save that nobody asked about, failed.
+    """
+    if not isinstance(storage_writer, SageMakerTieredStorageWriter):
+        return _async_save(state_dict, storage_writer=storage_writer, **named)
+    _, decisive = _begun(state_dict, storage_writer, **named)
+    return dcp_calls.Upload(decisive, _ranks())
+
+
+def load(
+    state_dict: MutableMapping[str, Any],
+    by_place: Any = None,
+    *,
+    storage_reader: Any = None,
+    planner: Any = None,
+    **named: Any,
+) -> None:
+    """Load the reader's step, or the newest one that is whole in memory, on disk or in S3. Where a
+    rank finds a step damaged, all go on to the next older one.
+
+    Raises:
+        CheckpointException: no step can be loaded, or it does not fit; on every rank.
+    """
+    reader = storage_reader if by_place is None else by_place
+    if not isinstance(reader, SageMakerTieredStorageReader):
+        _load(state_dict, storage_reader=reader, planner=planner, **named)
+        return
+
+    def fill(found: FoundCheckpoint) -> None:
+        try:
+            dcp_calls.load(state_dict, checkpoint_id=found.path, planner=planner)
+        except CheckpointException as error:  # which of ours says whether an older step may load
+            raise (error.__cause__ or error) from None
+        reader.step = found.step
+
+    def filled() -> None:
+        kept, wanted = _kept(reader.asked, named), reader.step
+        if not kept.resume(fill, only=wanted):
+            what = "no step" if wanted is None else f"step {wanted}"
+            raise CheckpointNotFoundError(
+                f"{what} of namespace {reader.asked.namespace} is whole in memory"
+                + (f" or below {reader.asked.root}" if reader.asked.root else ""),
+                remedy="save one first; without a path in S3, steps end with the job",
+                path=reader.asked.root or None,
+            )
+
+    dcp_calls.as_dcp(filled, None)
+
+
+def _begun(
+    state_dict: dict[str, Any],
+    writer: SageMakerTieredStorageWriter,
+    planner: Any = None,
+    async_checkpointer_type: Any = None,
+    async_stager: Any = None,
+    use_collectives: bool = True,
+    **named: Any,
+) -> tuple[SaveHandle | None, SaveHandle]:
+    """The save in memory, and the one that decides whether the step is saved."""
+    del async_checkpointer_type, async_stager, use_collectives  # our engine copies and writes
+    asked, step = writer.asked, writer.step
+    logger = writer.checkpoint_config.logger or log
+
+    def note(tier: str, success: str, handle: SaveHandle) -> None:
+        setattr(writer, success, handle.error is None)
+        if handle.error is None:
+            logger.info("step %d of %s is in %s", step, asked.namespace, tier)
+        else:
+            logger.warning(
+                "step %d of %s is not in %s: %s", step, asked.namespace, tier, handle.error
+            )
+
+    def both() -> tuple[SaveHandle | None, SaveHandle | None]:
+        if not dcp_calls.is_plain_save(planner):
+            raise UsageError(
+                f"a {type(planner).__name__} is not honoured with a tiered writer",
+                remedy="leave planner= out, or save with another writer",
+            )
+        in_memory = _kept(asked, named).save(step, lambda: state_dict)
+        if in_memory is not None:
+            in_memory.add_done_callback(partial(note, "memory", "in_memory_success"))
+        if not asked.durable:
+            return in_memory, in_memory
+        run = run_directory(asked.root, STEPS, {})
+        durable = api.async_save(
+            state_dict,
+            checkpoint_id=run.root.join(run.template.subpath(step)).url,
+            step=step,
+            options=SaveOptions(queue=QUEUE),
+        )
+        assert durable is not None
+        durable.add_done_callback(partial(note, asked.root, "s3_success"))
+        return in_memory, durable
+
+    in_memory, decisive = dcp_calls.as_dcp(both, None)
+    if decisive is None:
+        error = SageMakerInMemoryTierError(
+            f"step {step} of {asked.namespace} is not saved: memory takes none, as the log says",
+            remedy="save it to S3 as well (save_to_s3), or give the hosts' keepers more memory",
+        )
+        raise dcp_calls.dcp_error(error, _ranks()) from error
+    return in_memory, decisive
+
+
+def _kept(asked: Snapshot, named: MutableMapping[str, Any]) -> KeptSteps:
+    """
+    Raises:
+        UsageError: an argument of DCP's is not honoured; names it.
+    """
+    if other := sorted(name for name, value in named.items() if value not in (None, False)):
+        raise UsageError(
+            f"{', '.join(other)} is not honoured with a tiered writer or reader",
+            remedy="leave it out: the config names the place, and all ranks take part",
+        )
+    group = group_of(None)
+    assert group is not None
+    tiers = api._RUNTIME.adopt(QUEUE, group.ranks, lambda: TiersOfJob(group))
+    assert isinstance(tiers, TiersOfJob)
+    return tiers.of(group, asked)
+
+
+def _ranks() -> tuple[int, ...]:
+    group = group_of(None)
+    return (0,) if group is None else group.ranks

@@ -36,6 +36,11 @@ def memory_of(given: Mapping[str, Any]) -> Memory | None:
         UsageError: it is something else.
     """
     found = given.get("memory")
+    if isinstance(found, Memory) and found.daemon is not None:
+        raise UsageError(
+            "daemon of Memory is not honoured by this door",
+            remedy="leave it out: keepers hold the steps",
+        )
     if found is None or isinstance(found, Memory):
         return found
     raise UsageError(

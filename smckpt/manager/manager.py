@@ -126,6 +126,11 @@ class CheckpointManager:
         top, self._template = rooted(os.fspath(root))
         self.root = normal_url(top)
         self._store_options = storage
+        if memory is not None and memory.daemon is not None and storage is not None:
+            raise UsageError(
+                "storage= is not honoured with Memory(daemon=), whose commits go to the same store",
+                remedy="set SMCKPT_S3_* and the AWS settings in the environment",
+            )
         self._policies = policies_of(keep_last_n, keep)
         self._options = replace(options_of(options, timeout), queue=QUEUE)
         self._random, self._timeout = random, timeout

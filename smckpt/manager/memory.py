@@ -40,6 +40,7 @@ from smckpt.manager.schedule import Interval, Schedule, refused
 from smckpt.meeting.group import Membership
 from smckpt.staging.arena import free_memory
 from smckpt.storage import open_storage
+from smckpt.storage.memory.hyperpod import RETAINED, HyperPodStorage, daemon_url
 from smckpt.storage.memory.keeper import listening
 from smckpt.storage.memory.store import KeeperStorage, asked_locally, job_of
 from smckpt.storage.memory.wire import Peer, own_address
@@ -72,6 +73,8 @@ class Memory:
             others; None: half of what is free when the first rank starts it.
         domain: what may fail together with this rank's host, such as the name of its rack. Copies
             go to other domains, as far as there are any. None: the host by itself.
+        daemon: "http://HOST:9200/NAMESPACE" of HyperPod's managed tier, which then holds the bytes
+            in place of keepers and copies them by its own rules; the commits go below the root.
     """
 
     interval: Interval
@@ -79,6 +82,7 @@ class Memory:
     replicas: int = 1
     budget: int | None = None
     domain: str | None = None
+    daemon: str | None = None
 
     def __post_init__(self) -> None:
         refused(self.interval)
@@ -93,6 +97,20 @@ class Memory:
         if self.domain is not None and not (isinstance(self.domain, str) and self.domain):
             raise UsageError(
                 f"domain of Memory is {self.domain!r}", remedy="give the name of a rack or zone"
+            )
+        if self.daemon is None:
+            return
+        daemon_url(self.daemon, "/")
+        for name in ("replicas", "budget", "domain"):
+            if getattr(self, name) != type(self).__dataclass_fields__[name].default:
+                raise UsageError(
+                    f"{name} of Memory is not honoured by HyperPod's daemon",
+                    remedy="leave it out: the cluster's managed tier says it",
+                )
+        if self.keep > RETAINED - 2:
+            raise UsageError(
+                f"keep of Memory is {self.keep}, and the daemon drops all but {RETAINED} steps",
+                remedy=f"give at most {RETAINED - 2}: two more may be unfinished",
             )
 
 
@@ -114,7 +132,7 @@ class MemoryTier:
         self.root = ""  # of the steps; "": the tier is off
         self.steps: RunDirectory | None = None
         self.retention: Retention | None = None
-        self._template = template
+        self._template, self._disk_root = template, root
         self._member = -1
         self._policy = _WhatFits(1)
         self._newest = ""  # of the commits
@@ -130,7 +148,8 @@ class MemoryTier:
         memory, self._member = self.memory, membership.group.index
         if memory is None:
             return
-        self._join = partial(self._joined, memory, membership, timeout)
+        found = self._joined if memory.daemon is None else self._reached
+        self._join = partial(found, memory, membership, timeout)
         root, peers, failed = self._join()
         if failed:
             log.warning("no step is kept in memory: %s", failed)
@@ -141,7 +160,9 @@ class MemoryTier:
         self._policy = _WhatFits(memory.keep)
         self.retention = Retention(self.steps, (self._policy,), None)
         prepare_queue(MEMORY_QUEUE, process_group)
-        if self._member == 0:
+        if self._member == 0 and memory.daemon is not None:
+            log.info("steps are kept in memory (interval %s) below %s", memory.interval, self.root)
+        elif self._member == 0:
             have = min(memory.replicas, len(peers) - 1)
             log.info(
                 "steps are kept in memory (interval %s) below %s: %d hosts, %d copies on others",
@@ -154,6 +175,23 @@ class MemoryTier:
                 log.warning("%d hosts hold %d copies, not %d", len(peers), have, memory.replicas)
             if have and len({domain for *_, domain in peers}) == 1:
                 log.warning("all hosts are in domain %s: copies do not leave it", memory.domain)
+
+    def _reached(
+        self, memory: Memory, membership: Membership, timeout: float
+    ) -> tuple[str, list[list[Any]], str]:
+        """As `_joined`, of HyperPod's daemon, which every rank has to reach."""
+        meeting, self._joins = membership.meeting(timeout), self._joins + 1
+        root = daemon_url(str(memory.daemon), self._disk_root)
+
+        def mine() -> str:
+            try:
+                HyperPodStorage(root).reach()
+            except CheckpointError as error:
+                return str(error)
+            return ""
+
+        failed = meeting.round(f"memory/{self._joins}/daemon", mine, _first, timeout=timeout)
+        return root, [], failed
 
     def _joined(
         self, memory: Memory, membership: Membership, timeout: float
@@ -201,12 +239,9 @@ class MemoryTier:
                 return str(error)
             return ""
 
-        def first(brought: Callable[[], dict[int, str]]) -> str:
-            return next((error for error in brought().values() if error), "")
-
         job, is_service = meeting.round(f"{point}/job", lambda: None, named, timeout=timeout)
         peers, failed = meeting.round(f"{point}/keepers", mine, all_of, timeout=timeout)
-        failed = failed or meeting.round(f"{point}/joined", joined, first, timeout=timeout)
+        failed = failed or meeting.round(f"{point}/joined", joined, _first, timeout=timeout)
         return f"keeper://{job}/{self._run}" if is_service else f"keeper://{job}", peers, failed
 
     def is_due(self, step: int) -> bool:
@@ -281,18 +316,20 @@ class MemoryTier:
         begun: all ranks are at their first restore."""
         if self.steps is None or self._member or self._last is not None:
             return
+        store = open_storage(self.root)
+        assert isinstance(store, KeeperStorage | HyperPodStorage)
         try:
             self.steps.forget()
             steps = [
                 one.subpath if isinstance(one, Damaged) else self.steps.subpath_of(one)
                 for one in self.steps.newest_first()
             ]
-            for directory, names in KeeperStorage(self.root).tree().items():
+            for directory, names in store.tree().items():
                 if not any(
                     f"{directory}/".startswith(f"{step}/" if step else "") for step in steps
                 ):
                     log.info("%s in memory was never committed: deleted", directory)
-                    KeeperStorage(f"{self.root}/{directory}").delete_many(names)
+                    store.join(directory).delete_many(names)
         except StorageError as error:
             log.warning("what was not committed stays in memory: %s", error)
 
@@ -305,6 +342,8 @@ class MemoryTier:
             self._heal()
 
     def _heal(self) -> None:
+        if self.memory is None or self.memory.daemon is not None:
+            return
         with contextlib.suppress(StorageError):  # the next save says what is wrong
             asked_locally(job_of(self.root), {"do": "heal"})
 
@@ -374,6 +413,11 @@ def _missing(steps: RunDirectory, one: FoundCheckpoint) -> str:
         return what_is_missing(steps.root.at(one.path), one.identity)
     except CheckpointError as error:
         return str(error)
+
+
+def _first(brought: Callable[[], dict[int, str]]) -> str:
+    """The first error of those that the ranks bring; "" if there is none."""
+    return next((error for error in brought().values() if error), "")
 
 
 def _order(one: FoundCheckpoint | Damaged) -> float:

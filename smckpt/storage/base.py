@@ -455,11 +455,11 @@ _STORES: Registry[Any] = Registry(
     object,
     "smckpt.stores",
     {
-        "": "smckpt.storage.disk.posix:PosixStorage",
-        "file": "smckpt.storage.disk.posix:PosixStorage",
+        **dict.fromkeys(("", "file"), "smckpt.storage.disk.posix:PosixStorage"),
         "s3": "smckpt.storage.s3.storage:open_s3",
         "msc": "smckpt.storage.fsspec_store:open_msc",
         "keeper": "smckpt.storage.memory.store:KeeperStorage",
+        "hyperpod": "smckpt.storage.memory.hyperpod:HyperPodStorage",
     },
 )
 

@@ -1,8 +1,8 @@
 """A writer for stores that take only whole files. It gathers the file on this host and sends it at
 the end.
 
-The pieces go to a nameless file in the temporary directory (TMPDIR). So little memory is needed,
-and an aborted write has sent nothing.
+The pieces go to a nameless file in the temporary directory (TMPDIR), so that little memory is
+needed, or in memory, for a store that is faster than that. An aborted write has sent nothing.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ class SpooledWriter(FileWriter):
         send: called once with the whole file, open for reading; publishes it under its name, or
             raises and publishes nothing.
         remove: called by `abort` after the file was sent.
+        in_memory: gather it in memory.
     """
 
     def __init__(
@@ -41,6 +42,8 @@ class SpooledWriter(FileWriter):
         size: int,
         send: Callable[[BinaryIO], None],
         remove: Callable[[], None],
+        *,
+        in_memory: bool = False,
     ) -> None:
         refuse_size(size, path)
         self._path, self._size = path, size
@@ -52,7 +55,11 @@ class SpooledWriter(FileWriter):
         import tempfile  # imported late, so that `smckpt ls` answers sooner
 
         try:
-            self._file: BinaryIO | None = tempfile.TemporaryFile()  # noqa: SIM115
+            self._file: BinaryIO | None = (
+                os.fdopen(os.memfd_create("smckpt"), "w+b")
+                if in_memory
+                else tempfile.TemporaryFile()  # noqa: SIM115
+            )
         except OSError as error:
             raise self._unspooled(error) from error
 

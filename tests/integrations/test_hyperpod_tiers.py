@@ -9,7 +9,7 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ from smckpt.run import provide
 from smckpt.storage import open_storage
 from tests.support.launch import ROOT, run_ranks
 from tests.support.limits import seconds
+from tests.support.managed_tier import DAEMONS, ask, blob_of
 
 TRAIN = ROOT / "tests" / "support" / "hyperpod_train.py"
 
@@ -196,6 +197,78 @@ def test_a_pickle_in_the_place_of_metadata_runs_nothing(s3_root: str, tmp_path: 
     theirs.put("metadata.metadata", pickle.dumps(Bomb(str(mark))))
     assert run_ranks(loads, 2, s3_root) == [(2, True), (2, True)]
     assert not mark.exists()
+
+
+# -- HyperPod's daemon in place of our keepers -----------------------------------------------------
+
+
+@pytest.fixture(params=DAEMONS)
+def daemon(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    with DAEMONS[request.param]() as address:
+        monkeypatch.setenv("SMCKPT_HYPERPOD_DAEMON", f"http://{address}")
+        yield address
+
+
+def notes_at(root: str, step: int) -> list[bytes]:
+    """Where the daemon has the files of a step."""
+    store = open_storage(f"{root}/job-1/memory/step_{step}")
+    return [store.read(name) for name in store.names("held-")]
+
+
+def test_the_daemon_holds_steps_beyond_the_job_and_s3_the_others(daemon: str, s3_root: str) -> None:
+    run_ranks(saves, 2, s3_root, (2,), (2, 4, 6, 8))
+    assert len(notes_at(s3_root, 8)) == 2, "one blob of each rank"
+    assert run_ranks(loads, 2, s3_root) == [(8, True), (8, True)], "by another job"
+    assert run_ranks(loads, 1, s3_root) == [(8, True)], "by one of another size"
+    assert run_ranks(loads, 3, s3_root, 6) == [(6, True)] * 3
+    assert smckpt.latest_checkpoint(f"{s3_root}/job-1").step == 2, "S3 alone has that"
+    first, second = notes_at(s3_root, 8)
+    _, body, meta = ask(daemon, "GET", blob_of(first))
+    ask(daemon, "POST", blob_of(first), flipped(body), meta)
+    assert run_ranks(loads, 2, s3_root) == [(6, True), (6, True)], "a bit in memory is wrong"
+    ask(daemon, "DELETE", blob_of(second))
+    assert run_ranks(loads, 2, s3_root) == [(6, True), (6, True)], "a host is gone"
+    ask(daemon, "POST", "/v1/cp/cluster/reset")
+    assert run_ranks(loads, 2, s3_root) == [(2, True), (2, True)], "all of memory is gone"
+    run_ranks(saves, 2, s3_root, (), (3, 5))
+    assert run_ranks(loads, 2, s3_root) == [(5, True), (5, True)]
+
+
+def saves_without_a_daemon(root: str) -> str:
+    config = config_of(root, save_to_s3=True)
+    writer = SageMakerTieredStorageWriter(config, step=2)
+    hyperpod.save(state_at(2), storage_writer=writer)
+    assert writer.s3_success and not writer.in_memory_success
+    config.save_to_s3 = False
+    with pytest.raises(CheckpointException) as caught:
+        hyperpod.save(state_at(4), storage_writer=SageMakerTieredStorageWriter(config, step=4))
+    return f"{caught.value} {loads(root)}"
+
+
+def test_without_a_daemon_s3_has_its_steps_and_no_other_step_counts_as_saved(
+    s3_root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SMCKPT_HYPERPOD_DAEMON", "http://127.0.0.1:1")
+    for told in run_ranks(saves_without_a_daemon, 2, s3_root):
+        assert "step 4 of job-1 is not saved" in told and "(2, True)" in told
+    (told,) = run_ranks(saves_in_memory_alone, 1)
+    assert "SMCKPT_HYPERPOD_DAEMON is set, and the config names no place for the commits" in told
+
+
+def saves_in_memory_alone() -> str:
+    writer = SageMakerTieredStorageWriter(config_of(""), step=4)
+    with pytest.raises(CheckpointException) as caught:
+        hyperpod.save({"w": torch.ones(2)}, storage_writer=writer)
+    return str(caught.value)
+
+
+def test_without_a_path_steps_are_in_memory_alone() -> None:
+    assert run_ranks(in_memory_alone, 2) == [((4, True), (2, True))] * 2
+
+
+def in_memory_alone() -> Any:
+    saves("", (), (2, 4))
+    return loads(""), loads("", 2)
 
 
 # -- the arguments ---------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ config says so. A load takes the newest step that is whole over both.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import MutableMapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,7 +22,11 @@ from smckpt.engine import api
 from smckpt.engine.saving.job import SaveHandle, SaveOptions
 from smckpt.errors import CheckpointNotFoundError, UsageError
 from smckpt.integrations.dcp import calls as dcp_calls
-from smckpt.integrations.hyperpod.config import SageMakerInMemoryTierError, Snapshot
+from smckpt.integrations.hyperpod.config import (
+    SageMakerInMemoryTierError,
+    SageMakerTieredStorageConfigError,
+    Snapshot,
+)
 from smckpt.integrations.hyperpod.tiered import (
     SageMakerTieredStorageReader,
     SageMakerTieredStorageWriter,
@@ -38,6 +43,8 @@ log = logging.getLogger("smckpt")
 KEEP = 3  # steps in memory, as the package has its daemon keep
 QUEUE = "hyperpod"  # of the saves to disk and S3
 STEPS = "step_{step}"
+# "http://HOST:9200": HyperPod's daemon holds the steps in memory, in place of our keepers
+DAEMON = "SMCKPT_HYPERPOD_DAEMON"
 
 # what stood there before `smckpt run --for hyperpod` replaced the names
 _save, _async_save = state_dict_saver.save, state_dict_saver.async_save
@@ -67,8 +74,16 @@ class TiersOfJob:
             self.group, self.kept = group, {}
         key = asked.namespace, asked.root
         if key not in self.kept:
+            daemon = os.environ.get(DAEMON) or None
+            if daemon is not None and not asked.root:
+                raise SageMakerTieredStorageConfigError(
+                    f"{DAEMON} is set, and the config names no place for the commits, which the "
+                    "daemon cannot hold",
+                    remedy=f"set s3_tier_base_path, or leave {DAEMON} out",
+                )
+            daemon = daemon and f"{daemon.rstrip('/')}/{asked.namespace}"
             self.kept[key] = KeptSteps(
-                Memory(interval=1, keep=KEEP),
+                Memory(interval=1, keep=KEEP, daemon=daemon),
                 run_directory(asked.root, STEPS, {}) if asked.root else None,
                 named=asked.namespace,
                 template=STEPS,

@@ -11,6 +11,7 @@ RETENTION = "tests/manager/test_retention.py::"
 DOORS = "tests/integrations/test_doors_steps.py::"
 KEEPER = "tests/storage/test_keeper.py::"
 MEMORY = "tests/manager/test_memory.py::"
+DAEMON = "tests/storage/test_managed_tier.py::"
 MANAGER = "tests/manager/test_manager.py::"
 SCHEDULE = "tests/manager/test_schedule.py::"
 ROOM = "tests/manager/test_room.py::"
@@ -244,8 +245,24 @@ KEEPING = [
     ),
     of(
         "memory: what was never committed is deleted", "manager/memory.py",
-        "                    KeeperStorage(f\"{self.root}/{directory}\").delete_many(names)\n", "",
+        "                    store.join(directory).delete_many(names)\n", "",
         MEMORY + "test_what_a_job_left_in_the_middle_of_a_save_is_deleted",
+    ),
+    of(
+        "daemon: a blob came with the token of its note", "storage/memory/hyperpod.py",
+        "yield answer if token == note.token else None", "yield answer",
+        DAEMON + "test_what_the_daemon_has_lost_or_replaced_is_not_there",
+    ),
+    of(
+        "daemon: its commits are no checkpoints of the other store", "storage/memory/hyperpod.py",
+        '_OF_FILE, _NOTE = "kept-", "held-"', '_OF_FILE, _NOTE = "", "held-"',
+        DAEMON + "test_readers_of_the_other_store_see_no_checkpoint_there",
+    ),
+    of(
+        "daemon: a note leads to blobs alone", "storage/memory/hyperpod.py",
+        "if not _NAMESPACE.fullmatch(self.namespace) or min(self.rank, self.step, self.size) < 0:",
+        "if False:",
+        DAEMON + "test_a_note_that_is_forged_reaches_nothing_and_runs_nothing",
     ),
     of(
         "memory: a keeper ends with its job", "storage/memory/keeper.py",

@@ -262,6 +262,31 @@ def saves_in_memory_alone() -> str:
     return str(caught.value)
 
 
+def names_a_namespace_of_its_own(root: str) -> list[str]:
+    found = []
+    for call in (
+        lambda config: hyperpod.save(
+            state_at(1), storage_writer=SageMakerTieredStorageWriter(config, step=1)
+        ),
+        lambda config: hyperpod.load(
+            state_at(0), storage_reader=SageMakerTieredStorageReader(config)
+        ),
+    ):
+        config = config_of(root, save_to_s3=True)
+        config.namespace = f"job-{dist.get_rank()}"
+        with pytest.raises(CheckpointException) as caught:
+            call(config)
+        found.append(str(caught.value))
+    saves(root, (2,))
+    return found
+
+
+def test_ranks_that_name_different_namespaces_hear_it_at_once(s3_root: str) -> None:
+    words = f"job-0 below {s3_root}/job-0/, job-1 below {s3_root}/job-1/"
+    for told in run_ranks(names_a_namespace_of_its_own, 2, s3_root):
+        assert all(words in text and "one namespace" in text for text in told), told
+
+
 def test_without_a_path_steps_are_in_memory_alone() -> None:
     assert run_ranks(in_memory_alone, 2) == [((4, True), (2, True))] * 2
 

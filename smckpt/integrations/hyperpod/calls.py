@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -34,7 +34,7 @@ from smckpt.integrations.hyperpod.tiered import (
 from smckpt.integrations.kept import KeptSteps
 from smckpt.integrations.replaced import run_directory
 from smckpt.manager.memory import Memory
-from smckpt.meeting.group import Group, group_of
+from smckpt.meeting.group import Group, Membership, group_of
 
 __all__ = ["async_save", "load", "save"]
 
@@ -43,6 +43,7 @@ log = logging.getLogger("smckpt")
 KEEP = 3  # steps in memory, as the package has its daemon keep
 QUEUE = "hyperpod"  # of the saves to disk and S3
 STEPS = "step_{step}"
+SECONDS = 1800.0  # that the ranks wait for each other, as in a load
 # "http://HOST:9200": HyperPod's daemon holds the steps in memory, in place of our keepers
 DAEMON = "SMCKPT_HYPERPOD_DAEMON"
 
@@ -58,6 +59,7 @@ class TiersOfJob:
 
     group: Group
     kept: dict[tuple[str, str], KeptSteps] = field(default_factory=dict)
+    made: int = 0  # how many have been; all ranks count alike
 
     @property
     def flying(self) -> SaveHandle | None:
@@ -74,6 +76,7 @@ class TiersOfJob:
             self.group, self.kept = group, {}
         key = asked.namespace, asked.root
         if key not in self.kept:
+            self._agree(group, key)
             daemon = os.environ.get(DAEMON) or None
             if daemon is not None and not asked.root:
                 raise SageMakerTieredStorageConfigError(
@@ -89,6 +92,26 @@ class TiersOfJob:
                 template=STEPS,
             )
         return self.kept[key]
+
+    def _agree(self, group: Group, mine: tuple[str, str]) -> None:
+        """On all ranks at once: the names of jobs are often made of the time, which differs.
+
+        Raises:
+            SageMakerTieredStorageConfigError: the ranks name different tiers; on every rank.
+        """
+
+        def different(brought: Callable[[], dict[int, list[str]]]) -> list[str]:
+            named = sorted({" below ".join(filter(None, each)) for each in brought().values()})
+            return named if len(named) > 1 else []
+
+        self.made += 1
+        meeting = Membership(group, "hyperpod").meeting(SECONDS)
+        named = meeting.round(f"tiers/{self.made}", lambda: [*mine], different, timeout=SECONDS)
+        if named:
+            raise SageMakerTieredStorageConfigError(
+                f"the ranks name different tiers: {', '.join(named)}",
+                remedy="give all ranks one namespace and path: send those of rank 0 to the others",
+            )
 
 
 def save(state_dict: dict[str, Any], by_place: Any = None, **named: Any) -> Any:

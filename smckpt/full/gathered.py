@@ -147,7 +147,7 @@ def full_model(view: ModelView, wishes: FullWishes) -> dict[str, Any]:
     parameters = view.parameters()
     for attempt.step, (name, value) in enumerate(raw.items()):
         whole = _gathered(value, wishes, attempt)
-        if whole is not None:
+        if whole is not None or (value is None and _holds(wishes)):  # None: a module's extra state
             fqn = view.name(name)
             out[fqn] = whole
             if fqn in parameters and isinstance(whole, torch.Tensor):
@@ -415,14 +415,24 @@ def _refuse_missing(view: ModelView, given: Mapping[str, Any]) -> None:
 
 
 class _own_methods:
-    """Undoes the replacement of the model's `state_dict` and `load_state_dict` for a block."""
+    """Undoes the replacement of the model's `state_dict` and `load_state_dict` for a block. torch
+    calls the latter by keywords; one of the user's class need not have those names."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
 
     def __enter__(self) -> None:
+        model = self._model
         names = ("state_dict", "load_state_dict")
-        self._kept = {n: self._model.__dict__.pop(n) for n in names if n in self._model.__dict__}
+        self._kept = {n: model.__dict__.pop(n) for n in names if n in model.__dict__}
+        own: Any = type(model).load_state_dict
+        if own is not nn.Module.load_state_dict:
+
+            def by_position(state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+                return own(model, state_dict, strict, **({"assign": True} if assign else {}))
+
+            model.__dict__["load_state_dict"] = by_position
 
     def __exit__(self, *_: object) -> None:
+        self._model.__dict__.pop("load_state_dict", None)
         self._model.__dict__.update(self._kept)

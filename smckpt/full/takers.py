@@ -243,8 +243,10 @@ class FullTaker(Taker):
         self, state_dict: Mapping[str, Any], strict: bool
     ) -> tuple[list[str], list[str]]:
         check_load(self.view, state_dict, self._wishes)
+        if not gathers():  # the tensors are whole
+            return _load_stock(self.view, state_dict, strict and self.only is None)
         keys = load_full_model(self.view, state_dict, strict and self.only is None)
-        return keys.missing_keys, keys.unexpected_keys
+        return ([], []) if keys is None else (keys.missing_keys, keys.unexpected_keys)
 
     def state_of_optimizer(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         check_optimizer(self.view, self._of_optimizers)
@@ -316,6 +318,8 @@ def _load_stock(
         prefix = raw_of.get(at, at)
         raw[f"{prefix}.{last}" if prefix else last] = value
     found = type(view.model).load_state_dict(view.model, raw, strict=strict)
+    if found is None:  # a method of the user's own
+        return [], []
     return [view.name(n) for n in found.missing_keys], [view.name(n) for n in found.unexpected_keys]
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -84,6 +84,8 @@ class Opened:
             if (model := model_of(value)) is not None:
                 self._models[id(model)] = model
             return self.memory.twin(value)
+        if type(value) is not dict and is_stateful(value):
+            return self._taken(value)
         if is_optimizer_dict(value) and bound(value) is None and self._objects:
             return self._given(value)
         if isinstance(value, MutableMapping):
@@ -103,8 +105,6 @@ class Opened:
             if all(new is child for new, child in zip(opened, value, strict=True)):
                 return value
             return self._copy(opened, value)
-        if is_stateful(value):
-            return self._taken(value)
         if type(value) is deque or named_class(value) == "data":
             pairs = items_of(value) or []
             inside = {key: self._open(child) for key, child in pairs}
@@ -151,12 +151,12 @@ class Opened:
             }
         )
         sizes = [len(group["params"]) for group in value["param_groups"]]
-        inside = [v for v in vars(self._objects[-1]).values() if is_optimizer(v)]
-        for each in (self._objects[-1], *inside, owner_of(value)):
+        for each in (*_optimizers_of(self._objects[-1]), owner_of(value)):
             groups = each.param_groups if is_optimizer(each) else ()
             if [len(group["params"]) for group in groups] == sizes:
                 made.groups = groups
-                break
+                if all(map(_has_options, groups, value["param_groups"])):
+                    break
         return self._copy(made, value)  # type: ignore[no-any-return]
 
     def _copy(self, made: Any, of: Any) -> Any:
@@ -214,6 +214,28 @@ class Opened:
             if not had or new is not own[key]:
                 own[key] = new
         return own
+
+
+def _optimizers_of(value: Any, depth: int = 2) -> Iterator[Any]:
+    """Those that an object is, or holds in attributes, and in containers there."""
+    if is_optimizer(value):
+        yield value
+    if isinstance(value, (torch.Tensor, nn.Module, str, bytes)) or depth < 0:
+        return
+    inside = list(getattr(value, "__dict__", {}).values())
+    for kind in type(value).__mro__:
+        names = vars(kind).get("__slots__", ())
+        inside += [getattr(value, n, None) for n in ([names] if isinstance(names, str) else names)]
+    if isinstance(value, Mapping):
+        inside += value.values()
+    elif isinstance(value, (list, tuple)):
+        inside += value
+    for child in inside:
+        yield from _optimizers_of(child, depth - 1)
+
+
+def _has_options(group: Mapping[str, Any], given: Mapping[str, Any]) -> bool:
+    return all(group.get(key) is value for key, value in given.items() if key != "params")
 
 
 def _keys(container: Any) -> Iterator[Any]:

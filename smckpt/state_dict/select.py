@@ -247,6 +247,9 @@ class Selector:
                 walk.unmade.append((dotted(path), *why))
             walk.objects.append(ObjectLeaf((*path, FACTS), facts))
             return True
+        if is_stateful(value):  # a dict or list of objects, too, if it has both methods
+            walk.stateful.append((path, value))
+            return True
         if isinstance(value, RememberingDict) and getattr(value, "put_through", None) is not None:
             walk.gathered = True
         if isinstance(value, FullStateDict):
@@ -263,9 +266,6 @@ class Selector:
             return True
         if is_sharded_tensor(value):
             walk.tensors.append((path, value))
-            return True
-        if is_stateful(value):
-            walk.stateful.append((path, value))
             return True
         if type(value) not in _SCALARS and (items := items_of(value)) is not None:
             return self._children(value, items, path, walk)

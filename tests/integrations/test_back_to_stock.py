@@ -18,6 +18,7 @@ import smckpt
 from smckpt.cli.models import convert as command
 from smckpt.errors import CorruptCheckpointError, StateError, UsageError
 from smckpt.translate.conversion.convert import FORMATS
+from tests.cli.test_cli import run as cli
 from tests.integrations.test_trainer_adapters import MADE, lora
 from tests.support import child
 from tests.support.launch import run_ranks
@@ -31,6 +32,13 @@ def told(script: str, *arguments: str | Path, ranks: int = 1) -> list[dict[str, 
     done = child.script(SUPPORT / script, *map(str, arguments), ranks=ranks)
     assert done.returncode == 0, done.stderr[-4000:]
     return child.told(done)
+
+
+def converted(source: Path, target: Path, to: str) -> dict[str, Any]:
+    """What `smckpt convert` reports."""
+    found: dict[str, Any] = json.loads(cli("convert", source, target, "--to", to, "--json"))
+    assert (found["format"], Path(found["target"])) == (to, target)
+    return found
 
 
 def newest(run: Path) -> Path:
@@ -55,8 +63,8 @@ def test_the_stock_trainer_goes_on_bit_for_bit(
     assert died.returncode != 0 and "it lives" not in died.stderr, died.stderr
     source = newest(tmp_path / "run")
     target = tmp_path / "stock" / source.name
-    report = smckpt.convert(source, target, to="trainer")
-    assert (report.format, report.ranks) == ("trainer", ranks)
+    report = converted(source, target, "trainer")
+    assert (report["format"], report["ranks"]) == ("trainer", ranks)
     assert [*target.parent.iterdir()] == [target]
     names = sorted(os.listdir(target))
     moments = torch.load(target / "optimizer.pt", weights_only=True) if how == "plain" else None
@@ -99,7 +107,7 @@ def test_the_stock_trainer_goes_on_with_an_adapter(tmp_path: Path, name: str) ->
     one.add_callback(StopsAt(2))
     one.train()
     target = tmp_path / "back" / "checkpoint-2"
-    smckpt.convert(tmp_path / "run" / "checkpoint-2", target, to="trainer")
+    converted(tmp_path / "run" / "checkpoint-2", target, "trainer")
     straight = small_trainer(
         tmp_path / "own", 4, kind=Trainer, model=ADAPTERS[name](), **more
     )  # fmt: skip
@@ -197,7 +205,7 @@ else:
 def test_stock_accelerate_goes_on_with_two_models_and_two_optimizers(tmp_path: Path) -> None:
     child.run(TWO, str(tmp_path / "run"), "ours", timeout=200)
     source, target = (tmp_path / one / "checkpoints" / "checkpoint_0" for one in ("run", "back"))
-    smckpt.convert(source, target, to="accelerate")
+    converted(source, target, "accelerate")
     back = json.loads(child.run(TWO, str(tmp_path / "back"), "back", timeout=200).splitlines()[-1])
     alone = json.loads(child.run(TWO, str(tmp_path / "own"), "alone", timeout=200).splitlines()[-1])
     assert back.pop("losses") == alone.pop("losses")[3:]
@@ -216,7 +224,7 @@ def test_ranks_of_stock_accelerate_go_on_bit_for_bit(tmp_path: Path, how: str) -
     died = child.script(SUPPORT / "accelerate_run.py", str(tmp_path / "run"), how, "die", ranks=2)
     assert died.returncode != 0 and "it lives" not in died.stderr, died.stderr
     source = newest(tmp_path / "run")
-    smckpt.convert(source, tmp_path / "back" / "checkpoints" / source.name, to="accelerate")
+    converted(source, tmp_path / "back" / "checkpoints" / source.name, "accelerate")
     each = told("accelerate_run.py", tmp_path / "back", how, "back", ranks=2)
     assert len(each) == 2
     for rank in each:
@@ -279,7 +287,7 @@ print(json.dumps({
 def test_stock_lightning_goes_on_from_one_file(tmp_path: Path) -> None:
     child.run(LIGHT, str(tmp_path / "run"), "ours", timeout=200)
     source, target = tmp_path / "run" / "step=6.ckpt", tmp_path / "back" / "step=6.ckpt"
-    smckpt.convert(source, target, to="lightning")
+    converted(source, target, "lightning")
     assert target.is_file()
     back = child.run(LIGHT, str(tmp_path / "back"), str(target), timeout=200)
     alone = child.run(LIGHT, str(tmp_path / "own"), "alone", timeout=200)
@@ -325,7 +333,7 @@ def test_stock_lightning_shards_what_one_file_has(tmp_path: Path) -> None:
     script.write_text(SHARDED)
     told(str(script), tmp_path / "run", "ours", ranks=2)
     target = tmp_path / "back" / "step=4.ckpt"
-    smckpt.convert(tmp_path / "run" / "step=4.ckpt", target, to="lightning")
+    converted(tmp_path / "run" / "step=4.ckpt", target, "lightning")
     back = told(str(script), tmp_path / "back", target, ranks=2)
     alone = told(str(script), tmp_path / "own", "alone", ranks=2)
     for rank in (*back, *alone):
@@ -400,7 +408,7 @@ def load_titan(folder: str) -> list[str]:
 
 def test_stock_dcp_fills_the_state_of_torchtitan_on_each_rank(tmp_path: Path) -> None:
     run_ranks(save_titan, 2, str(tmp_path / "step-3"))
-    smckpt.convert(tmp_path / "step-3", tmp_path / "back" / "step-3", to="torchtitan")
+    converted(tmp_path / "step-3", tmp_path / "back" / "step-3", "torchtitan")
     assert run_ranks(load_titan, 2, str(tmp_path / "back" / "step-3")) == [[], []]
 
 
@@ -429,6 +437,14 @@ def test_what_another_saved_is_refused_by_name(tmp_path: Path, to: str, by: str)
 def test_the_command_knows_every_format() -> None:
     (option,) = (one for one in command.params if one.name == "to")
     assert tuple(option.type.choices) == FORMATS
+
+
+@pytest.mark.parametrize("to", ["trainer", "accelerate", "lightning", "torchtitan"])
+def test_the_command_refuses_by_name_and_writes_nothing(tmp_path: Path, to: str) -> None:
+    smckpt.save({"model": {"w": torch.ones(2)}}, checkpoint_id=str(tmp_path / "a"))
+    text = cli("convert", tmp_path / "a", tmp_path / "b", "--to", to, status=2)
+    assert f"{to} cannot resume" in text and " — " in text and "Traceback" not in text
+    assert not (tmp_path / "b").exists()
 
 
 @pytest.mark.parametrize("more", [{"shard": 2}, {"rank": 0}])

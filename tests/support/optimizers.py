@@ -53,6 +53,13 @@ def step(model: nn.Module, optimizer: Any, seed: int, shape: tuple[int, ...] | N
     elif type(optimizer).__name__ == "AliG":
         found = float(loss().detach())
         optimizer.step(lambda: found)
+    elif type(optimizer).__name__ in ("LOMO", "AdaLOMO"):
+        optimizer.fused_backward(model(batch).square().mean(), 0.01)
+    elif type(optimizer).__name__ == "SparseAdam":
+        loss()
+        for parameter in model.parameters():
+            parameter.grad = parameter.grad.to_sparse()  # type: ignore[union-attr]
+        optimizer.step()
     elif type(optimizer).__name__ == "SafeFP16Optimizer":
         optimizer.zero_grad()
         optimizer.backward(model(batch).float().square().mean())
@@ -88,8 +95,7 @@ def _of_torch() -> dict[str, Build]:
     found: dict[str, Build] = {
         name: partial(_lr, kind)
         for name, kind in _kinds(torch.optim).items()
-        if issubclass(kind, torch.optim.Optimizer)
-        and name not in ("Optimizer", "SparseAdam", "Muon")
+        if issubclass(kind, torch.optim.Optimizer) and name not in ("Optimizer", "Muon")
     }
     found["SGD momentum"] = partial(_lr, torch.optim.SGD, momentum=0.9)
     found["AdamW amsgrad"] = partial(_lr, torch.optim.AdamW, amsgrad=True)
@@ -110,12 +116,9 @@ def _of_schedulefree() -> dict[str, Build]:
 def _of_pytorch_optimizer() -> dict[str, Build]:
     import pytorch_optimizer as there
 
-    # they want other packages, hooks in the model, or a process group
-    without = ("demo", "lomo", "adalomo", "muonclip", "distributedmuon")
     found: dict[str, Build] = {
         name: partial(_built, there.load_optimizer(name))
         for name in there.get_supported_optimizers()
-        if name not in without
     }
     for name in ("Lookahead", "OrthoGrad", "TRAC", "PCGrad", "ScheduleFreeWrapper"):
         found[name] = partial(_around, getattr(there, name))
@@ -131,9 +134,12 @@ def _built(kind: Any, model: nn.Module) -> Any:
     if next(iter(parameters)) == "model":
         return kind(model, **given)
     tensors = list(model.parameters())
-    if kind.__name__ in ("AdaGO", "AdaMuon", "Muon", "NorMuon", "SpectralSphere"):
+    if (
+        kind.__name__ in ("AdaGO", "AdaMuon", "NorMuon", "SpectralSphere")
+        or "Muon" in kind.__name__
+    ):
         tensors = [p for p in tensors if p.dim() == 2]
-        if "use_muon" in inspect.getsource(kind):
+        if any("use_muon" in inspect.getsource(each) for each in kind.__mro__[:2]):
             return kind([{"params": tensors, "use_muon": True}], **given)
     return kind(tensors, **given)
 
@@ -198,7 +204,9 @@ def _of_bitsandbytes() -> dict[str, Build]:
     import bitsandbytes.optim as there
 
     return {
-        name: partial(_lr, kind, **({"momentum": 0.9} if name[:3] in ("SGD", "LAR") else {}))
+        name: partial(
+            _lr, kind, **({"momentum": 0.9} if name[:3] == "SGD" or "LARS" in name else {})
+        )
         for name, kind in _kinds(there).items()
         if issubclass(kind, torch.optim.Optimizer)
     }

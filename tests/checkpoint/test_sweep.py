@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import shutil
 from functools import partial
 from pathlib import Path
 
@@ -242,6 +243,32 @@ def test_nothing_is_deleted_when_the_newest_is_not_whole(tmp_path, victim):
     with pytest.raises(CorruptCheckpointError):
         swept(group, newest)
     assert old <= names(tmp_path)
+
+
+@pytest.mark.parametrize("gone", ["before", "beside the sweep", "with its directory"])
+def test_a_checkpoint_that_a_rotation_removes_is_no_failure(tmp_path, monkeypatch, gone):
+    """The save's own sweep runs after its commit, and may meet the removal of that commit."""
+    group = group_of(tmp_path / "run")
+    group.save()
+    newest = group.save()
+    first = Path(group.directory) / newest["manifest"]
+    if gone == "beside the sweep":
+        store = type(open_storage(str(group.directory)))
+        listed = store.list
+
+        def list_late(self, prefix=""):
+            found = listed(self, prefix)
+            if prefix == "" and first.exists():
+                first.unlink()
+                return [info for info in found if not info.name.startswith("part-")]
+            return found
+
+        monkeypatch.setattr(store, "list", list_late)
+    elif gone == "before":
+        first.unlink()
+    else:
+        shutil.rmtree(group.directory)
+    assert swept(group, newest) == 0
 
 
 def test_nothing_is_deleted_for_a_manifest_whose_step_was_not_committed(tmp_path):

@@ -63,7 +63,7 @@ def sweep(
     Args:
         directory: URL of the group's directory.
         keep: names of manifests to keep, with all that they name. Each must be committed, and its
-            files must be here.
+            files must be here. If one is gone, somebody removed its checkpoint: nothing is deleted.
         fencing_token: of the caller. If a later run has a lease on the directory, nothing is
             deleted.
         record_directory, keep_records: only the lead of several groups passes them. The superseded
@@ -85,19 +85,24 @@ def sweep(
     storage = access.open(directory)
     if later_run(storage, fencing_token, [storage.url]) is not None:
         return {"deleted": 0}
-    kept = [read_file(Manifest, storage, name) for name in keep]
-    leases = [lease for lease in leases_at(storage) if storage.url in lease.scope]
-    old = _old_spreads(storage, keep, leases)
-    files = spread_over(storage, [*(manifest.spread for manifest in kept), *old, None])
-    sizes = {info.name: info.size for info in files.list()}
-    begun: Sequence[str] = ()
-    unseen: StorageError | None = None
     try:
-        begun = files.list_unfinished()
-    except StorageError as error:  # the others are deleted nevertheless
-        unseen = error
-    for name, manifest in zip(keep, kept, strict=True):
-        _refuse_unwhole(storage, name, manifest, sizes)
+        kept = [read_file(Manifest, storage, name) for name in keep]
+        leases = [lease for lease in leases_at(storage) if storage.url in lease.scope]
+        old = _old_spreads(storage, keep, leases)
+        files = spread_over(storage, [*(manifest.spread for manifest in kept), *old, None])
+        sizes = {info.name: info.size for info in files.list()}
+        begun: Sequence[str] = ()
+        unseen: StorageError | None = None
+        try:
+            begun = files.list_unfinished()
+        except StorageError as error:  # the others are deleted nevertheless
+            unseen = error
+        for name, manifest in zip(keep, kept, strict=True):
+            _refuse_unwhole(storage, name, manifest, sizes)
+    except CheckpointError:
+        if {info.name for info in storage.list("manifest-")}.issuperset(keep):
+            raise
+        return {"deleted": 0}  # a rotation removed the checkpoint since its commit
     deleted = 0
     if record_directory is not None:
         deleted += int(

@@ -228,7 +228,8 @@ def status(root: str, as_json: bool) -> None:
     age = None if newest is None else max(time.time() - newest.committed_at / 1e9, 0)
     run = _run_at(top, newest)
     seen = [one for one in conditions if one.in_memory and one.state != "away"]
-    held = KeeperStorage(seen[0].url).held() if seen else []
+    memory_store = open_storage(seen[0].url) if seen else None
+    held = memory_store.held() if isinstance(memory_store, KeeperStorage) else []
     if as_json:
         print_json(
             {

@@ -74,7 +74,7 @@ def is_s3_url(url: str | os.PathLike[str]) -> bool:
 
 def is_in_memory(url: str) -> bool:
     """Whether `url` is in the memory of a job's hosts."""
-    return scheme_of(url) == "keeper"
+    return scheme_of(url) in ("keeper", "hyperpod")
 
 
 def parse_s3_url(url: str | os.PathLike[str]) -> tuple[str, str]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,7 @@ import smckpt
 from smckpt import CheckpointManager, Memory, UsageError
 from smckpt.integrations.kept import memory_of
 from smckpt.storage import open_storage
+from tests.support.limits import seconds
 from tests.support.managed_tier import DAEMONS, ask
 
 
@@ -25,6 +29,14 @@ def daemon(request: pytest.FixtureRequest) -> Iterator[str]:
 def manager(root: Path, address: str, **more: Any) -> CheckpointManager:
     memory = Memory(1, daemon=f"http://{address}/job-1", **more)
     return CheckpointManager(str(root), memory=memory, interval=4, signals=(), random=False)
+
+
+def status(root: Path) -> Any:
+    done = subprocess.run(
+        [sys.executable, "-m", "smckpt.cli", "status", "--json", str(root)],
+        capture_output=True, text=True, timeout=seconds(60), check=True,
+    )  # fmt: skip
+    return json.loads(done.stdout)
 
 
 def test_a_run_goes_on_from_the_daemon_keeps_its_last_steps_and_falls_back_to_the_disk(
@@ -42,6 +54,8 @@ def test_a_run_goes_on_from_the_daemon_keeps_its_last_steps_and_falls_back_to_th
     url = f"hyperpod://{daemon}/job-1/file{memory}"
     assert [one.step for one in smckpt.find_checkpoints(url)] == [6, 7]
     assert [len([*one.glob("held-*")]) for one in sorted(memory.iterdir())] == [1, 1]
+    told = status(tmp_path)
+    assert (told["steps"], told["newest"]["step"], told["keepers"]) == (3, 7, [])
     half = open_storage(f"{url}/9").create_file(
         "data-0773ea0c5872-00000002-r00000-0.safetensors", 1
     )

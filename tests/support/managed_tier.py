@@ -56,6 +56,10 @@ class _Requests(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     held: Held
 
+    def handle(self) -> None:
+        with contextlib.suppress(ConnectionError):  # of a client that wanted the head alone
+            super().handle()
+
     def log_message(self, *_: Any) -> None:
         pass
 

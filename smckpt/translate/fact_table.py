@@ -17,7 +17,15 @@ _SIDE_BY_SIDE = ("gptj", "cohere", "cohere2", "glm4")
 _UNKNOWN_ORDER = ("llama4_text",)
 # Where no key of the config says how experts are chosen.
 _SIGMOIDS = ("deepseek_v3", "glm4_moe", "llama4_text")
+_LONGEST = "max_position_embeddings"
+_ORIGINAL = f"original_{_LONGEST}"
 _NORMED_CHOICE = ("mixtral", "granitemoe", "gpt_oss", "minimax")
+# The sizes of a model, which its trainer needs whatever the tensors are called.
+_ANYWHERE = frozenset({
+    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups",
+    "kv_channels", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "kv_lora_rank",
+    "q_lora_rank", "num_experts", "moe_router_topk", "moe_ffn_hidden_size", "rotary_base",
+})  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -60,20 +68,24 @@ class MeantModel:
 class Fact:
     """name: Megatron's. key: the config's. given: the value in the source; meant: the one that the
     config means; None of either: it is not known, and not compared. noted: a difference is a
-    remark, because it changes no tensor."""
+    remark, because it changes no tensor. anywhere: also of a model that is not in Megatron's
+    layouts, where Megatron's other arguments may be defaults that nothing reads."""
 
     name: str
     key: str
     meant: Callable[[MeantModel], Any]
     given: Callable[[Mapping[str, Any]], Any]
     noted: bool = False
+    anywhere: bool = False
 
 
 def _fact(
     name: str, key: str, meant: Callable[[MeantModel], Any],
     given: Callable[[Mapping[str, Any]], Any] | None = None, *, noted: bool = False,
 ) -> Fact:  # fmt: skip
-    return Fact(name, key, meant, given or (lambda values: values.get(name)), noted)
+    return Fact(
+        name, key, meant, given or (lambda values: values.get(name)), noted, name in _ANYWHERE
+    )
 
 
 def equal_values(given: Any, meant: Any) -> bool:
@@ -203,15 +215,56 @@ def _is_without_rope(m: MeantModel) -> tuple[int, ...]:
     return tuple(layer for layer, one in enumerate(turned) if not one)
 
 
-def _yarn(key: str, *, latent: bool, plain: Any = None) -> Callable[[MeantModel], Any]:
-    """A value of YaRN's. plain: the one of a model without it."""
+def _yarn(
+    key: str, *, latent: bool, plain: Any = None, absent: Any = None
+) -> Callable[[MeantModel], Any]:
+    """A value of YaRN's. plain: the one of a model without it. absent: the default."""
 
     def meant(m: MeantModel) -> Any:
         if m.rope is None or m.latent != latent:
             return None
-        return m.rope.get(key) if m.rope["rope_type"] == "yarn" else plain
+        if m.rope["rope_type"] != "yarn":
+            return plain
+        own = m.rope.get(key) if key != _ORIGINAL else m.rope.get(key) or m.config.get(key)
+        return own if own is not None else m.config.get(absent, absent)
 
     return meant
+
+
+def _if_yarn(name: str) -> Callable[[Mapping[str, Any]], Any]:
+    return lambda values: (
+        values.get(name) if values.get("position_embedding_type") == "yarn" else None
+    )
+
+
+def _turned_part(m: MeantModel) -> Any:
+    """How much of a head is turned, from its first row on."""
+    if m.rope is None or m.latent:
+        return None
+    part = m.rope.get("partial_rotary_factor")
+    if part not in (None, 1) and m.rope["rope_type"] == "proportional":
+        return f"{part} of the angles (proportional)"  # over the whole head
+    return 1.0 if part is None else part
+
+
+def _whole_layers(values: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """The layers whose attention has no window."""
+    found, layers = values.get("window_attn_skip_freq"), values.get("num_layers")
+    if isinstance(found, int) and found > 0 and isinstance(layers, int):
+        return tuple(range(found - 1, layers, found))
+    if isinstance(found, tuple):
+        return tuple(layer for layer, windowed in enumerate(found) if not windowed)
+    return None
+
+
+def _are_whole_layers(m: MeantModel) -> tuple[int, ...] | None:
+    kinds = m.config.get("layer_types")
+    if isinstance(kinds, (list, tuple)) and "sliding_attention" in kinds:
+        return tuple(layer for layer, kind in enumerate(kinds) if kind == "full_attention")
+    pattern = m.config.get("sliding_window_pattern")
+    if type(pattern) is int and pattern > 0:
+        return tuple(range(pattern - 1, m.dims.layers, pattern))
+    return None
 
 
 def _or(name: str, absent: Any) -> Callable[[Mapping[str, Any]], Any]:
@@ -227,7 +280,9 @@ def _of_latent(key: str) -> Callable[[MeantModel], Any]:
     return lambda m: m.config.get(key) if m.latent else None
 
 
+_DIVIDED = ("linear", "proportional")  # these divide all angles by their factor
 _EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
+_BOUNDS = (1, 4, 8192)  # as Megatron-core has them, which no argument changes
 _BIASES = frozenset({"o_b", "fc1_b", "fc2_b", "gate_b", "up_b", "down_b"})
 FACTS: Sequence[Fact] = (
     _fact("num_layers", "num_hidden_layers", lambda m: m.dims.layers),
@@ -272,9 +327,7 @@ FACTS: Sequence[Fact] = (
     _fact("rotary_base", "rope_theta", lambda m: None if m.rope is None else m.rope["rope_theta"],
           lambda values: values.get("rotary_base") if _positions(values) in (None, "rope")
           and not isinstance(values.get("rotary_base"), str) else None),
-    _fact("rotary_percent", "partial_rotary_factor", lambda m: None if m.rope is None or m.latent
-          else (1.0 if m.rope.get("partial_rotary_factor") is None
-                else m.rope["partial_rotary_factor"]),
+    _fact("rotary_percent", "partial_rotary_factor", _turned_part,
           lambda values: values.get("rotary_percent")
           if _positions(values) in (None, "rope") else None),
     _fact("rotary_interleaved", "", lambda m: None if m.dims.family.name in _UNKNOWN_ORDER
@@ -286,9 +339,14 @@ FACTS: Sequence[Fact] = (
           else m.rope.get("factor"),
           lambda values: values.get("rope_scaling_factor")
           if values.get("use_rope_scaling") else None),
+    _fact("use_rope_scaling (bounds)", "low_freq_factor, high_freq_factor, "
+          "original_max_position_embeddings",
+          lambda m: None if m.rope is None or m.rope["rope_type"] != "llama3" else tuple(
+              m.rope.get(key) for key in ("low_freq_factor", "high_freq_factor", _ORIGINAL)),
+          lambda values: _BOUNDS if values.get("use_rope_scaling") else None, noted=True),
     _fact("rotary_seq_len_interpolation_factor", "factor of linear scaling",
           lambda m: None if m.rope is None or m.latent
-          else (m.rope.get("factor") if m.rope["rope_type"] == "linear" else 1),
+          else (m.rope.get("factor", 1) if m.rope["rope_type"] in _DIVIDED else 1),
           lambda values: (values["rotary_seq_len_interpolation_factor"] or 1)
           if "rotary_seq_len_interpolation_factor" in values else None),
     _fact("no_rope_freq", "no_rope_layers",
@@ -298,10 +356,22 @@ FACTS: Sequence[Fact] = (
           else values.get("rotary_scaling_factor")),
     _fact("mscale", "mscale", _yarn("mscale", latent=True)),
     _fact("mscale_all_dim", "mscale_all_dim", _yarn("mscale_all_dim", latent=True)),
+    _fact("beta_fast", "beta_fast", _yarn("beta_fast", latent=True, absent=32)),
+    _fact("beta_slow", "beta_slow", _yarn("beta_slow", latent=True, absent=1)),
+    _fact(_ORIGINAL, _ORIGINAL, _yarn(_ORIGINAL, latent=True, absent=_LONGEST)),
     _fact("yarn_rotary_scaling_factor", "factor of YaRN",
-          _yarn("factor", latent=False, plain=1),
-          lambda values: values.get("yarn_rotary_scaling_factor")
-          if values.get("position_embedding_type") == "yarn" else None),
+          _yarn("factor", latent=False, plain=1), _if_yarn("yarn_rotary_scaling_factor")),
+    _fact("yarn_beta_fast", "beta_fast", _yarn("beta_fast", latent=False, absent=32),
+          _if_yarn("yarn_beta_fast")),
+    _fact("yarn_beta_slow", "beta_slow", _yarn("beta_slow", latent=False, absent=1),
+          _if_yarn("yarn_beta_slow")),
+    _fact(f"yarn_{_ORIGINAL}", _ORIGINAL, _yarn(_ORIGINAL, latent=False, absent=_LONGEST),
+          _if_yarn(f"yarn_{_ORIGINAL}")),
+    _fact("yarn_correction_range_round_to_int", "truncate",
+          _yarn("truncate", latent=False, absent=True),
+          _if_yarn("yarn_correction_range_round_to_int")),
+    _fact("mrope_section", "mrope_section",
+          lambda m: None if m.rope is None else tuple(m.rope.get("mrope_section") or ()) or None),
     _fact("squared_relu", "hidden_act", _is_squared, _squared),
     _fact("glu_linear_offset", "model_type",
           lambda m: 1 if m.dims.family.name == "gpt_oss" else 0),
@@ -320,6 +390,10 @@ FACTS: Sequence[Fact] = (
           and m.config.get("use_sliding_window") is not False,
           lambda values: bool(values["window_size"]) if "window_size" in values else None,
           noted=True),
+    _fact("window_attn_skip_freq", "layer_types, sliding_window_pattern", _are_whole_layers,
+          _whole_layers, noted=True),
+    _fact("moe_apply_probs_on_input", "model_type",
+          _routed(lambda m: m.dims.family.name == "llama4_text")),
     _fact("moe_router_score_function", "scoring_func", _routed(_scores)),
     _fact("moe_router_pre_softmax", "norm_topk_prob", _routed(_before_choice)),
     _fact("moe_router_topk_scaling_factor", "routed_scaling_factor",

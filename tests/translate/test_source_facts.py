@@ -155,6 +155,11 @@ _SIGMOID = {"moe_router_score_function": "sigmoid", "moe_router_topk_scaling_fac
 _V3 = {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}
 _YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "mscale": 0.7,
          "mscale_all_dim": 0.8, "original_max_position_embeddings": 32}  # fmt: skip
+_PLAIN_YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0,
+               "original_max_position_embeddings": 32}  # fmt: skip
+_YARNS = {"position_embedding_type": "yarn", "yarn_rotary_scaling_factor": 4.0,
+          "yarn_beta_fast": 32.0, "yarn_beta_slow": 1.0,
+          "yarn_original_max_position_embeddings": 32}  # fmt: skip
 OF_FAMILIES: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     ("deepseek_v3", _V3, _SIGMOID, {
         "moe_router_score_function": "softmax", "moe_router_topk_scaling_factor": None,
@@ -196,6 +201,39 @@ OF_FAMILIES: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = 
      {"apply_residual_connection_post_layernorm": False}),
     ("gemma", {}, {"window_size": None}, {"window_size": (4095, 0)}),
     ("cohere2", {}, {"window_size": (7, 0)}, {"window_size": None}),
+    ("cohere2", {"layer_types": ["sliding_attention", "full_attention"]},
+     {"window_attn_skip_freq": 2}, {"window_attn_skip_freq": (0, 1)}),
+    ("cohere2", {"layer_types": ["full_attention", "sliding_attention"]},
+     {"window_attn_skip_freq": (0, 1)}, {"window_attn_skip_freq": 2}),
+    ("deepseek_v3", {"rope_parameters": _YARN},
+     {"beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 32},
+     {"beta_fast": 16, "beta_slow": 2, "original_max_position_embeddings": 4096}),
+    ("deepseek_v3", {"rope_parameters": {**_YARN, "beta_fast": 16.0, "beta_slow": 2.0}},
+     {"beta_fast": 16, "beta_slow": 2}, {"beta_fast": 32, "beta_slow": 1}),
+    ("deepseek_v3", {}, {"beta_fast": 16, "original_max_position_embeddings": 7}, {}),
+    ("gpt_oss", {"rope_parameters": {**_PLAIN_YARN, "truncate": False}},
+     {**_YARNS, "yarn_correction_range_round_to_int": False},
+     {"yarn_beta_fast": 16.0, "yarn_beta_slow": 2.0, "yarn_original_max_position_embeddings": 64,
+      "yarn_correction_range_round_to_int": True}),
+    ("gemma", {"rope_parameters": _PLAIN_YARN},
+     {**_YARNS, "yarn_correction_range_round_to_int": True},
+     {"yarn_correction_range_round_to_int": False}),
+    ("gemma", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4,
+                                   "mrope_section": [4, 2, 2]}},
+     {"mrope_section": (4, 2, 2)}, {"mrope_section": (2, 2, 4)}),
+    ("gemma", {}, {"mrope_section": (4, 2, 2)}, {}),
+    ("gemma", {"rope_parameters": {"rope_type": "proportional", "rope_theta": 1e4,
+                                   "partial_rotary_factor": 0.25, "factor": 2.0}},
+     {"rotary_seq_len_interpolation_factor": 2},
+     {"rotary_percent": 0.25, "rotary_seq_len_interpolation_factor": None}),
+    ("gemma", {"rope_parameters": {"rope_type": "proportional", "rope_theta": 1e4}},
+     {"rotary_percent": 1.0, "rotary_seq_len_interpolation_factor": None},
+     {"rotary_percent": 0.5}),
+    ("gemma", {"rope_parameters": {
+        "rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}},
+     {"use_rope_scaling": True, "rope_scaling_factor": 8.0}, {"rope_scaling_factor": 32.0}),
+    ("mixtral", {}, {"moe_apply_probs_on_input": False}, {"moe_apply_probs_on_input": True}),
 ]  # fmt: skip
 
 
@@ -211,9 +249,11 @@ def test_facts_of_a_family_are_compared(family, more, fits, wrong):
         return SourceFacts("file", "they", values).compare(dims, settings, layout, None)
 
     assert compared({"num_layers": 2, **fits}) == ()
+    noted = {fact.name for fact in FACTS if fact.noted}
     for name, value in wrong.items():
-        if name == "window_size":
-            assert any(name in note for note in compared({name: value}))
+        if name in noted:
+            notes = compared({"num_layers": 2, **fits, name: value})
+            assert any(name in note for note in notes)
             continue
         with pytest.raises(errors.TensorMismatchError, match="they say"):
             compared({"num_layers": 2, **fits, name: value})
@@ -223,7 +263,7 @@ def test_every_fact_of_the_table_is_asked_for():
     asked = {*WRONG, *(name for *_, wrong in OF_FAMILIES for name in wrong)}
     tested_below = {
         "swiglu (SiLU)", "norm_epsilon", "rope_scaling_factor", "num_attention_heads",
-        "moe_router_topk", "moe_ffn_hidden_size",
+        "moe_router_topk", "moe_ffn_hidden_size", "use_rope_scaling (bounds)",
     }  # fmt: skip
     assert {fact.name for fact in FACTS} <= asked | tested_below
 
@@ -252,7 +292,8 @@ def test_scaling_of_llama_3_is_compared(tmp_path, llama):
     }  # fmt: skip
     config = references.config("llama", rope_parameters=scaling)
     good = megatron(tmp_path / "good", cuts_of(state), use_rope_scaling=True)
-    export_hf(good, tmp_path / "hf", config=config)
+    report = export_hf(good, tmp_path / "hf", config=config)
+    assert any("(bounds)=(1, 4, 8192)" in note for note in report.notes)  # and it means 32
     plain, other = {"use_rope_scaling": False}, {"rope_scaling_factor": 32.0}
     for number, said in enumerate((plain, {"use_rope_scaling": True, **other})):
         bad = megatron(tmp_path / f"bad{number}", cuts_of(state), **said)

@@ -5,10 +5,13 @@ Exports, with an adapter and without, imports and `verify_hf` ask here.
 
 from __future__ import annotations
 
+import copy
 import math
+import os
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from smckpt.checkpoint.reading.catalogue import Catalogue
@@ -16,6 +19,7 @@ from smckpt.checkpoint.reading.committed import open_catalogue
 from smckpt.errors import CheckpointError, UsageError
 from smckpt.layout.containers import FACTS
 from smckpt.storage import Access
+from smckpt.storage.urls import is_local, local_path
 from smckpt.translate.config import ModelConfig
 from smckpt.translate.models.model import (
     choose_layout,
@@ -32,6 +36,7 @@ from smckpt.translate.ranks.rank_sources import (
     open_ranks,
     open_source,
 )
+from smckpt.translate.source_files import Folder, SourceFiles
 from smckpt.translate.sources.boxes import ForeignCheckpoint
 from smckpt.translate.sources.checkpoint_tensors import (
     CheckpointTensors,
@@ -41,7 +46,14 @@ from smckpt.translate.sources.checkpoint_tensors import (
     stages_of,
 )
 from smckpt.translate.sources.rank_files import TensorReader
-from smckpt.translate.sources.source_facts import EP, PP, TP, SourceFacts
+from smckpt.translate.sources.source_facts import (
+    EP,
+    PP,
+    TP,
+    SourceFacts,
+    config_beside,
+    facts_of_values,
+)
 from smckpt.translate.tables.degrees import Degrees, check_counts, check_flags
 from smckpt.translate.tables.families import find_family
 from smckpt.translate.tables.names import (
@@ -56,6 +68,7 @@ from smckpt.translate.tables.table import TensorLayout
 __all__ = ["ModelSource", "Parallel", "open_model"]
 
 _SCALE = re.compile(r"[_.](?:weight_)?scales?(?:_inv)?$")
+_RELEASED = re.compile(r"consolidated\b")  # Meta's and Mistral's, beside their params.json
 _UNKNOWN_ORDER = (
     "neither the files nor their names say which rank each is of: they were read in the order in "
     "which they were passed"
@@ -198,6 +211,7 @@ def open_model(
         made = opener.ours(open_catalogue(access.open(checkpoint)))
     if peft:
         return made
+    made = _compared(made, settings, _beside(access, checkpoint))
     refuse_peft(made.reader.held, made.reader.url)
     scaled = {
         name.rpartition(".")[0].removesuffix(".weight")
@@ -233,6 +247,37 @@ def open_model(
     return replace(made, reader=own, notes=(*made.notes, note), left_out=tuple(heads))
 
 
+def _beside(access: Access, checkpoint: Any) -> tuple[SourceFacts, ...]:
+    """What lies beside a source's files, and says what model it is."""
+    alone = isinstance(checkpoint, (str, os.PathLike))
+    where = os.fspath(checkpoint if alone else checkpoint[0])
+    if not alone or (is_local(where) and not os.path.isdir(local_path(where))):
+        if alone and not _RELEASED.match(os.path.basename(where)):
+            return ()  # one file, among any others
+        where = os.path.dirname(where) or os.curdir
+    return config_beside(Folder(SourceFiles(access), where))
+
+
+def _compared(
+    made: ModelSource, settings: ModelConfig | None, beside: Sequence[SourceFacts]
+) -> ModelSource:
+    """The source, once nothing that it says of its model contradicts the config. Of a layout, the
+    translation compares the rest."""
+    if settings is None:
+        return made
+    made = replace(made, facts=(*made.facts, *beside))
+    for facts in made.facts:
+        facts.compare_config(settings)
+    if made.cut or not made.facts or find_family(settings.values["model_type"]) is None:
+        return made
+    try:
+        dims = model_dims(settings, made.reader.url)
+    except CheckpointError:  # the config lacks sizes, which names do not need
+        return made
+    notes = [note for facts in made.facts for note in facts.compare(dims, settings, None, None)]
+    return replace(made, notes=(*made.notes, *notes))
+
+
 @dataclass(frozen=True)
 class _Opener:
     prefix: str | None
@@ -250,16 +295,19 @@ class _Opener:
         tensors = unwrapped(choose(catalogue, self.prefix))
         # of a weight of a class that holds several tensors, none alone has its values
         saved = catalogue.objects(min(catalogue.object_ranks))
+        facts = facts_of_values(
+            {path: partial(copy.copy, value) for path, value in saved.values()}, catalogue.url
+        )
         above = {
             key.removesuffix(FACTS): value
             for key, (path, value) in saved.items()
             if path[-1:] == (FACTS,)
         }
         names = {tensor.name for tensor in tensors.values()}
-        for start, facts in above.items():
+        for start, parts in above.items():
             if any(name.startswith(start) for name in names):
                 raise UsageError(
-                    f"{start[:-1]} is a {facts.get('class')}, which holds several tensors; an "
+                    f"{start[:-1]} is a {parts.get('class')}, which holds several tensors; an "
                     "export writes tensors with values of their own",
                     remedy="load it into the model, dequantise it there (its class has "
                     "dequantize()), save that and export it",
@@ -270,7 +318,7 @@ class _Opener:
             given.refuse_degrees(catalogue.url)
             whole = LogicalTensors(catalogue, tensors)
             return ModelSource(
-                whole, Degrees.of(1, 1), given, identity=identity, step=catalogue.step
+                whole, Degrees.of(1, 1), given, facts=facts, identity=identity, step=catalogue.step
             )
         degrees = degrees_of(catalogue, given.tp, given.ep, given.etp)
         stages = [
@@ -285,7 +333,9 @@ class _Opener:
         if pp > 1:
             reader = merged(stages, _layers(self.settings), given.vpp, catalogue.url)
         cut = cut or pp == 1 or degrees.ranks > 1
-        return ModelSource(reader, degrees, given, cut=cut, identity=identity, step=catalogue.step)
+        return ModelSource(
+            reader, degrees, given, cut=cut, facts=facts, identity=identity, step=catalogue.step
+        )
 
     def foreign(self, found: ForeignCheckpoint) -> ModelSource:
         """A checkpoint that others wrote, with tensors of all ranks."""
@@ -308,17 +358,13 @@ class _Opener:
                     f"{adapter} beside the weights was left out; transformers adds such an adapter "
                     "to the model that it loads: pass adapter= to export the two together",
                 )
-        return ModelSource(
-            reader, given.degrees, given, found.format, cut, found.model_facts if cut else (),
-            notes=notes,
-        )  # fmt: skip
+        values = {value.path: value.read for value in found.values.values()}
+        facts = (*found.model_facts, *facts_of_values(values, found.url))
+        return ModelSource(reader, given.degrees, given, found.format, cut, facts, notes=notes)
 
     def files(self, found: RankFilesFound) -> ModelSource:
         """The files of ranks, or one file with a whole model."""
         files = replace(found, prefix=self.prefix)
-        if self.settings is not None:
-            for facts in files.facts:
-                facts.compare_config(self.settings)
         # the degrees that are given, or that the names of the files tell, or else the files
         tp, pp, ep = self.given.tp or files.tp, self.given.pp or files.pp, self.given.ep or files.ep
         inside = [files.degree(name) or 1 for name in (TP, PP, EP)]

@@ -13,7 +13,12 @@ from typing import Any
 from smckpt.checkpoint.commits.choose import choose_commit
 from smckpt.checkpoint.commits.foreign import holds_dcp
 from smckpt.checkpoint.records.format import parse_name
-from smckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, UsageError
+from smckpt.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    UsageError,
+)
 from smckpt.storage import Access
 from smckpt.storage.urls import is_local, local_path
 from smckpt.translate.files import ADAPTER_WEIGHTS, ADAPTER_WEIGHTS_BIN
@@ -22,13 +27,19 @@ from smckpt.translate.ranks.pipeline import by_name, merged, refuse_equal_ranks
 from smckpt.translate.source_files import ArchiveRecord, Folder, SourceFiles, is_tar, open_tar
 from smckpt.translate.sources.boxes import ForeignCheckpoint
 from smckpt.translate.sources.dcp import open_dcp, open_shards
-from smckpt.translate.sources.deepspeed import open_smp_sharded, open_universal, open_zero3
+from smckpt.translate.sources.deepspeed import (
+    SMP_USER,
+    open_smp_sharded,
+    open_universal,
+    open_zero3,
+)
 from smckpt.translate.sources.rank_files import TensorReader, hub_tensors, open_stages, weight_files
 from smckpt.translate.sources.source_facts import (
     EP,
     PP,
     TP,
     SourceFacts,
+    facts_of_state,
     refuse_other_ranks,
     yaml_beside,
 )
@@ -353,7 +364,14 @@ def _smp(folder: Folder) -> RankFilesFound | ForeignCheckpoint | None:
             path=folder.url,
         )  # fmt: skip
     files = {name: folder.files[name] for name in _smp_names(pp, tp)}
-    return RankFilesFound(files, folder.source, tp, 1, "SMP v1, partial", pp, _SMP_ALONE)
+    beside = None
+    if (content := folder.files.get(SMP_USER)) is not None:
+        with suppress(CheckpointError):  # the script's own values, of any kind
+            root = torch_root(folder.source, content)
+            beside = next(iter(facts_of_state(root, content.path)), None)
+    return RankFilesFound(
+        files, folder.source, tp, 1, "SMP v1, partial", pp, _SMP_ALONE, beside=beside
+    )
 
 
 def _smp_names(pp: int, tp: int) -> Iterator[str]:

@@ -21,17 +21,18 @@ from smckpt.layout.mesh import Shape
 from smckpt.layout.strided import boxes_of_range, row_major_strides
 from smckpt.translate.source_files import Folder
 from smckpt.translate.sources.boxes import ForeignCheckpoint, SavedBox, SavedTensor, whole_tensor
+from smckpt.translate.sources.source_facts import facts_of_state
 from smckpt.translate.sources.torch_files import torch_root
 from smckpt.translate.torch_archive import StoredTensor
 
-__all__ = ["open_smp_sharded", "open_universal", "open_zero3"]
+__all__ = ["SMP_USER", "open_smp_sharded", "open_universal", "open_zero3"]
 
 _MODEL = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
 _OPTIMIZER = re.compile(r"(?:[a-z0-9]+_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _ZERO, _FP32 = "zero", "fp32.pt"
 _SMP_MODEL = re.compile(r"model_(\d+)\.pt")
 _SMP_OPTIMIZER = re.compile(r"optimizer_(\d+)\.pt")
-_SMP_CONFIG, _SMP_USER = "smp_config.pt", "user_content.pt"
+_SMP_CONFIG, SMP_USER = "smp_config.pt", "user_content.pt"
 _SMP_CUTS = ("tensor_parallel_degree", "pipeline_parallel_degree")
 
 
@@ -80,13 +81,13 @@ def open_smp_sharded(folder: Folder) -> ForeignCheckpoint | None:
         return None
     optimizers = _of_ranks(folder, _SMP_OPTIMIZER)
     _refuse_missing(folder, models, optimizers)
-    for name in (_SMP_CONFIG, _SMP_USER):
+    for name in (_SMP_CONFIG, SMP_USER):
         if name not in folder.files:
             raise UsageError(
                 f"{name} is missing, which SMP writes beside the ranks' files",
                 remedy="fetch it too", path=folder.url,
             )  # fmt: skip
-    config, user_content = _root(folder, _SMP_CONFIG), _root(folder, _SMP_USER)
+    config, user_content = _root(folder, _SMP_CONFIG), _root(folder, SMP_USER)
     if cuts := {word: config.get(word) for word in _SMP_CUTS if config.get(word) != 1}:
         raise UsageError(
             f"the weights are cut by sharded data parallelism and further, by {cuts}, and how SMP "
@@ -95,7 +96,7 @@ def open_smp_sharded(folder: Folder) -> ForeignCheckpoint | None:
         )  # fmt: skip
     if lacking := {"param_shapes", "buffer_names"} - user_content.keys():
         raise UsageError(
-            f"{_SMP_USER} has no {sorted(lacking)}, so nothing says which weights the parts are",
+            f"{SMP_USER} has no {sorted(lacking)}, so nothing says which weights the parts are",
             remedy="save once more, with both in user_content= as Amazon's training scripts do "
             "(get_param_shapes, get_buffer_names); later versions of SMP add them by themselves",
             path=folder.url,
@@ -105,7 +106,7 @@ def open_smp_sharded(folder: Folder) -> ForeignCheckpoint | None:
         _flat_groups(folder, optimizers[rank], _root(folder, optimizers[rank]), len(models))
         for rank in range(len(models))
     ]
-    names = [*models.values(), *optimizers.values(), _SMP_CONFIG, _SMP_USER]
+    names = [*models.values(), *optimizers.values(), _SMP_CONFIG, SMP_USER]
     states = [state] * len(models)
     return _of_parts(folder, "SMP v1, sharded data parallelism", states, groups, names)
 
@@ -147,8 +148,9 @@ def open_universal(folder: Folder) -> ForeignCheckpoint | None:
         _bad(folder, f"a file lacks what DeepSpeed writes ({type(error).__name__}: {error})")
     sizes = {file: record.nbytes for file, (_, record) in files.items()}
     return ForeignCheckpoint(
-        folder.url, "DeepSpeed, universal checkpoint", saved, folder.source, files=sizes
-    )
+        folder.url, "DeepSpeed, universal checkpoint", saved, folder.source, files=sizes,
+        model_facts=facts_of_state(states[0], folder.files[models[0]].path) if states else (),
+    )  # fmt: skip
 
 
 def _of_parts(
@@ -174,7 +176,10 @@ def _of_parts(
     except (LookupError, TypeError, AttributeError, ValueError) as error:
         _bad(folder, f"a rank's file lacks what belongs there ({type(error).__name__}: {error})")
     files = {name: folder.files[name].nbytes for name in names}
-    return ForeignCheckpoint(folder.url, kind, saved, folder.source, files=files)
+    return ForeignCheckpoint(
+        folder.url, kind, saved, folder.source, files=files,
+        model_facts=facts_of_state(states[0], folder.files[names[0]].path),
+    )  # fmt: skip
 
 
 def _refuse_missing(

@@ -82,8 +82,7 @@ def facts_of(folder: Folder) -> dict[str, Any]:
 def model_facts_of(folder: Folder) -> tuple[SourceFacts, ...]:
     """What the common values say of the model."""
     record = folder.files[COMMON]
-    found = facts_of_state(open_archive(folder.source, record).root, record.path)
-    return () if found is None else (found,)
+    return facts_of_state(open_archive(folder.source, record).root, record.path)
 
 
 def optimizers_of(saved: Mapping[str, SavedTensor]) -> frozenset[str]:

@@ -7,14 +7,17 @@ used, or refused by name. `fact_table.py` has the table; docs/layouts.md has it 
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
-from smckpt.errors import TensorMismatchError, TopologyError
-from smckpt.translate.config import ModelConfig
+from smckpt.errors import CheckpointError, TensorMismatchError, TopologyError
+from smckpt.layout.entries import Path
+from smckpt.translate.config import CONFIG, ModelConfig
 from smckpt.translate.fact_table import FACTS, MeantModel, equal_values
 from smckpt.translate.pickled import Inert
 from smckpt.translate.source_files import Folder
@@ -29,7 +32,9 @@ __all__ = [
     "PP",
     "TP",
     "SourceFacts",
+    "config_beside",
     "facts_of_state",
+    "facts_of_values",
     "facts_of_yaml",
     "refuse_other_ranks",
     "yaml_beside",
@@ -52,23 +57,35 @@ _ALIASES: Mapping[str, str] = MappingProxyType(
         "bias": "add_bias_linear", "qkv_bias": "add_qkv_bias",
         "scale_positional_embedding": "use_rope_scaling",
         "seq_len_interpolation_factor": "rotary_seq_len_interpolation_factor",
+        # of transformers, and of Meta's and Mistral's params.json
+        "num_hidden_layers": "num_layers", "intermediate_size": "ffn_hidden_size",
+        "head_dim": "kv_channels", "num_experts_per_tok": "moe_router_topk",
+        "rms_norm_eps": "norm_epsilon", "rope_theta": "rotary_base", "dim": "hidden_size",
+        "n_layers": "num_layers", "n_heads": "num_attention_heads",
+        "n_kv_heads": "num_query_groups", "hidden_dim": "ffn_hidden_size",
+        "norm_eps": "norm_epsilon", "use_scaled_rope": "use_rope_scaling",
     }
 )  # fmt: skip
 _NEMO_YAML = ("model_config.yaml", "context/model.yaml")  # of NeMo 1 and 2
 _YAML = 16 << 20  # bytes
+_PARAMS = "params.json"
 _CONFIGS = ("config", "model_config", "hf_config")  # the names of a config beside a model
+_BESIDE = {(name,) for name in (*_CONFIGS, "args", "hyper_parameters")}
+_DEEPEST = 8
 _DECISIVE = (
     "model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "head_dim", "intermediate_size", "tie_word_embeddings", "rope_theta", "hidden_act",
     "num_experts_per_tok", "partial_rotary_factor",
 )  # fmt: skip
+_SIZES = {"num_layers", "hidden_size", "num_attention_heads"}
+_SHOWN = ("num_layers", "hidden_size", "ffn_hidden_size", "num_experts")
 _PLAIN: TypeAlias = "str | int | float | bool | tuple[int, ...] | None"
 
 
 @dataclass(frozen=True)
 class SourceFacts:
-    """Plain values by Megatron's names. where: the file; of: what in it says so. config: the config
-    of transformers that lies beside the model."""
+    """Plain values by Megatron's names. where: the file; of: what in it says so, in the plural.
+    config: the config of transformers that lies beside the model."""
 
     where: str
     of: str
@@ -86,37 +103,43 @@ class SourceFacts:
         """
         if self.config is None:
             return
-        family = find_family(settings.values["model_type"])
-        one, two = (
-            v if family is None else family.config(v) for v in (self.config, settings.values)
-        )
+        own = _text_of(self.config)
+        one, two = {**own, **_by_llamas_keys(self.config)}, _by_llamas_keys(settings.values)
         for key in _DECISIVE:
             a, b = one.get(key), two.get(key)
-            if key not in self.config or None in (a, b) or equal_values(a, b):
+            if key not in own or None in (a, b) or equal_values(a, b):
                 continue
             raise TensorMismatchError(
                 f"the config that lies beside the model has {key}={a!r}, but that of config= {b!r}",
-                remedy="pass the config= of this very model", path=self.where,
+                remedy="pass the config= of this very model; if the one beside it is wrong, "
+                "correct it there", path=self.where,
             )  # fmt: skip
 
     def compare(
-        self, dims: Dims, settings: ModelConfig, layout: TensorLayout, rows: int | None
+        self, dims: Dims, settings: ModelConfig, layout: TensorLayout | None, rows: int | None
     ) -> tuple[str, ...]:
-        """Notes on what differs and changes no tensor. rows: how many rows of the vocabulary are
-        stored, if the layout pads.
+        """Notes on what differs and changes no tensor.
+
+        Args:
+            layout: None: the tensors have the names of a released model.
+            rows: how many rows of the vocabulary are stored, if the layout pads.
 
         Raises:
             TensorMismatchError: it says something else than the config; the message names both.
         """
-        if not layout.name.startswith("mcore_"):
-            return ()
-        model = MeantModel(dims, dims.family.config(settings.values), rows)
+        megatrons = layout is not None and layout.name.startswith("mcore_")
+        model = MeantModel(dims, dims.family.config(settings.values), rows if megatrons else None)
+        differ = [
+            (fact, given, meant)
+            for fact in FACTS
+            for given, meant in [(fact.given(self.values), fact.meant(model))]
+            if given is not None and meant is not None and not equal_values(given, meant)
+        ]
+        # Shapes show these. Where they differ, something else than this model is meant.
+        others = not megatrons and any(fact.name in _SHOWN for fact, _, _ in differ)
         notes = []
-        for fact in FACTS:
-            given, meant = fact.given(self.values), fact.meant(model)
-            if given is None or meant is None or equal_values(given, meant):
-                continue
-            if fact.noted:
+        for fact, given, meant in differ:
+            if fact.noted or others or not (megatrons or fact.anywhere):
                 notes.append(
                     f"{self.of} say {fact.name}={given!r}, but the config means {meant!r}; the "
                     "config is written as it is"
@@ -164,11 +187,11 @@ class SourceFacts:
 # -- where they come from --------------------------------------------------------------------------
 
 
-def facts_of_state(root: Any, where: str) -> SourceFacts | None:
-    """What the state in a file says: Megatron's `args`, those of GPT-NeoX and Megatron-DeepSpeed,
-    or the model's config in NeMo's `hyper_parameters`."""
+def facts_of_state(root: Any, where: str) -> tuple[SourceFacts, ...]:
+    """What the state in a file says, if it says anything: Megatron's `args`, those of GPT-NeoX and
+    Megatron-DeepSpeed, the model's config in NeMo's `hyper_parameters`, or Lightning's own."""
     if not isinstance(root, Mapping):
-        return None
+        return ()
     parameters = root.get("hyper_parameters")
     parameters = parameters if isinstance(parameters, Mapping) else {}
     config = _config_in({**parameters, **root})
@@ -177,10 +200,45 @@ def facts_of_state(root: Any, where: str) -> SourceFacts | None:
         ("NeMo's hyper_parameters in the file", _plain_of(parameters.get("cfg"))),
     ):
         if TP in found:
-            return SourceFacts(where, of, found, config)
+            return (SourceFacts(where, of, found, config),)
+    if (found := _aliased(parameters)).keys() >= _SIZES:
+        return (SourceFacts(where, "the hyper_parameters in the file", found, config),)
     if type(ranks := root.get("mp_world_size")) is int:  # DeepSpeed's
-        return SourceFacts(where, "the values of DeepSpeed in the file", {TP: ranks}, config)
-    return None if config is None else SourceFacts(where, "the values in the file", {}, config)
+        return (SourceFacts(where, "the values of DeepSpeed in the file", {TP: ranks}, config),)
+    return () if config is None else (SourceFacts(where, "the values in the file", {}, config),)
+
+
+def facts_of_values(
+    values: Mapping[Path, Callable[[], Any]], where: str
+) -> tuple[SourceFacts, ...]:
+    """As `facts_of_state`, of the values beside the tensors of a checkpoint. values: path in the
+    state → what reads it."""
+    root: dict[Any, Any] = {}
+    for path, read in values.items():
+        if path[:1] in _BESIDE and len(path) <= _DEEPEST:
+            inner = root
+            for key in path[:-1]:
+                inner = below if isinstance(below := inner.setdefault(key, {}), dict) else {}
+            with suppress(CheckpointError):  # of a class that is not plain
+                inner[path[-1]] = read()
+    return facts_of_state(root, where)
+
+
+def config_beside(folder: Folder) -> tuple[SourceFacts, ...]:
+    """What config.json of transformers', or params.json of Meta's and Mistral's, says in the
+    directory of a source."""
+    found = []
+    for name in (CONFIG, _PARAMS):
+        if (record := folder.files.get(name)) is None or record.nbytes > _YAML:
+            continue
+        with suppress(ValueError, RecursionError):  # it is no model's
+            values = json.loads(folder.source.read(record))
+            where = f"{folder.url.rstrip('/')}/{name}"
+            if (config := _config_in({"config": values})) is not None:
+                found.append(SourceFacts(where, f"the values in {name}", {}, config))
+            elif isinstance(values, dict) and (plain := _aliased(values)).keys() >= _SIZES:
+                found.append(SourceFacts(where, f"the values in {name}", plain))
+    return tuple(found)
 
 
 def _config_in(root: Mapping[Any, Any]) -> Mapping[str, Any] | None:
@@ -191,9 +249,20 @@ def _config_in(root: Mapping[Any, Any]) -> Mapping[str, Any] | None:
             found = found.state
         elif not isinstance(found, Mapping) or not isinstance(found.get("model_type"), str):
             continue
-        if isinstance(found, Mapping) and "num_attention_heads" in found:
+        if isinstance(found, Mapping) and "num_attention_heads" in _text_of(found):
             return {str(key): value for key, value in found.items()}
     return None
+
+
+def _by_llamas_keys(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    family = find_family(str(config.get("model_type")))
+    return config if family is None else family.config(config)
+
+
+def _text_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a config says of its language model."""
+    inner = config.get("text_config")
+    return {**config, **inner} if isinstance(inner, Mapping) else config
 
 
 def yaml_beside(folder: Folder) -> tuple[SourceFacts, ...]:

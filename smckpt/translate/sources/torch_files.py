@@ -156,7 +156,8 @@ def stored_state(
         )
     steps = [root[key] for key in _STEPS if isinstance(root.get(key), int)]
     step = steps[0] if steps else None
-    return StoredState(file.path, state.model(prefix), step, facts_of_state(root, file.path))
+    facts = next(iter(facts_of_state(root, file.path)), None)
+    return StoredState(file.path, state.model(prefix), step, facts)
 
 
 @dataclass(frozen=True)

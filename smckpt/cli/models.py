@@ -209,15 +209,21 @@ def publish(source: str, out: str, delta: str, full_every: int, as_json: bool) -
 @click.option("--number", type=click.IntRange(0), help="Which publish. By default the newest.")
 @click.option("--keep", type=click.IntRange(1), default=2, show_default=True,
               help="How many publishes stay in DIRECTORY.")  # fmt: skip
+@click.option("--quick", is_flag=True,
+              help="If the publish is served already, do not read files whose size and time are as "
+              "they were made.")  # fmt: skip
 @as_json
-def apply(root: str, directory: str, number: int | None, keep: int, as_json: bool) -> None:
+def apply(
+    root: str, directory: str, number: int | None, keep: int, quick: bool, as_json: bool
+) -> None:
     """Make DIRECTORY/latest the model that was last published at ROOT.
 
-    It reads what changed, compares the result with its checksums, and then moves the link.
+    It reads what changed, compares the result with its checksums, and then moves the link. If that
+    publish is served already, it compares the files there, and makes those anew that differ.
     """
     from smckpt.translate.publishing.apply import apply_published
 
-    report = apply_published(root, directory, number=number, keep=keep)
+    report = apply_published(root, directory, number=number, keep=keep, quick=quick)
     if as_json:
         print_json(asdict(report))
         return
@@ -225,6 +231,10 @@ def apply(root: str, directory: str, number: int | None, keep: int, as_json: boo
         f"publish {report.number}, {bytes_text(report.nbytes)} read, {report.seconds:.1f} s: "
         f"{report.directory}"
     )
+    if report.mended:
+        print_line(
+            f"made anew, because they differed: {', '.join(report.mended)}; let servers load again"
+        )
 
 
 @click.command()

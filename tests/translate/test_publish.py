@@ -664,6 +664,92 @@ def test_rotten_bytes_of_a_file_that_did_not_change_are_not_linked(
     assert done.nbytes < 4 * MiB, "only that file was read anew"
 
 
+_HARMS = ("rot", "cut", "gone", "link", "pipe")
+
+
+def _harm(there: Path, how: str) -> None:
+    data = bytearray(there.read_bytes())
+    there.unlink()
+    match how:
+        case "rot":
+            data[len(data) // 2] ^= 1
+            there.write_bytes(data)
+        case "cut":
+            there.write_bytes(data[:-1])
+        case "link":
+            (there.parent.parent / "elsewhere").write_bytes(data)
+            there.symlink_to("../elsewhere")
+        case "pipe":
+            os.mkfifo(there)
+
+
+@pytest.mark.parametrize("how", _HARMS)
+@pytest.mark.parametrize("file", ["model-1.safetensors", "config.json", "big.bin"])
+def test_rotten_bytes_of_the_served_directory_are_made_anew(
+    served: Served, how: str, file: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The publish is applied already. What a server has open stays; the name is replaced."""
+    write(served.model, served.tensors, **{"big.bin": bytes(3 * MiB)})
+    served.publish()
+    served.apply()
+    served.tensors["layers.1.weight"] *= 2
+    write(served.model, served.tensors, **{"big.bin": bytes(3 * MiB)})
+    served.publish(delta="block")
+    folder = Path(served.apply().directory)
+    (folder / "mine").write_text("mine")
+    for quick in (False, True):
+        done = served.apply(quick=quick)
+        assert (done.nbytes, done.mended) == (0, ())
+    with open(folder / file, "rb") as opened:
+        _harm(folder / file, how)
+        done = served.apply()
+        assert done.mended == (file,) and done.nbytes > 0
+        assert f"{file} of {folder}, which is served, is made anew" in caplog.text
+        assert opened.read() == (served.model / file).read_bytes()
+    assert (folder / "mine").read_text() == "mine"
+    (folder / "mine").unlink()
+    served.assert_same()
+    assert not (folder / file).is_symlink()
+    assert not [name for name in os.listdir(served.host) if name.startswith(".applying")]
+    assert served.apply().mended == ()
+
+
+def test_a_loop_reads_only_what_was_changed_after_it_was_made(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served.publish()
+    folder = Path(served.apply().directory)
+    read: list[str] = []
+    module = import_module("smckpt.translate.publishing.apply")
+    check = module._check
+    monkeypatch.setattr(
+        module, "_check", lambda fd, f, path: (read.append(path), check(fd, f, path))
+    )
+    served.apply(quick=True)
+    assert read == []
+    served.apply()
+    assert len(read) == 3
+    times = os.stat(folder / "config.json")
+    _harm(folder / "config.json", "cut")  # of another size, with the old time
+    os.utime(folder / "config.json", ns=(times.st_atime_ns, times.st_mtime_ns))
+    _harm(folder / "model-0.safetensors", "rot")
+    assert served.apply(quick=True).mended == ("config.json", "model-0.safetensors")
+    served.assert_same()
+    read.clear()
+    assert served.apply(quick=True).mended == () and read == []
+
+
+def test_a_users_directory_in_a_files_place_is_left_to_the_user(served: Served) -> None:
+    served.publish()
+    folder = Path(served.apply().directory)
+    (folder / "config.json").unlink()
+    (folder / "config.json").mkdir()
+    (folder / "config.json" / "mine").write_text("mine")
+    with pytest.raises(errors.UsageError, match=r"config\.json.*that no publish brought"):
+        served.apply()
+    assert (folder / "config.json" / "mine").read_text() == "mine"
+
+
 def test_an_older_directory_that_rotted_is_made_anew_before_it_is_served_again(
     served: Served,
 ) -> None:

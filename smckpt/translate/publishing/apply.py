@@ -37,7 +37,7 @@ from smckpt.translate.publishing.published import (
     spans,
     state_after,
 )
-from smckpt.translate.tables.degrees import check_counts, check_paths
+from smckpt.translate.tables.degrees import check_counts, check_flags, check_paths
 
 __all__ = ["ApplyReport", "apply_published"]
 
@@ -53,12 +53,14 @@ _PIECE = 16 << 20
 
 @dataclass(frozen=True)
 class ApplyReport:
-    """directory: the model. number: of the publish that it is. nbytes: read from the root."""
+    """directory: the model. number: of the publish that it is. nbytes: read from the root. mended:
+    the files that were made anew in the directory that is served, because they differed."""
 
     directory: str
     number: int
     nbytes: int
     seconds: float
+    mended: tuple[str, ...] = ()
 
 
 @alone()
@@ -68,6 +70,7 @@ def apply_published(
     *,
     number: int | None = None,
     keep: int = 2,
+    quick: bool = False,
     storage: StoreOptions | Mapping[str, Any] | None = None,
 ) -> ApplyReport:
     """Make `directory/latest` the model that was published, byte for byte.
@@ -77,11 +80,16 @@ def apply_published(
     old one is not disturbed. Files that did not change are hard links; of others only the changed
     blocks are read from `root`. If the directory there cannot serve as the base, all is read anew.
 
+    If that publish is served already, its files are compared too. One that differs is made anew and
+    takes the other one's name at once; a server that has read the other one has to load again.
+
     Args:
         root: where `publish` writes, on disk or in S3.
         directory: a directory on this host, or on a file system with hard links and flock.
         number: of the publish; by default the newest.
         keep: how many publishes stay in the directory.
+        quick: of a publish that is served already, read only the files that have another size, or
+            were changed after it was made. For a loop that waits for the next publish.
         storage: as in `smckpt.load`.
 
     Raises:
@@ -93,6 +101,7 @@ def apply_published(
     began = time.monotonic()
     check_paths(root=root, directory=directory)
     check_counts(keep=keep)
+    check_flags(quick=quick)
     if not is_local(os.fspath(directory)):
         raise UsageError(
             "models are served from a file system", remedy="pass a local directory",
@@ -113,6 +122,7 @@ def apply_published(
                 served = there is not None and os.path.samestat(there, latest)
             _clear(host)
             nbytes = 0
+            mended: tuple[str, ...] = ()
             if not served or _record_of(host, publish.folder).identity != publish.identity:
                 if served:
                     raise UsageError(
@@ -127,6 +137,8 @@ def apply_published(
                     host.link_to(publish.folder, _NEW_LINK)
                     host.rename(_NEW_LINK, LATEST)  # at once
                     host.sync()
+            else:
+                nbytes, mended = _mended(source, chain, host, quick=quick)
             # What has no record of ours is somebody else's. The directory that is served stays.
             records = {name: _record_of(host, name) for name in host.names() if is_folder(name)}
             applied = [name for name, record in records.items() if record != _Record()]
@@ -139,7 +151,7 @@ def apply_published(
         except OSError as error:
             raise storage_error(error, path, "write") from error
     target = os.path.join(path, chain[-1].folder)
-    return ApplyReport(target, chain[-1].number, nbytes, time.monotonic() - began)
+    return ApplyReport(target, chain[-1].number, nbytes, time.monotonic() - began, mended)
 
 
 @contextmanager
@@ -222,15 +234,58 @@ def _is_whole(host: Directory, chain: Sequence[Publish]) -> bool:
     folder = chain[-1].folder
     if _record_of(host, folder).identity != chain[-1].identity:
         return False
-    try:
-        with host.below(folder) as directory:
-            for name, file in state_after(chain).items():
-                with _opened(directory, name) as there:
-                    _check(there.fileno(), file, os.path.join(directory.path, name))
-    except (CorruptCheckpointError, OSError) as error:
-        log.warning("%s is made anew: %s", os.path.join(host.path, folder), error)
-        return False
+    with host.below(folder) as directory:
+        for name, error in _differing(directory, state_after(chain)):
+            log.warning("%s is made anew: %s: %s", directory.path, name, error)
+            return False
     return True
+
+
+def _differing(
+    directory: Directory, state: Mapping[Name, PublishedFile], since: int | None = None
+) -> Iterator[tuple[Name, Exception]]:
+    """The files that are not what was published, and why.
+
+    Args:
+        since: a file of the right size that was not changed after this moment (ns) is not read.
+    """
+    for name, file in state.items():
+        try:
+            with _opened(directory, name) as there:
+                found = os.fstat(there.fileno())
+                if since is None or found.st_size != file.size or found.st_mtime_ns > since:
+                    _check(there.fileno(), file, os.path.join(directory.path, name))
+        except (CorruptCheckpointError, OSError) as error:
+            yield name, error
+
+
+def _mended(
+    source: Storage, chain: Sequence[Publish], host: Directory, *, quick: bool
+) -> tuple[int, tuple[str, ...]]:
+    """Make the files of the served directory anew that are not what was published. Returns the
+    bytes that were read from the root, and the files."""
+    state, nbytes = state_after(chain), 0
+    begun = f".applying-{secrets.token_hex(4)}"
+    with ExitStack() as cleanup:
+        served = cleanup.enter_context(host.below(chain[-1].folder))
+        written = served.status(RECORD)
+        since = written.st_mtime_ns if quick and written is not None else None
+        bad = dict(_differing(served, state, since))
+        if not bad:
+            return 0, ()
+        cleanup.callback(host.remove_all, begun)
+        making = cleanup.enter_context(host.make(begun))
+        for name, error in bad.items():
+            log.warning("%s of %s, which is served, is made anew: %s", name, served.path, error)
+            nbytes += _NewFile(source, chain, name, state[name], making).made_from(None, 0)
+        for name in bad:
+            try:
+                os.rename(name, name, src_dir_fd=making.fd, dst_dir_fd=served.fd)  # at once
+            except IsADirectoryError as error:
+                raise _foreign(os.path.join(served.path, name)) from error
+        # what was changed after the record is read again by the next quick call
+        _put_record(served, _Record(chain[-1].identity, tuple(state)))
+    return nbytes, tuple(bad)
 
 
 def _made(source: Storage, chain: Sequence[Publish], host: Directory) -> int:
@@ -269,13 +324,17 @@ def _made(source: Storage, chain: Sequence[Publish], host: Directory) -> int:
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
                 raise
-            raise UsageError(
-                "files are there that no publish brought",
-                remedy="move them elsewhere; smckpt removes only what it has written",
-                path=os.path.join(host.path, served),
-            ) from error
+            raise _foreign(os.path.join(host.path, served)) from error
         host.sync()
     return nbytes
+
+
+def _foreign(path: str) -> UsageError:
+    return UsageError(
+        "files are there that no publish brought",
+        remedy="move them elsewhere; smckpt removes only what it has written",
+        path=path,
+    )
 
 
 @dataclass(frozen=True)

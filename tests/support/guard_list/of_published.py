@@ -149,6 +149,13 @@ PUBLISHED = [
         PUBLISH + "test_rotten_bytes_of_a_file_that_did_not_change_are_not_linked",
     ),
     of(
+        "apply: what is served is compared",
+        "translate/publishing/apply.py",
+        "        bad = dict(_differing(served, state, since))\n",
+        "        bad = dict[Name, Exception]()\n",
+        PUBLISH + "test_rotten_bytes_of_the_served_directory_are_made_anew",
+    ),
+    of(
         "apply: a user's files stay",
         "translate/publishing/apply.py",
         "    if record == _Record():\n        return\n",

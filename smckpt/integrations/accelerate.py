@@ -12,9 +12,11 @@ import contextlib
 import io
 import os
 import re
+import secrets
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -29,6 +31,7 @@ from smckpt.checkpoint.records.format import parse_name
 from smckpt.errors import CheckpointNotFoundError, KeysMismatchError, UsageError
 from smckpt.integrations import refuse_untested
 from smckpt.integrations.replaced import (
+    below_run,
     keep_last,
     remove_stale,
     run_directory,
@@ -36,6 +39,7 @@ from smckpt.integrations.replaced import (
     store_arguments,
 )
 from smckpt.meeting.round import over_group
+from smckpt.storage.disk.directory import Directory
 from smckpt.storage.urls import is_local
 
 refuse_untested("accelerate")
@@ -153,7 +157,7 @@ def save_state(
         state = {**_live(accelerator), "files": shared[0], "own_files": own}
         smckpt.async_save(
             state,
-            checkpoint_id=directory,
+            checkpoint_id=below_run(directory) if named else directory,
             step=iteration,
             options=smckpt.SaveOptions(on_commit=after_commit),
             **arguments,
@@ -199,9 +203,16 @@ def merge_fsdp_weights(
                 path=directory,
             ) from error
         assert state is not None
-        os.makedirs(output_path, exist_ok=True)
-        made = os.path.join(output_path, SAFE_WEIGHTS_NAME if safe_serialization else WEIGHTS_NAME)
-        save(state[key], made, safe_serialization=safe_serialization)
+        name = SAFE_WEIGHTS_NAME if safe_serialization else WEIGHTS_NAME
+        begun = f".{name}.{secrets.token_hex(6)}"
+        with ExitStack() as stack:
+            out = stack.enter_context(Directory.open(os.path.abspath(output_path), make=True))
+            stack.callback(out.remove_all, begun)
+            made = stack.enter_context(out.make(begun, 0o700))
+            # accelerate writes to a path, and would follow a link that has the file's name
+            path = f"{made.path_for_others()}/{name}"
+            save(state[key], path, safe_serialization=safe_serialization)
+            os.rename(name, name, src_dir_fd=made.fd, dst_dir_fd=out.fd)
         if remove_checkpoint_dir:
             smckpt.remove(directory)
     PartialState().wait_for_everyone()

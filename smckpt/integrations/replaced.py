@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,9 +16,12 @@ from smckpt.checkpoint.commits.run_directory import RunDirectory, Template
 from smckpt.errors import CheckpointNotFoundError, CheckpointPinnedError, UsageError
 from smckpt.manager.retention import Newest
 from smckpt.storage import access_to
+from smckpt.storage.disk.directory import Directory
+from smckpt.storage.urls import Below, is_local, local_path
 from smckpt.translate.conversion.stock import is_stock
 
 __all__ = [
+    "below_run",
     "keep_last",
     "remove_or_keep",
     "remove_stale",
@@ -56,15 +58,28 @@ def stock_files(directory: str) -> dict[str, tuple[int, int]]:
 
 
 def remove_stale(directory: str, before: Mapping[str, tuple[int, int]]) -> None:
-    """Remove what was in a local directory before a save, unless it was written again."""
-    now = stamps(directory)
-    for name, stamp in before.items():
-        if now.get(name) == stamp:
-            path = os.path.join(directory, name)
-            if os.path.isdir(path) and not os.path.islink(path):
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                os.unlink(path)
+    """Remove what was in a local directory before a save, unless it was written again.
+
+    Raises:
+        UsageError: the directory is a link by now.
+    """
+    if not before:
+        return
+    run, name = os.path.split(os.path.abspath(directory))
+    with Directory.open(run, [name]) as here:
+        for name, stamp in before.items():
+            status = here.status(name)
+            if status is not None and (status.st_ino, status.st_mtime_ns) == stamp:
+                here.remove_all(name)
+
+
+def below_run(directory: str | os.PathLike[str]) -> str:
+    """The directory of a checkpoint, which the door has named, in the run's, which the user has: a
+    save or removal there goes where no symbolic link of its name leads."""
+    directory = os.fspath(directory)
+    if not is_local(directory):
+        return directory
+    return Below(directory, os.path.dirname(os.path.abspath(local_path(directory))))
 
 
 def store_arguments(given: Mapping[str, Any], *also: str) -> dict[str, Any]:
@@ -105,10 +120,10 @@ def keep_last(run: RunDirectory, count: int, newest: int) -> None:
 
 
 def remove_or_keep(path: str, arguments: Mapping[str, Any]) -> bool:
-    """Remove the checkpoint in a directory, if there is one; False, with a line in the log, if a
-    reader has pinned it."""
+    """Remove the checkpoint in a directory of a run, if there is one; False, with a line in the
+    log, if a reader has pinned it."""
     try:
-        smckpt.remove(path, **arguments)
+        smckpt.remove(below_run(path), **arguments)
     except CheckpointNotFoundError:  # never committed, or not smckpt's
         return True
     except CheckpointPinnedError as error:

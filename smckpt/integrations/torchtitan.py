@@ -25,7 +25,7 @@ from smckpt.checkpoint.commits.run_directory import RunDirectory
 from smckpt.errors import CheckpointNotFoundError, UsageError
 from smckpt.integrations import refuse_untested
 from smckpt.integrations.kept import KeptSteps, memory_of
-from smckpt.integrations.replaced import keep_last, run_directory, store_arguments
+from smckpt.integrations.replaced import below_run, keep_last, run_directory, store_arguments
 from smckpt.meeting.round import over_group
 from smckpt.storage.urls import normal_url
 
@@ -131,7 +131,7 @@ class SmckptCheckpointManager(CheckpointManager):  # type: ignore[misc]
     ) -> smckpt.SaveHandle:
         saved = smckpt.async_save(
             state_dict,
-            checkpoint_id=directory,
+            checkpoint_id=below_run(directory),
             step=step,
             options=smckpt.SaveOptions(
                 on_commit=self._remove_older if self.keep_latest_k > 0 else None

@@ -29,7 +29,7 @@ from smckpt.integrations import refuse_untested
 from smckpt.integrations.dcp.reader import DistributedFileSystemReader
 from smckpt.integrations.replaced import keep_last, run_directory, store_arguments
 from smckpt.meeting.group import group_at
-from smckpt.storage.urls import normal_url
+from smckpt.storage.urls import Below, normal_url
 
 refuse_untested("torchtune")
 
@@ -163,7 +163,7 @@ class DistributedCheckpointer:
         save = smckpt.async_save if save_async else smckpt.save
         save(
             state_dict,
-            checkpoint_id=directory,
+            checkpoint_id=Below(directory, self._root),
             process_group=group,
             step=number,
             options=smckpt.SaveOptions(

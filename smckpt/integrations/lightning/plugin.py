@@ -33,7 +33,7 @@ from smckpt.integrations.lightning.s3 import (
     DEFAULT_MAX_READ_CONCURRENCY,
     DEFAULT_MAX_WRITE_CONCURRENCY,
 )
-from smckpt.integrations.replaced import remove_or_keep
+from smckpt.integrations.replaced import below_run, remove_or_keep
 from smckpt.storage import Storage, StoreOptions, open_storage
 from smckpt.storage.urls import is_local, is_s3_url, local_path, parent_url, scheme_of
 from smckpt.translate.conversion.stock import checkpoint_of, state_of
@@ -86,7 +86,11 @@ class Saves:
             with contextlib.suppress(OSError):
                 os.makedirs(os.path.dirname(local_path(path)), exist_ok=True)
         handle = smckpt.async_save(
-            state, checkpoint_id=path, options=_OPTIONS, **self._s3(path), **arguments
+            state,
+            checkpoint_id=below_run(path),
+            options=_OPTIONS,
+            **self._s3(path),
+            **arguments,
         )
         assert handle is not None
         self._settled = settled = threading.Event()
@@ -192,7 +196,7 @@ class Saves:
                 return
             if not is_local(path) or os.path.isdir(path):
                 # leases, and what a save that was never committed has left
-                storage = open_storage(path, **self._s3(path))
+                storage = open_storage(below_run(path), **self._s3(path))
                 storage.delete_many([one for one in storage.names() if parse_name(one)])
                 storage.remove_directory()
         log.info("removed %s", path)

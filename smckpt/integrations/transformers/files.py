@@ -14,6 +14,7 @@ import os
 import random
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,12 @@ from transformers.utils import GENERATION_CONFIG_NAME, logging
 
 from smckpt.checkpoint.commits.run_directory import Template
 from smckpt.checkpoint.records.format import parse_name
+from smckpt.errors import UsageError
+from smckpt.integrations.replaced import below_run
 from smckpt.integrations.url_files import send_file
 from smckpt.state_dict.fsdp1 import Fsdp1View
-from smckpt.storage import Storage
+from smckpt.storage import Storage, access_to
+from smckpt.storage.disk.directory import Directory
 from smckpt.translate.conversion.stock import is_stock
 
 __all__ = [
@@ -37,9 +41,10 @@ __all__ = [
     "files_of_run",
     "files_of_tokenizer",
     "is_looked_at",
+    "local_storage",
+    "make_directory",
     "put_file",
     "read_all",
-    "replace_file",
     "rng_state",
     "send",
     "set_rng_state",
@@ -75,12 +80,18 @@ def is_looked_at(callback: Any) -> bool:
     return True
 
 
-def replace_file(path: str, data: bytes) -> None:
-    """Write a small local file at once, in place of one that is there."""
-    os.makedirs(os.path.dirname(path), exist_ok=True)
-    own = f"{path}.{os.getpid()}"
-    Path(own).write_bytes(data)
-    os.replace(own, path)
+def make_directory(directory: str) -> None:
+    """Make the directory that the Trainer sees of a checkpoint. A link in its place is left to the
+    save, which refuses it on all ranks."""
+    above, name = os.path.split(os.path.abspath(directory))
+    with suppress(UsageError):
+        Directory.open(above, [name], make=True).close()
+
+
+def local_storage(directory: str) -> Storage:
+    """The directory that the Trainer sees of a checkpoint."""
+    below = below_run(directory)
+    return access_to(below).open(below)
 
 
 def put_file(storage: Storage, path: str, data: bytes) -> None:

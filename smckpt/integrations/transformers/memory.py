@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from transformers.trainer import TRAINER_STATE_NAME
@@ -13,7 +10,7 @@ from transformers.trainer_callback import ExportableState
 from smckpt.errors import UsageError
 from smckpt.integrations.kept import KeptSteps, memory_of
 from smckpt.integrations.replaced import run_directory
-from smckpt.integrations.transformers.files import STEPS
+from smckpt.integrations.transformers.files import STEPS, local_storage
 
 __all__ = ["go_on", "keep", "kept_steps", "note_callbacks"]
 
@@ -22,7 +19,7 @@ def kept_steps(trainer: Any) -> KeptSteps | None:
     """Those of a run that begins, where the Trainer's arguments ask for them."""
     if (memory := memory_of(trainer.smckpt_arguments)) is None:
         return None
-    root = trainer._url_of(trainer.args.output_dir)
+    root = trainer._checkpoints.url_of(trainer.args.output_dir)
     kept = KeptSteps(memory, run_directory(root, STEPS.text, trainer._stored))
     kept.begin()
     return kept
@@ -57,9 +54,9 @@ def go_on(trainer: Any) -> None:
     if resumed is not None and resumed.chosen.url:
         trainer.accelerator.wait_for_everyone()  # all have read it
         if trainer.args.local_process_index == 0:
-            Path(resumed.chosen.directory, TRAINER_STATE_NAME).unlink(missing_ok=True)
-            with suppress(OSError):  # a save was killed there
-                os.rmdir(resumed.chosen.directory)
+            here = local_storage(resumed.chosen.directory)
+            here.delete(TRAINER_STATE_NAME)
+            here.remove_directory()  # if it is empty: a save was killed there
 
 
 def note_callbacks(trainer: Any) -> None:

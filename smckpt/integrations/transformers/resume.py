@@ -31,7 +31,12 @@ from smckpt.errors import (
     error_from_json,
 )
 from smckpt.integrations.kept import KeptSteps
-from smckpt.integrations.replaced import remove_or_keep, run_directory, stock_files
+from smckpt.integrations.replaced import (
+    below_run,
+    remove_or_keep,
+    run_directory,
+    stock_files,
+)
 from smckpt.integrations.transformers.files import STEPS, empty_store
 from smckpt.storage import Storage, access_to
 from smckpt.storage.faults import twice
@@ -95,8 +100,11 @@ class Checkpoints:
         """Whether smckpt's files are not in the directory that the Trainer sees."""
         return self.root is not None or not is_local(directory)
 
+    def below_run(self, directory: str) -> str:
+        return below_run(self.url_of(directory))
+
     def storage(self, directory: str) -> Storage:
-        url = self.url_of(directory)
+        url = self.below_run(directory)
         return access_to(url, **self.arguments).open(url)
 
     def steps(self, run: str) -> list[int]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from accelerate.utils import gather_object
@@ -25,9 +24,10 @@ from smckpt.integrations.transformers.files import (
     files_of_run,
     files_of_tokenizer,
     is_looked_at,
+    local_storage,
+    make_directory,
     put_file,
     read_all,
-    replace_file,
     rng_state,
     send,
     set_rng_state,
@@ -139,10 +139,10 @@ class SmckptTrainerMixin:
         )
         before = stock_files(directory) if self.args.should_save else {}
         if self.args.should_save:
-            os.makedirs(directory, exist_ok=True)
+            make_directory(directory)
         if writers and not looked_at:
             if before:  # from now on a mixture, until the commit
-                Path(directory, TRAINER_STATE_NAME).unlink(missing_ok=True)
+                local_storage(directory).delete(TRAINER_STATE_NAME)
             self._write_stock_files(directory, writers)
         elif self.args.should_save and not looked_at:
             stock_log.info(f"Saving model checkpoint to {directory}")
@@ -155,7 +155,7 @@ class SmckptTrainerMixin:
         after = self._after_commit(run, step, before, bool(writers) and not looked_at)
         handle = smckpt.async_save(
             self._state_to_save(),
-            checkpoint_id=self._url_of(directory),
+            checkpoint_id=self._checkpoints.below_run(directory),
             step=step,
             options=smckpt.SaveOptions(on_commit=after),
             **self._stored,
@@ -243,9 +243,10 @@ class SmckptTrainerMixin:
             try:
                 remove_stale(directory, before)
                 elsewhere = checkpoints.elsewhere(directory)
+                here = local_storage(directory)
                 for path, data in beside.items():
                     if not elsewhere or path == TRAINER_STATE_NAME:
-                        replace_file(os.path.join(directory, path), data)
+                        put_file(here, path, data)
                 if elsewhere:
                     there = checkpoints.storage(directory)
                     sent = stock_files(directory) if sends else {}
@@ -368,7 +369,7 @@ class SmckptTrainerMixin:
             with tempfile.TemporaryDirectory() as folder:
                 TrainerState(**state).save_to_json(os.path.join(folder, TRAINER_STATE_NAME))
                 for name, data in read_all(folder).items():
-                    replace_file(os.path.join(chosen.directory, name), data)
+                    put_file(local_storage(chosen.directory), name, data)
             if (best := state.get("best_model_checkpoint")) is not None:
                 os.makedirs(best, exist_ok=True)  # the Trainer forgets one that it does not see
         self.accelerator.wait_for_everyone()
@@ -454,9 +455,6 @@ class SmckptTrainerMixin:
     def _checkpoints(self) -> Checkpoints:
         return Checkpoints(self.args.output_dir, self.smckpt_root, self._stored)
 
-    def _url_of(self, directory: str) -> str:
-        return self._checkpoints.url_of(directory)
-
     def _keys(self, directory: str | None) -> tuple[str, ...] | None:
         """The top keys of a commit of smckpt; None: the Trainer itself wrote the checkpoint."""
         if directory is None:
@@ -472,7 +470,9 @@ class SmckptTrainerMixin:
         resumed = self._smckpt_resumed
         if resumed is not None and resumed.chosen.url and resumed.chosen.directory == directory:
             return smckpt.load(target, checkpoint_id=resumed.chosen.url, **more)
-        return smckpt.load(target, checkpoint_id=self._url_of(directory), **more, **self._stored)
+        return smckpt.load(
+            target, checkpoint_id=self._checkpoints.url_of(directory), **more, **self._stored
+        )
 
     def _value(self, directory: str, key: str) -> Any:
         resumed = self._smckpt_resumed

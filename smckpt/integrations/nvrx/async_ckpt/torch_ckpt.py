@@ -15,6 +15,8 @@ import torch
 
 from smckpt.integrations.nvrx.async_ckpt.core import AsyncCallsQueue, AsyncRequest
 from smckpt.integrations.url_files import UrlFileSystem, is_url
+from smckpt.storage.disk.directory import Directory
+from smckpt.storage.urls import Below
 
 __all__ = ["TorchAsyncCheckpoint", "save_whole", "sweep_unfinished"]
 
@@ -97,55 +99,79 @@ def save_whole(state_dict: Any, f: Any, *args: Any, **kwargs: Any) -> None:
         with UrlFileSystem().create_stream(f, "wb") as stream:
             torch.save(state_dict, cast(Any, stream), *args, **kwargs)
         return
-    path = os.path.abspath(os.fspath(f))
-    # of this rank: several may save one path. What a killed save left is replaced by the next one
-    fresh = f"{path}.{os.environ.get('RANK', '0')}.tmp"
-    try:
-        with _locked(fresh) as file:
-            torch.save(state_dict, file, *args, **kwargs)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(fresh, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(fresh)
-        raise
-    directory = os.open(os.path.dirname(path), os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
+    with _holder(os.fspath(f)) as directory:
+        name = os.path.basename(os.fspath(f))
+        # of this rank: several may save one path. What a killed save left, the next one replaces
+        fresh = f"{name}.{os.environ.get('RANK', '0')}.tmp"
+        if not _remove_dead(directory, fresh):
+            fresh = f"{name}.{os.getpid()}.tmp"
+        try:
+            with _locked(directory, fresh) as file:
+                torch.save(state_dict, file, *args, **kwargs)
+                file.flush()
+                os.fsync(file.fileno())
+            directory.rename(fresh, name)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                directory.remove(fresh)
+            raise
+        directory.sync()
 
 
-def sweep_unfinished(directory: str | os.PathLike[str], names: re.Pattern[str]) -> None:
+def sweep_unfinished(directory: Directory, names: re.Pattern[str]) -> None:
     """Delete what killed calls of `save_whole` have left of files with these names. A file that a
     living process writes is locked, and stays."""
+    found = [
+        name
+        for name in directory.names()
+        if (named := _UNFINISHED.fullmatch(name)) and names.fullmatch(named[1])
+    ]
+    for name in found:
+        if _remove_dead(directory, name):
+            log.info("removed %s/%s, which a killed save has left", directory.path, name)
+
+
+def _remove_dead(directory: Directory, name: str) -> bool:
+    """Remove what a killed save, or somebody else, has left under a name, so that it is free.
+    False: a living process writes there, or the file system has no locks that tell."""
     try:
-        found = [
-            entry.path
-            for entry in os.scandir(directory)
-            if (named := _UNFINISHED.fullmatch(entry.name)) and names.fullmatch(named[1])
-        ]
-    except OSError:
-        return  # not there, or not readable: what follows says so
-    for path in found:
-        with contextlib.suppress(OSError), open(path, "rb") as file:
+        with open(directory.open_file(name), "rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.unlink(path)
-            log.info("removed %s, which a killed save has left", path)
+            directory.remove(name)
+    except FileNotFoundError:
+        return True
+    except OSError:
+        if not directory.is_link(name):
+            return False
+        directory.remove(name)
+    return True
 
 
-def _locked(path: str) -> BinaryIO:
+def _holder(path: str) -> Directory:
+    """The directory of a file. Of a `Below`, the user named one above it."""
+    above = os.path.dirname(os.path.abspath(path))
+    if not isinstance(path, Below):
+        return Directory.open(above)
+    names = os.path.relpath(above, path.named).split(os.sep)
+    return Directory.open(path.named, [name for name in names if name != os.curdir], make=True)
+
+
+def _locked(directory: Directory, name: str) -> BinaryIO:
     """A new file that this process has locked, so that no sweep takes it for a killed save's."""
     while True:
-        file = open(path, "wb")  # noqa: SIM115 - the caller closes it
+        if not _remove_dead(directory, name):  # of an older process, where there are no locks
+            directory.remove(name)
+        try:
+            file = open(directory.create(name), "wb")  # noqa: SIM115 - the caller closes it
+        except FileExistsError:
+            continue
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             return file  # no locks on this file system: nor does a sweep get one
-        with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
-                return file
+        there = directory.status(name)
+        if there is not None and os.path.samestat(os.fstat(file.fileno()), there):
+            return file
         file.close()  # a sweep was faster
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 
+from smckpt.errors import UsageError
 from smckpt.integrations.nvrx.async_ckpt.torch_ckpt import save_whole, sweep_unfinished
 from smckpt.integrations.nvrx.local.base_state_dict import TensorAwareStateDict
 from smckpt.integrations.nvrx.local.ckpt_managers.base_manager import (
@@ -17,6 +20,8 @@ from smckpt.integrations.nvrx.local.ckpt_managers.base_manager import (
     CkptID,
 )
 from smckpt.integrations.nvrx.local.replication.strategies import ReplicationStrategy
+from smckpt.storage.disk.directory import Directory
+from smckpt.storage.urls import Below
 
 __all__ = ["LocalCheckpointManager"]
 
@@ -24,7 +29,7 @@ log = logging.getLogger("smckpt")
 
 _DIGITS = 7
 _NAME = re.compile(r"iter_(\d+)_(\d+)_local\.pt")
-_ANY = re.compile(r"iter_(\d+)_\d+_local")
+_ANY = re.compile(r"iter_(\d+)_\d+_local.*\.pt")
 
 
 class LocalCheckpointManager(BaseCheckpointManager):
@@ -48,17 +53,24 @@ class LocalCheckpointManager(BaseCheckpointManager):
     def local_ckpt_dir(self) -> Path:
         return Path(self.root_local_ckpt_dir) / self.session_id / str(self.rank)
 
+    def _opened(self, *, make: bool = False) -> Directory:
+        """It, below the directory that the user named: no link leads from there."""
+        root = os.path.abspath(self.root_local_ckpt_dir)
+        names = Path(self.session_id, str(self.rank)).parts
+        return Directory.open(root, names, make=make)
+
     def _my_ckpt_ids(self) -> Iterable[CkptID]:
-        sweep_unfinished(self.local_ckpt_dir, _NAME)
         try:
-            names = sorted(self.local_ckpt_dir.iterdir())
+            with self._opened() as directory:
+                sweep_unfinished(directory, _NAME)
+                names = directory.names()
         except FileNotFoundError:
             return
-        except OSError as error:  # the other ranks wait: this one has nothing
+        except (OSError, UsageError) as error:  # the other ranks wait: this one has nothing
             log.warning("%s cannot be read: %s", self.local_ckpt_dir, error)
             return
-        for path in names:
-            if named := _NAME.fullmatch(path.name):
+        for name in names:
+            if named := _NAME.fullmatch(name):
                 yield int(named[1]), int(named[2]), self.session_id
 
     def _load(self, ckpt_id: CkptID) -> TensorAwareStateDict:
@@ -73,12 +85,13 @@ class LocalCheckpointManager(BaseCheckpointManager):
         return found
 
     def _ensure_dir(self) -> None:
-        self.local_ckpt_dir.mkdir(parents=True, exist_ok=True)
-        sweep_unfinished(self.local_ckpt_dir, _NAME)  # before a save needs the room
+        with self._opened(make=True) as directory:
+            sweep_unfinished(directory, _NAME)  # before a save needs the room
 
     def _save(self, state_dict: TensorAwareStateDict, ckpt_id: CkptID) -> None:
         self._ensure_dir()
-        save_whole(state_dict, self._local_ckpt_path_from_id(ckpt_id))
+        path = str(self._local_ckpt_path_from_id(ckpt_id))
+        save_whole(state_dict, Below(path, os.path.abspath(self.root_local_ckpt_dir)))
 
     def _cleanup(self, iteration: int) -> None:
         self._remove(lambda there: there < iteration)
@@ -87,10 +100,11 @@ class LocalCheckpointManager(BaseCheckpointManager):
         self._remove(lambda there: there == iteration)
 
     def _remove(self, chosen: Callable[[int], bool]) -> None:
-        for path in self.local_ckpt_dir.glob(self._filename_from_template("*", "*", "*")):
-            # what a killed save of NVRx's own has left (".dirty") goes too
-            if (named := _ANY.match(path.name)) and chosen(int(named[1])):
-                path.unlink(missing_ok=True)
+        with suppress(FileNotFoundError), self._opened() as directory:
+            for name in directory.names():
+                # what a killed save of NVRx's own has left (".dirty") goes too
+                if (named := _ANY.fullmatch(name)) and chosen(int(named[1])):
+                    directory.remove(name)
 
     def _filename_from_template(
         self, iteration: int | str, rank: int | str, extra_suffix: str = ""

@@ -216,8 +216,11 @@ class CommittedCatalogue(Catalogue):
         found = []
         for file, stored in self._stored(tuple(holders)).get(row.key, ()):
             count = stored.shape[0] if stored.part else numel
+            # a type that safetensors lacks has its bytes as one more dimension
+            kept = shape if dtype.code else (*shape, itemsize)
             if (
-                stored.code != (dtype.code or "U8")
+                (not stored.part and stored.shape != kept)
+                or stored.code != (dtype.code or "U8")
                 or stored.nbytes != count * itemsize
                 or stored.stop > numel * itemsize
             ):

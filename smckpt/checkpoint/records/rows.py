@@ -302,7 +302,18 @@ class _Decoder:
         ]
 
     def rows(self) -> list[Entry]:
-        return [self._row(row) for row in self._table["rows"]]
+        rows = [self._row(row) for row in self._table["rows"]]
+        for logical in (False, True):
+            named: dict[Path, list[Entry]] = {}
+            for row in rows:
+                if logical and (row.geometry.per_rank or len(row.fqns) != 1):
+                    continue
+                name = row.logical_path(row.fqns[0]) if logical else row.path
+                for other in (same := named.setdefault(name, [])):
+                    if not set(row.ranks).isdisjoint(other.ranks):
+                        raise ValueError(f"{row.key!r} and {other.key!r} of one rank have one name")
+                same.append(row)
+        return rows
 
     def _row(self, row: Mapping[str, Any]) -> Entry:
         ranks = self._subset(row["ranks"]) if "ranks" in row else self._ranks

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from smckpt._version import __version__
 from smckpt.cli.output import bytes_text, visible
 from smckpt.cli.statistics import Elements, Statistics, Sums, scan_for
-from smckpt.errors import CheckpointError
+from smckpt.errors import CheckpointError, CorruptCheckpointError
 from smckpt.manager.doctor import Condition, mend_remedy
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class Facts:
                 step |= {"state": "damaged", "why": f"{path}: {what}", "remedy": remedy}
         if condition.state in ("whole", "cut"):
             self._read(condition.url, step, run, first)
-        if step["state"] == "whole":
+        if step["state"] == "whole" and "unreadable" not in step:
             run["whole"] += 1
             if run["restorable"] is None:
                 run["restorable"] = len(self.steps)
@@ -109,6 +109,8 @@ class Facts:
             rows = [_row(tensor) for tensor in facts["tensors"]]
         except CheckpointError as error:  # damaged, or swept meanwhile
             step["unreadable"] = str(error)
+            if isinstance(error, CorruptCheckpointError):
+                step |= {"state": "damaged", "why": error.message, "remedy": error.remedy}
             return
         if "history" not in run:
             run["history"] = run_in(facts["metadata"])

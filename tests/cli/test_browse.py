@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from click.testing import CliRunner
 
 from smckpt.checkpoint.reading.blocks import BlockReader
@@ -21,8 +24,10 @@ from smckpt.layout.mesh import Mesh, Placement
 from smckpt.manager.doctor import examine
 from smckpt.storage import open_storage
 from tests.cli.test_runs import command
+from tests.support.forge import Change, reforge, seal_record
 from tests.support.s3 import Server
 from tests.support.saves import Group, State, hybrid, state_of
+from tests.support.synthetic import Step
 
 TOPOLOGY = {"world_size": 4, "hybrid_shard_degree": 2, "replication_degree": 2}
 
@@ -334,3 +339,72 @@ def test_the_page_may_load_nothing_and_run_its_own_script_only() -> None:
     (policy,) = re.findall(r'Content-Security-Policy" content="([^"]*)"', page)
     assert policy.startswith("default-src 'none'") and "unsafe" not in policy
     assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)|\bsrc=|@import|url\(", page)
+
+
+MALFORMED: dict[str, Callable[[Path], Any]] = {
+    "a manifest of no JSON": lambda step: _only(step, "manifest-*").write_bytes(b"{"),
+    "an empty manifest": lambda step: _only(step, "manifest-*").write_bytes(b""),
+    "a table of a huge shape": lambda step: _reforged(step, lambda b: _row(b)["geometry"].update(
+        shape=[1 << 62, 1 << 62])),
+    "a path with a dict": lambda step: _reforged(step, lambda b: _row(b).update(path=["a", {}])),
+    "a topology of words": lambda step: _reforged(step, lambda b: b.update(topology={"tp": "x"})),
+    "metadata that is a list": lambda step: _reforged(step, lambda b: b.update(metadata=[1])),
+    "a part that is a pipe": lambda step: _pipe(next(step.rglob("part-*"))),
+    "a record that is a directory": lambda step: _directory(_only(step, "record-*")),
+    "a link in a circle": lambda step: _circle(_only(step, "manifest-*")),
+}  # fmt: skip
+
+
+def _only(step: Path, pattern: str) -> Path:
+    return sorted(step.rglob(pattern))[0]
+
+
+def _row(body: dict[str, Any]) -> dict[str, Any]:
+    row: dict[str, Any] = body["layout"]["rows"][1]
+    return row
+
+
+def _reforged(step: Path, change: Change) -> None:
+    reforge(_only(step, "manifest-*"), change)
+    seal_record(step)
+
+
+def _pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def _directory(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def _circle(path: Path) -> None:
+    path.unlink()
+    path.symlink_to(path.name)
+
+
+@pytest.mark.parametrize("what", MALFORMED)
+def test_a_malformed_step_costs_itself_beside_good_ones(tmp_path: Path, what: str) -> None:
+    """The others are on the page as they are without it."""
+    for step in (10, 30):
+        save(tmp_path / "run", step)
+    before = browsed(tmp_path / "run", tmp_path / "before.html")
+    odd_one = Step(
+        tmp_path / "run" / "40", {"part0": (0, 2), "part1": (1, 3)},
+        state_of(hybrid((0, 1, 2, 3), 2)),
+    )  # fmt: skip
+    odd_one.save(step=40)
+    MALFORMED[what](tmp_path / "run" / "40")
+    facts = browsed(tmp_path / "run", tmp_path / "page.html")
+    steps = {one["place"]: one for one in facts["steps"]}
+    assert {"10", "30"} <= {place.rpartition("/")[2] for place in steps}
+    for one in before["steps"]:
+        again = steps[one["place"]]
+        assert (again["state"], again["step"]) == ("whole", one["step"])
+        assert tensors_of(facts, again) == tensors_of(before, one)
+    odd = [one for place, one in steps.items() if place.rpartition("/")[2].startswith("40")]
+    verified = what == "a table of a huge shape"  # what only a reader of data sees
+    assert verified or all(one["state"] != "whole" for one in odd), odd
+    run = next(run for run in facts["runs"] if run["name"] == before["runs"][0]["name"])
+    assert verified or facts["steps"][run["restorable"]]["place"] == "30"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -62,3 +63,40 @@ def test_one_request_in_ten_fails_and_nothing_is_lost(
             ignore=["manager.random.numpy.*", "manager.random.python.*"],
         )  # fmt: skip
         assert found.equal, found.differences[:3]
+
+
+@pytest.mark.parametrize("fault", ["403 AccessDenied", "500"])
+@pytest.mark.parametrize("what", ["manifest-", "part-"])
+def test_one_step_that_s3_does_not_give_costs_itself(
+    s3_root: str, s3_server: Server, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture, fault: str, what: str,
+) -> None:  # fmt: skip
+    """A restore takes the older one, retention goes on, and both say so."""
+
+    def state(value: float = 0.0) -> dict[str, Any]:
+        return {"w": torch.full((5,), value)}
+
+    options: dict[str, Any] = {"random": False, "signals": ()}
+    with CheckpointManager(s3_root, **options) as manager:
+        for step in (1, 2):
+            manager.save(step, state(float(step))).wait()
+    with faulty_proxy(s3_server.endpoint) as proxy, monkeypatch.context() as patch:
+        patch.setenv("SMCKPT_S3_ENDPOINT", proxy.endpoint)
+        proxy.spoil("GET", fault, times=10_000, path=f"/2/{what}")
+        into = state()
+        with (
+            caplog.at_level(logging.WARNING, "smckpt"),
+            CheckpointManager(s3_root, keep_last_n=1, storage={"retries": 1}, **options) as manager,
+        ):
+            assert manager.restore(into) == 1
+            assert into["w"].tolist() == [1.0] * 5
+            assert "2" in caplog.text and f"2/{what}" in caplog.text
+            caplog.clear()
+            for step in (3, 4, 5):
+                manager.save(step, state(float(step))).wait()
+            manager.close()
+        if what == "manifest-":
+            assert "step 2" in caplog.text and "passed over" in caplog.text
+    assert {name.split("/")[0] for name in contents(s3_root)} - {"2"} == {"5"}
+    with CheckpointManager(s3_root, **options) as manager:
+        assert manager.restore(state()) == 5

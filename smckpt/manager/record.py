@@ -24,7 +24,7 @@ from smckpt.decoding import Count
 from smckpt.errors import CheckpointError, UsageError
 from smckpt.meeting.presence import has_ended, own_process
 from smckpt.storage import Storage
-from smckpt.storage.urls import file_url, is_in_memory
+from smckpt.storage.urls import file_url, is_in_memory_here
 
 __all__ = [
     "History",
@@ -74,9 +74,10 @@ def claim_of(found: FoundCheckpoint) -> tuple[int, str]:
 
 
 def memory_of(found: FoundCheckpoint) -> str:
-    """Where the run's steps in memory were when a manager saved this one; "" if nowhere."""
+    """Where the run's steps in memory were when a manager saved this one; "" if nowhere, or if this
+    host does not give access to them."""
     url = _manager_of(found.metadata).get("memory")
-    return url if isinstance(url, str) and is_in_memory(url) else ""
+    return url if isinstance(url, str) and is_in_memory_here(url) else ""
 
 
 def run_of(found: FoundCheckpoint) -> dict[str, Any] | None:

@@ -23,6 +23,7 @@ __all__ = [
     "file_url",
     "is_below",
     "is_in_memory",
+    "is_in_memory_here",
     "is_local",
     "is_plain_name",
     "is_s3_url",
@@ -36,6 +37,7 @@ __all__ = [
 ]
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+_OWN_DAEMON = re.compile(r"hyperpod://(127\.0\.0\.1|localhost)(:\d+)?/")
 # A URL after pathlib, os.path.normpath or os.path.abspath: one slash is lost.
 _SLASH_LOST = re.compile(r"(?:^|/)((?:s3a?|gs|gcs|az|abfss?|hdfs|msc|https?|file):)/(?!/)")
 
@@ -75,6 +77,12 @@ def is_s3_url(url: str | os.PathLike[str]) -> bool:
 def is_in_memory(url: str) -> bool:
     """Whether `url` is in the memory of a job's hosts."""
     return scheme_of(url) in ("keeper", "hyperpod")
+
+
+def is_in_memory_here(url: str) -> bool:
+    """Whether `url` is in memory that this host itself gives access to: a checkpoint that names it
+    makes no process call another host."""
+    return scheme_of(url) == "keeper" or _OWN_DAEMON.match(url) is not None
 
 
 def parse_s3_url(url: str | os.PathLike[str]) -> tuple[str, str]:

@@ -14,7 +14,9 @@ import torch
 
 import smckpt
 from smckpt import CheckpointManager, Memory, UsageError
+from smckpt.checkpoint.commits.discover import FoundCheckpoint
 from smckpt.integrations.kept import memory_of
+from smckpt.manager import record
 from smckpt.storage import open_storage
 from tests.support.limits import seconds
 from tests.support.managed_tier import DAEMONS, ask
@@ -110,3 +112,22 @@ def test_options_of_a_store_are_refused_beside_a_daemon() -> None:
 def test_a_door_that_knows_keepers_alone_refuses_a_daemon() -> None:
     with pytest.raises(UsageError, match="daemon of Memory is not honoured"):
         memory_of({"memory": Memory(5, daemon="http://h:9200/job-1")})
+
+
+@pytest.mark.parametrize(
+    ("named", "followed"),
+    [
+        ("hyperpod://127.0.0.1:9200/job-1/file/run/memory", True),
+        ("hyperpod://localhost/job-1/s3/bucket/run/memory", True),
+        ("keeper://job", True),
+        ("hyperpod://10.0.0.7:9200/job-1/file/run/memory", False),
+        ("hyperpod://127.0.0.1.example.org:80/job-1/file/run/memory", False),
+        ("hyperpod://127.0.0.1@10.0.0.7/job-1/file/run/memory", False),
+        ("s3://bucket/run", False),
+    ],
+)
+def test_what_a_checkpoint_says_of_memory_makes_no_command_call_another_host(
+    named: str, followed: bool
+) -> None:
+    found = FoundCheckpoint("/run/1", 1, 1, 1, 0, None, 0, (), "", {"manager": {"memory": named}})
+    assert record.memory_of(found) == (named if followed else "")

@@ -304,15 +304,19 @@ class _Decoder:
     def rows(self) -> list[Entry]:
         rows = [self._row(row) for row in self._table["rows"]]
         for logical in (False, True):
-            named: dict[Path, list[Entry]] = {}
+            first: dict[Path, Entry] = {}
+            holders: dict[Path, set[int]] = {}  # of a name that several rows have
             for row in rows:
                 if logical and (row.geometry.per_rank or len(row.fqns) != 1):
                     continue
                 name = row.logical_path(row.fqns[0]) if logical else row.path
-                for other in (same := named.setdefault(name, [])):
-                    if not set(row.ranks).isdisjoint(other.ranks):
-                        raise ValueError(f"{row.key!r} and {other.key!r} of one rank have one name")
-                same.append(row)
+                other = first.setdefault(name, row)
+                if other is row:
+                    continue
+                held = holders.setdefault(name, set(other.ranks))
+                if not held.isdisjoint(row.ranks):
+                    raise ValueError(f"{row.key!r} and {other.key!r} of one rank have one name")
+                held.update(row.ranks)
         return rows
 
     def _row(self, row: Mapping[str, Any]) -> Entry:

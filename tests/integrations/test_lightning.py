@@ -7,9 +7,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.demos.boring_classes import BoringModel
 
 import smckpt
-from smckpt.integrations.lightning import SmckptMemory
+from smckpt.checkpoint.records.format import parse_name
+from smckpt.integrations.lightning import SmckptMemory, SmckptTrainer
 from smckpt.manager.memory import SERVICE
 from tests.support import child
 from tests.support.hosts import keeper_service
@@ -63,6 +67,26 @@ def test_a_run_goes_on_from_the_memory_of_its_hosts(
         assert ours == losses[-len(ours) :]
         assert ours[0][0] in (4, 5)  # the save of step 4 may be under way when it is killed
         assert rank["resumed"] == rank["straight"]
+
+
+class Newest(Callback):  # type: ignore[misc]
+    """Notes the newest step in memory, and how many saves it took."""
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        smckpt.maybe_finalize_async_calls()
+        kept = trainer.callbacks[1].kept
+        self.found = [(one.step, parse_name(one.identity).number) for one in kept.newest_first()]
+
+
+def test_a_step_of_accumulated_gradients_is_saved_in_memory_once(tmp_path: Path) -> None:
+    newest, memory = Newest(), SmckptMemory(smckpt.Memory(1, replicas=0))
+    trainer = SmckptTrainer(
+        accelerator="cpu", devices=1, max_steps=3, accumulate_grad_batches=4, logger=False,
+        callbacks=[newest, memory], enable_progress_bar=False, enable_model_summary=False,
+        default_root_dir=tmp_path, enable_checkpointing=False,
+    )  # fmt: skip
+    trainer.fit(BoringModel(), torch.utils.data.DataLoader(torch.ones(64, 32)))
+    assert newest.found[:2] == [(3, 2), (2, 1)], "the third save and the second"
 
 
 def test_steps_in_memory_are_refused_where_rank_0_saves_alone() -> None:

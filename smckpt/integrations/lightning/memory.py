@@ -26,6 +26,7 @@ class SmckptMemory(Callback):  # type: ignore[misc]
     def __init__(self, memory: Memory) -> None:
         self.memory = memory
         self.kept: KeptSteps | None = None
+        self._seen = 0  # the step at the end of the last batch
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """
@@ -49,11 +50,13 @@ class SmckptMemory(Callback):  # type: ignore[misc]
         self.kept.begin()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self._seen = trainer.global_step
         if self.kept is not None:
             self.kept.restored(trainer.global_step)
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        if self.kept is not None:
+        stepped, self._seen = self._seen != trainer.global_step, trainer.global_step
+        if self.kept is not None and stepped:  # not between the batches of accumulate_grad_batches
             connector = trainer._checkpoint_connector
             self.kept.save(trainer.global_step, lambda: state_of(connector.dump_checkpoint(False)))
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 import functools
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -21,6 +22,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import distributed as dist
 
 from smckpt.checkpoint.records.objects import decode_object, encode_object
+from smckpt.integrations.kept import KeptSteps
 from smckpt.integrations.lightning.memory import SmckptMemory
 from smckpt.integrations.lightning.plugin import Saves, written_by_lightning
 from smckpt.manager.state import random_state, set_random_state
@@ -43,6 +45,8 @@ class SmckptCheckpointConnector(_CheckpointConnector):  # type: ignore[misc]
     `ModelCheckpoint`s, in S3 too. Without one the run begins anew.
     """
 
+    _each_saves = False
+
     def _parse_ckpt_path(self, state_fn: Any, ckpt_path: Any, *args: Any, **kwargs: Any) -> Any:
         if ckpt_path == "last" and any(map(_is_model_checkpoint, self.trainer.callbacks)):
             return ckpt_path  # the ranks do not meet yet
@@ -53,7 +57,9 @@ class SmckptCheckpointConnector(_CheckpointConnector):  # type: ignore[misc]
         if not checkpoint_path and self._user_managed:  # a callback's setup() has told this rank
             checkpoint_path = self._ckpt_path
         if checkpoint_path == "last":
-            found = self._newest() if strategy.is_global_zero else None
+            memory = [one for one in self.trainer.callbacks if isinstance(one, SmckptMemory)]
+            kept = [one.begin(self.trainer) for one in memory]  # on all ranks
+            found = self._newest(kept) if strategy.is_global_zero else None
             checkpoint_path = strategy.broadcast(found)
             if checkpoint_path is None:
                 rank_zero_warn("there is no committed checkpoint: training begins anew")
@@ -65,7 +71,8 @@ class SmckptCheckpointConnector(_CheckpointConnector):  # type: ignore[misc]
             return checkpoint
         trainer, own = self.trainer, json.dumps(encode_object(random_state()))
         random = {str(trainer.global_rank): own}
-        if trainer.world_size > 1 and not getattr(trainer.strategy, "saves", None):
+        alone = not (self._each_saves or getattr(trainer.strategy, "saves", None))
+        if trainer.world_size > 1 and alone:
             # rank 0 saves alone, so it saves the numbers of all ranks
             states: list[Any] = [None] * trainer.world_size
             dist.gather_object(own, states if trainer.global_rank == 0 else None)
@@ -76,6 +83,14 @@ class SmckptCheckpointConnector(_CheckpointConnector):  # type: ignore[misc]
             "random": random,
         }
         return checkpoint
+
+    def dump_of_each_rank(self) -> dict[str, Any]:
+        """A checkpoint that all ranks save, whatever the strategy."""
+        self._each_saves = True
+        try:
+            return self.dump_checkpoint(False)
+        finally:
+            self._each_saves = False
 
     def resume_end(self) -> None:
         saved = self._loaded_checkpoint.get(_KEY)
@@ -88,7 +103,7 @@ class SmckptCheckpointConnector(_CheckpointConnector):  # type: ignore[misc]
                 self.trainer.callbacks.append(_RestoresRandom(own, saved["epoch_ended"]))
         super().resume_end()
 
-    def _newest(self) -> str | None:
+    def _newest(self, kept: Sequence[KeptSteps]) -> str | None:
         strategy = self.trainer.strategy
         plugin = getattr(strategy.checkpoint_io, "checkpoint_io", strategy.checkpoint_io)
         # those of the strategy or of its plugin have the options of S3
@@ -100,21 +115,14 @@ class SmckptCheckpointConnector(_CheckpointConnector):  # type: ignore[misc]
                 found += saves.find(os.fspath(callback.dirpath), 1)
             if is_local(os.fspath(callback.dirpath or "")):
                 last |= set(filter(os.path.exists, callback._find_last_checkpoints(self.trainer)))
+        for steps in kept:
+            found += islice(steps.newest_first(), 1)
         ours = max(found, key=lambda one: (one.step or 0, one.committed_at), default=None)
         stock = max(filter(written_by_lightning, last), key=_modified, default=None)
-        kept = [one.kept for one in self.trainer.callbacks if isinstance(one, SmckptMemory)]
-        steps = (step for one in kept if one is not None for step in one.newest_first())
-        newest = next(steps, None)
-        if (
-            newest is not None
-            and (ours is None or (newest.step or 0) > (ours.step or 0))
-            and (stock is None or newest.committed_at > _modified(stock))
-        ):
-            return newest.path
         if stock is not None and (ours is None or _modified(stock) > ours.committed_at):
             return stock
-        if ours is None:
-            return None
+        if ours is None or not is_local(ours.path):
+            return ours and ours.path
         # Lightning never removes the path that a run resumed from: by the name of the link it may
         linked = (one for one in last if os.path.islink(one) and os.path.samefile(one, ours.path))
         return next(linked, ours.path)

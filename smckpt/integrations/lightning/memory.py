@@ -1,15 +1,13 @@
-"""A Trainer's steps in the memory of its hosts."""
+"""A Trainer's last steps in the memory of its hosts (docs/recovery.md)."""
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.trainer.states import TrainerFn
 
-from smckpt.errors import UsageError
-from smckpt.integrations.kept import KeptSteps
-from smckpt.integrations.replaced import run_directory
+from smckpt.integrations.kept import KeptSteps, memory_of
 from smckpt.manager.memory import Memory
 from smckpt.translate.conversion.stock import state_of
 
@@ -17,51 +15,49 @@ __all__ = ["SmckptMemory"]
 
 
 class SmckptMemory(Callback):  # type: ignore[misc]
-    """`SmckptTrainer(callbacks=[SmckptMemory(Memory(interval=20)), ...])`: each 20th step is saved
-    in the memory of the hosts too, and `ckpt_path="last"` is the newest step of memory and of the
-    `ModelCheckpoint`s' directories (docs/recovery.md). It has one process, or a sharded strategy of
-    smckpt's.
+    """`SmckptTrainer(callbacks=[SmckptMemory(Memory(interval=20)), ...])`. All ranks save, also
+    under DDP. `ckpt_path="last"` takes the newest step of memory and of the `ModelCheckpoint`s.
+
+    A step has the state that callbacks after this one have before they see its end.
+
+    Raises:
+        UsageError: `memory` is no `Memory` of keepers.
     """
 
     def __init__(self, memory: Memory) -> None:
-        self.memory = memory
-        self.kept: KeptSteps | None = None
-        self._seen = 0  # the step at the end of the last batch
+        self.memory = memory_of({"memory": memory})
+        self._kept: KeptSteps | None = None
+        self._saved = -1
 
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """
-        Raises:
-            UsageError: a strategy, under which rank 0 alone saves.
-        """
-        if stage != "fit":
-            return
-        saves = getattr(trainer.strategy, "saves", None)
-        if trainer.world_size > 1 and saves is None:
-            raise UsageError(
-                f"SmckptMemory is not honoured under {type(trainer.strategy).__name__}, whose rank "
-                "0 saves alone",
-                remedy="leave it out, or train with SmckptFSDPStrategy or "
-                "SmckptModelParallelStrategy",
-            )
-        # The steps in memory are told from those of other runs by where the run saves.
-        found = (one.dirpath for one in trainer.callbacks if isinstance(one, ModelCheckpoint))
-        root = next(filter(None, found), None) or trainer.default_root_dir
-        self.kept = KeptSteps(self.memory, run_directory(os.fspath(root), "memory-{step}", {}))
-        self.kept.begin()
+    def begin(self, trainer: Any) -> KeptSteps:
+        """The steps of the run, which the directory of its `ModelCheckpoint` names. All ranks call
+        it."""
+        if self._kept is None:
+            assert self.memory is not None
+            of_run = [one for one in trainer.callbacks if isinstance(one, ModelCheckpoint)]
+            where = next((str(one.dirpath) for one in of_run if one.dirpath), "")
+            named = trainer.strategy.broadcast(where or trainer.default_root_dir)
+            self._kept = KeptSteps(self.memory, None, named=named)
+            self._kept.begin()
+        return self._kept
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self._seen = trainer.global_step
-        if self.kept is not None:
-            self.kept.restored(trainer.global_step)
+        self._saved = trainer.global_step
+        self.begin(trainer).restored(trainer.global_step)
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        stepped, self._seen = self._seen != trainer.global_step, trainer.global_step
-        if self.kept is not None and stepped:  # not between the batches of accumulate_grad_batches
-            connector = trainer._checkpoint_connector
-            self.kept.save(trainer.global_step, lambda: state_of(connector.dump_checkpoint(False)))
+        step = trainer.global_step
+        if step == self._saved:  # the optimizer has not stepped
+            return
+        self._saved = step
 
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Wait for the saves under way."""
-        if self.kept is not None:
-            self.kept.close()
-            self.kept = None
+        def state() -> dict[str, Any]:
+            saved: dict[str, Any] = trainer._checkpoint_connector.dump_of_each_rank()
+            return state_of(saved)
+
+        self.begin(trainer).save(step, state)
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        if stage == TrainerFn.FITTING and self._kept is not None:
+            self._kept.close()
+            self._kept = None

@@ -144,7 +144,7 @@ class FileSystemReader(DistributedFileSystemReader):
 
 def save(
     state_dict: dict[str, Any],
-    by_place: Any = None,
+    positional: Any = None,
     *,
     checkpoint_id: CheckpointId = None,
     storage_writer: Any = None,
@@ -156,7 +156,7 @@ def save(
     """`torch.distributed.checkpoint.save` through our engine, which runs no collective.
 
     Args:
-        by_place: the writer as the second argument, as DCP still takes it.
+        positional: the writer as the second argument, as DCP still takes it.
         use_collectives: any value, where our engine saves.
 
     Returns:
@@ -166,7 +166,7 @@ def save(
         CheckpointException: a rank failed; on every rank, with that rank's error.
         RuntimeError: no store is known for `checkpoint_id`.
     """
-    storage_writer = storage_writer if by_place is None else by_place
+    storage_writer = storage_writer if positional is None else positional
     if not _ours(storage_writer, DistributedFileSystemWriter) or not is_plain_save(planner):
         return _save(
             state_dict,
@@ -257,7 +257,7 @@ def async_save(
 
 def load(
     state_dict: MutableMapping[str, Any],
-    by_place: Any = None,
+    positional: Any = None,
     *,
     checkpoint_id: CheckpointId = None,
     storage_reader: Any = None,
@@ -270,13 +270,13 @@ def load(
     reader: it converts dtypes, and its errors have the texts that its callers know.
 
     Args:
-        by_place: the reader as the second argument, as DCP still takes it.
+        positional: the reader as the second argument, as DCP still takes it.
 
     Raises:
         CheckpointException: a rank failed; on every rank, with that rank's error.
         RuntimeError: no store is known for `checkpoint_id`.
     """
-    storage_reader = storage_reader if by_place is None else by_place
+    storage_reader = storage_reader if positional is None else positional
 
     def by_dcp() -> None:
         reader = storage_reader

@@ -114,13 +114,13 @@ class TiersOfJob:
             )
 
 
-def save(state_dict: dict[str, Any], by_place: Any = None, **named: Any) -> Any:
+def save(state_dict: dict[str, Any], positional: Any = None, **named: Any) -> Any:
     """As `async_save`, and wait until all tiers are done.
 
     Returns:
         The save's `Timings`, where DCP returns its `Metadata`.
     """
-    writer = named.pop("storage_writer", None) if by_place is None else by_place
+    writer = named.pop("storage_writer", None) if positional is None else positional
     if not isinstance(writer, SageMakerTieredStorageWriter):
         return _save(state_dict, storage_writer=writer, **named)
     in_memory, decisive = _begun(state_dict, writer, **named)
@@ -151,7 +151,7 @@ def async_save(state_dict: dict[str, Any], *, storage_writer: Any = None, **name
 
 def load(
     state_dict: MutableMapping[str, Any],
-    by_place: Any = None,
+    positional: Any = None,
     *,
     storage_reader: Any = None,
     planner: Any = None,
@@ -163,7 +163,7 @@ def load(
     Raises:
         CheckpointException: no step can be loaded, or it does not fit; on every rank.
     """
-    reader = storage_reader if by_place is None else by_place
+    reader = storage_reader if positional is None else positional
     if not isinstance(reader, SageMakerTieredStorageReader):
         _load(state_dict, storage_reader=reader, planner=planner, **named)
         return

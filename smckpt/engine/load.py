@@ -45,6 +45,7 @@ from smckpt.engine.load_rounds import (
 )
 from smckpt.engine.load_share import for_all, glance, open_chosen, share
 from smckpt.errors import (
+    CheckpointError,
     CheckpointReplacedError,
     UsageError,
     as_checkpoint_error,
@@ -161,7 +162,13 @@ class Loader:
         with self._lock:
             number, self._numbers = self._numbers, self._numbers + 1
             count, self._loads = self._loads, self._loads + 1  # the other groups count too
-        meeting = self.membership.meeting(request.options.timeout)
+        try:
+            meeting = self.membership.meeting(request.options.timeout)
+        except CheckpointError:
+            with self._lock:  # the peers hold no round of this number, so the next load takes it
+                if self._numbers == number + 1:
+                    self._numbers = number
+            raise
         # Each concurrent load has a selector of its own. The selector of an earlier load already
         # knows most of this state.
         selector = self._selectors.pop() if self._selectors else Selector(self.group.rank)

@@ -78,23 +78,36 @@ class OverStore(Transport):
         if answer is not None:
             self.keys.set(key, _packed(answer))
         else:
-            began, patience = time.monotonic(), held.timeout or 0
-            data = self._awaited(held, key, [held.leader], began + patience + 1)
-            if data is None and self.keys.peek(_leads(held)) is None:
-                raise _absent([held.leader], self._name, held.point)
-            if data is None:  # it is there, and waits for others or decides
-                until = began + _STAGES * patience + 5
-                data = self._awaited(held, key, [held.leader], until)
-            if data is None:
-                raise PeerError(
-                    f"{self._name(held.leader)} gave no decision on {held.point} within "
-                    f"{time.monotonic() - began:.0f} s",
-                    remedy="look at that rank's log; raise timeout= if it is merely slow",
-                )
-            answer = self._unpacked(data, held.gives)
-            if answer.left and answer.error is not None:
-                self.presence.note(answer.member, answer.error)
+            try:
+                answer = self._heard(held, key)
+            except PeerError as error:  # a leader that comes later must not count on this member
+                self.keys.set(own_key, _packed(Message(self._member, error=error)))
+                raise
         self._part(held, own_key)
+        return answer
+
+    def _heard(self, held: Round, key: str) -> Message:
+        """The leader's answer.
+
+        Raises:
+            PeerError: it did not come, or gave none.
+        """
+        began, patience = time.monotonic(), held.timeout or 0
+        data = self._awaited(held, key, [held.leader], began + patience + 1)
+        if data is None and self.keys.peek(_leads(held)) is None:
+            raise _absent([held.leader], self._name, held.point)
+        if data is None:  # it is there, and waits for others or decides
+            until = began + _STAGES * patience + 5
+            data = self._awaited(held, key, [held.leader], until)
+        if data is None:
+            raise PeerError(
+                f"{self._name(held.leader)} gave no decision on {held.point} within "
+                f"{time.monotonic() - began:.0f} s",
+                remedy="look at that rank's log; raise timeout= if it is merely slow",
+            )
+        answer = self._unpacked(data, held.gives)
+        if answer.left and answer.error is not None:
+            self.presence.note(answer.member, answer.error)
         return answer
 
     def refuse(self, held: Round, message: Message) -> None:

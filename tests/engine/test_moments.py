@@ -375,3 +375,38 @@ def test_a_moment_takes_tens_of_bytes() -> None:
     moment = moment_of("d", 3, {}, Selector(0).select(many))
     assert len(str(moment)) < 500
     assert moment.signs["step"] == 3 and moment.signs["optimizers' step"] == 99
+
+
+def alone_then_together(folder: str, who: int, met: bool) -> list[str]:
+    """One rank loads alone and gives up; then all ranks load, twice, and save."""
+    rank, state = dist.get_rank(), {"w": torch.ones(2)}
+    smckpt.save(state, checkpoint_id=f"{folder}/a")
+    if met:
+        smckpt.load(state, checkpoint_id=f"{folder}/a")
+    heard = []
+    if rank == who:
+        heard.append(refused(folder, smckpt.LoadOptions(timeout=3)))
+    dist.barrier()
+    if met and rank != who:  # this rank's call is the one that the other gave up
+        heard.append(refused(folder, smckpt.LoadOptions()))
+    for _ in range(2):
+        smckpt.load(state, checkpoint_id=f"{folder}/a")
+    smckpt.save(state, checkpoint_id=f"{folder}/b")
+    return heard
+
+
+def refused(folder: str, options: smckpt.LoadOptions) -> str:
+    with pytest.raises(errors.PeerError) as caught:
+        smckpt.load({"w": torch.zeros(2)}, checkpoint_id=f"{folder}/a", options=options)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("met", [False, True], ids=["the first load", "a later load"])
+def test_ranks_meet_again_after_one_gave_up_a_load_that_the_others_did_not_make(
+    tmp_path: Path, who: int, met: bool
+) -> None:
+    heard = run_ranks(alone_then_together, 2, str(tmp_path), who, met, timeout=60)
+    for rank, texts in enumerate(heard):
+        assert len(texts) == (met or rank == who)
+        assert all(f"rank {1 - who} did not" in text for text in texts), texts

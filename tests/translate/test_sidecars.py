@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
+from tokenizers import Tokenizer, models
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
 
+import smckpt
 from smckpt import ExportOptions, errors, export_hf
 from smckpt.cli.app import app
 from tests.support import references
@@ -199,3 +201,50 @@ def test_where_the_class_is_not_known_a_note_says_so(tmp_path):
     options = ExportOptions(against_model=False)
     report = export_hf(tmp_path / "model.pt", tmp_path / "hf", config=made.config, options=options)
     assert any("names no class" in note for note in report.notes)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_an_export_has_all_files_that_save_pretrained_of_model_and_tokenizer_writes(
+    tmp_path: Path, sharded: bool
+) -> None:
+    """And one of its own, the model card. What is no weight is the same, byte for byte or, of the
+    config, by each of their keys."""
+    model = references.model("llama")
+    model.generation_config.update(do_sample=True, temperature=0.7, eos_token_id=[1, 2, 3])
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(60)}, unk_token="w0"))
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=words, eos_token="w1",
+        chat_template={"default": "{{ messages }}", "tool_use": "{{ tools }}"},
+    )  # fmt: skip
+    size: dict[str, Any] = {"max_shard_size": "100KB"} if sharded else {}
+    model.save_pretrained(tmp_path / "theirs", **size)
+    tokenizer.save_pretrained(tmp_path / "theirs")
+    smckpt.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "ck", no_dist=True)
+    export_hf(
+        tmp_path / "ck", tmp_path / "ours", config=model, tokenizer=tokenizer,
+        options=ExportOptions(**size),
+    )  # fmt: skip
+
+    def files(folder: str) -> dict[str, bytes]:
+        top = tmp_path / folder
+        paths = [path for path in top.rglob("*") if path.is_file()]
+        return {path.relative_to(top).as_posix(): path.read_bytes() for path in paths}
+
+    theirs, ours = files("theirs"), files("ours")
+
+    def beside(found: dict[str, bytes]) -> dict[str, bytes]:
+        return {n: data for n, data in found.items() if not n.startswith("model")}
+
+    assert beside(ours).keys() - beside(theirs).keys() == {"README.md"}
+    assert beside(theirs).keys() - beside(ours).keys() == set()
+    index = "model.safetensors.index.json"
+    assert (index in ours) == (index in theirs) == sharded
+    if not sharded:
+        assert "model.safetensors" in ours and "model.safetensors" in theirs
+    for name in beside(theirs).keys() - {"config.json"}:
+        if name.endswith(".json"):
+            assert json.loads(ours[name]) == json.loads(theirs[name]), name
+        else:
+            assert ours[name] == theirs[name], name
+    written, wanted = json.loads(ours["config.json"]), json.loads(theirs["config.json"])
+    assert {key: written.get(key) for key in wanted} == wanted

@@ -211,7 +211,10 @@ def test_programs_and_whole_modules_are_named(tmp_path, llama):
             export_hf(tmp_path / f"{name}.pt", tmp_path / "hf")
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.int8, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2, torch.int32, torch.int64],
+)
 @pytest.mark.parametrize("suffix", ["pt", "safetensors"])
 def test_quantized_weights_without_scales_are_named(tmp_path, llama, dtype, suffix):
     model, state = llama

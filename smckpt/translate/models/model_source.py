@@ -225,7 +225,7 @@ def open_model(
         if plain in scaled:
             continue
         # of another name: whole numbers may be a mask, and float8 is a weight where it has experts
-        whole = tensor.dtype in ("int8", "uint8") and plain != name
+        whole = tensor.dtype.startswith(("int", "uint")) and plain != name
         float8 = tensor.dtype in ("float8_e4m3fn", "float8_e5m2")
         if whole or (float8 and (plain != name or ".experts." in name)):
             raise UsageError(

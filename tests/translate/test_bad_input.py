@@ -316,6 +316,7 @@ def test_what_is_no_one_model_is_not_imported(tmp_path):
     """A head that differs from the embedding it is tied to; a tensor in two files; no index."""
     state = ref.on_disk(_model(), tmp_path / "hub")
     config = {**_model().config.to_dict(), "tie_word_embeddings": True}
+    (tmp_path / "hub" / "config.json").write_text(json.dumps(config))
     with pytest.raises(errors.TensorMismatchError, match="lm_head.weight and .* differ"):
         import_hf(tmp_path / "hub", tmp_path / "ranks", Parallel("mcore_te"), config=config)
     (tmp_path / "hub" / "model.safetensors").unlink()

@@ -107,7 +107,9 @@ class SourceFacts:
         one, two = {**own, **_by_llamas_keys(self.config)}, _by_llamas_keys(settings.values)
         for key in _DECISIVE:
             a, b = one.get(key), two.get(key)
-            if key not in own or None in (a, b) or equal_values(a, b):
+            # a value that is no number is refused by its name where it is used
+            odd = type(a) is int and type(b) is not int
+            if key not in own or None in (a, b) or odd or equal_values(a, b):
                 continue
             raise TensorMismatchError(
                 f"the config that lies beside the model has {key}={a!r}, but that of config= {b!r}",

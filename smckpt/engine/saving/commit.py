@@ -55,10 +55,17 @@ Brought = Callable[[], dict[int, T]]  # returns the messages of all members of a
 
 
 @dataclass(frozen=True)
+class HostView:
+    """Whether a host sees what the first rank of the group wrote."""
+
+    host: str
+    seen: bool
+
+
+@dataclass(frozen=True)
 class Written:
     """A rank's durable part. prefixes: those of its files, as a text, for comparison. crc64: the
-    checksum of the part record, in hex. looked: what the rank saw, for alarms. blind: it does not
-    see what the coordinator has written, and has written nothing itself."""
+    checksum of the part record, in hex. looked: what the rank saw, for alarms."""
 
     rank: int
     host: str
@@ -68,7 +75,6 @@ class Written:
     part: str = ""
     crc64: str = ""
     looked: Observed | None = None
-    blind: bool = False
 
 
 @dataclass(frozen=True)
@@ -126,10 +132,7 @@ class Committer:
 
         def bring() -> Written:
             if not self.probed and len(self.group.ranks) > 1:
-                if not self._probe(meeting, job, timeout):
-                    at = job.request.coordinator
-                    host = socket.gethostname()
-                    return Written(self.group.rank, host, at, job.moment, blind=True)
+                self._probe(meeting, job, timeout)
             elif meeting.member == 0 and job.error is None:
                 # Before the first save into a bucket, one rank checks that it can hold checkpoints.
                 # The others learn of a failure from the verdict.
@@ -180,12 +183,13 @@ class Committer:
 
     # -- the first save ----------------------------------------------------------------------
 
-    def _probe(self, meeting: Meeting, job: SaveJob, timeout: float) -> bool:
-        """Check before the first save of a meeting that the store can hold checkpoints. Whether
-        this host sees what the coordinator's has written there.
+    def _probe(self, meeting: Meeting, job: SaveJob, timeout: float) -> None:
+        """Check once per meeting that the store can hold checkpoints and that all hosts see one
+        directory.
 
         A rank whose save failed before it had a directory takes part too, so that nobody waits.
         """
+        number, path = job.handle.number, job.request.directory
 
         def here() -> Moment:
             if job.error is not None:
@@ -195,18 +199,34 @@ class Committer:
         def make(brought: Callable[[], dict[int, Moment]]) -> None:
             self._refuse_different(job, {ranks[at]: one for at, one in brought().items()})
             self._look(meeting, job, job.as_coordinator(), timeout, create=True)
-            self._tried.add(bucket_url(job.request.directory))
+            self._tried.add(bucket_url(path))
+
+        def look() -> HostView:
+            return self._look(meeting, job, job.as_one_of_all(self.group), timeout, create=False)
+
+        def compare(brought: Callable[[], dict[int, HostView]]) -> None:
+            sights = brought().values()
+            blind = sorted({sight.host for sight in sights if not sight.seen})
+            if blind:
+                seeing = sorted({sight.host for sight in sights if sight.seen})
+                host = seeing[0] if seeing else socket.gethostname()
+                raise StorageError(
+                    "the directory is not shared by all hosts of the group: "
+                    f"{blind} do not see what host {host} writes",
+                    remedy="mount one file system on all hosts, or use an s3:// checkpoint_id",
+                    path=path,
+                )
 
         ranks = self.group.ranks
         meeting.round(
-            f"made/{job.handle.number}",
+            f"made/{number}",
             here,
             lambda brought: of_moment(job.moment, lambda: make(brought)),
             timeout=timeout,
             brings=Moment,
         )
-        self.probed = True  # later, the coordinator finds a part that it does not see
-        return self._look(meeting, job, job.as_one_of_all(self.group), timeout, create=False)
+        meeting.round(f"seen/{number}", look, compare, timeout=timeout, brings=HostView)
+        self.probed = True
 
     def _look(
         self,
@@ -217,12 +237,12 @@ class Committer:
         *,
         create: bool,
         leave: bool = True,
-    ) -> bool:
+    ) -> HostView:
         probe = Probe(job.request.directory, meeting.id, create, leave)
         answer = self.worker.call(probe, timeout=timeout, access=access)
         if answer.remark is not None:
             log.warning("%s", answer.remark)
-        return answer.seen
+        return HostView(socket.gethostname(), answer.seen)
 
     # -- the coordinator -------------------------------------------------------------------
 
@@ -266,16 +286,6 @@ class Committer:
 
     def _checked(self, job: SaveJob, written: dict[int, Written]) -> dict[int, Written]:
         """Check that the parts of all ranks belong to one save, and return them."""
-        blind = sorted({part.host for part in written.values() if part.blind})
-        if blind:
-            seeing = sorted({part.host for part in written.values() if not part.blind})
-            host = seeing[0] if seeing else socket.gethostname()
-            raise StorageError(
-                "the directory is not shared by all hosts of the group: "
-                f"{blind} do not see what host {host} writes",
-                remedy="mount one file system on all hosts, or use an s3:// checkpoint_id",
-                path=job.request.directory,
-            )
         coordinators = {part.coordinator for part in written.values()}
         if len(coordinators) > 1:
             raise UsageError(

@@ -23,7 +23,7 @@ from smckpt.integrations.nvrx.async_ckpt.torch_ckpt import save_whole
 from smckpt.integrations.nvrx.local.basic_state_dict import BasicTensorAwareStateDict
 from smckpt.integrations.nvrx.local.ckpt_managers.local_manager import LocalCheckpointManager
 from smckpt.integrations.replaced import remove_or_keep, remove_stale, stamps
-from smckpt.integrations.transformers.files import local_storage, put_file
+from smckpt.integrations.transformers.files import replace_file
 from smckpt.translate.conversion.convert import convert
 from tests.support import references
 from tests.support.swaps import below, swap, swapped_at
@@ -62,7 +62,7 @@ class FilesOfTheTrainer:
 
     def act(self) -> None:
         for name in ("config.json", "trainer_state.json", "adapter/config.json"):
-            put_file(local_storage(str(self.step)), name, b"new")
+            replace_file(str(self.step), name, b"new")
         remove_stale(str(self.step), self.before)
 
 

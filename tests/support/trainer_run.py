@@ -156,7 +156,7 @@ def best(out: str, how: str) -> dict[str, Any]:
     chosen = trained.state.best_model_checkpoint
     other = trainer(f"{out}-other", how, [])
     held = {"model": other.model.state_dict()}
-    smckpt.load(held, checkpoint_id=trained._url_of(chosen))
+    smckpt.load(held, checkpoint_id=trained._checkpoints.url_of(chosen))
     return {
         "losses": sorted(losses.items()), "best": os.path.basename(chosen),
         "ended": digest_of(trained.model), "held": digest_of(other.model),

@@ -12,6 +12,7 @@ from __future__ import annotations
 import io
 import os
 import random
+import secrets
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -27,10 +28,9 @@ from transformers.utils import GENERATION_CONFIG_NAME, logging
 from smckpt.checkpoint.commits.run_directory import Template
 from smckpt.checkpoint.records.format import parse_name
 from smckpt.errors import UsageError
-from smckpt.integrations.replaced import below_run
 from smckpt.integrations.url_files import send_file
 from smckpt.state_dict.fsdp1 import Fsdp1View
-from smckpt.storage import Storage, access_to
+from smckpt.storage import Storage
 from smckpt.storage.disk.directory import Directory
 from smckpt.translate.conversion.stock import is_stock
 
@@ -41,10 +41,11 @@ __all__ = [
     "files_of_run",
     "files_of_tokenizer",
     "is_looked_at",
-    "local_storage",
     "make_directory",
+    "open_seen",
     "put_file",
     "read_all",
+    "replace_file",
     "rng_state",
     "send",
     "set_rng_state",
@@ -80,18 +81,33 @@ def is_looked_at(callback: Any) -> bool:
     return True
 
 
-def make_directory(directory: str) -> None:
-    """Make the directory that the Trainer sees of a checkpoint. A link in its place is left to the
-    save, which refuses it on all ranks."""
+def open_seen(directory: str, *below: str, make: bool = False) -> Directory:
+    """The local directory that the Trainer sees of a checkpoint, of one in S3 too; or one below it.
+
+    Raises:
+        UsageError: one of them is a link.
+    """
     above, name = os.path.split(os.path.abspath(directory))
-    with suppress(UsageError):
-        Directory.open(above, [name], make=True).close()
+    return Directory.open(above, [name, *below], make=make)
 
 
-def local_storage(directory: str) -> Storage:
-    """The directory that the Trainer sees of a checkpoint."""
-    below = below_run(directory)
-    return access_to(below).open(below)
+def make_directory(directory: str, stale: str = "") -> None:
+    """Make the directory that the Trainer sees of a checkpoint, without the file `stale`. A link in
+    its place is left to the save, which refuses it on all ranks."""
+    with suppress(UsageError), open_seen(directory, make=True) as here:
+        if stale:
+            here.remove(stale)
+
+
+def replace_file(directory: str, path: str, data: bytes) -> None:
+    """Write a small file below the directory that the Trainer sees, in place of one that is
+    there."""
+    *below, name = path.split("/")
+    begun = f".{name}.{secrets.token_hex(6)}"
+    with open_seen(directory, *below, make=True) as here:
+        with open(here.create(begun), "wb") as file:
+            file.write(data)
+        here.rename(begun, name)
 
 
 def put_file(storage: Storage, path: str, data: bytes) -> None:

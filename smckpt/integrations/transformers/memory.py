@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from contextlib import suppress
 from typing import Any
 
 from transformers.trainer import TRAINER_STATE_NAME
@@ -10,7 +12,7 @@ from transformers.trainer_callback import ExportableState
 from smckpt.errors import UsageError
 from smckpt.integrations.kept import KeptSteps, memory_of
 from smckpt.integrations.replaced import run_directory
-from smckpt.integrations.transformers.files import STEPS, local_storage
+from smckpt.integrations.transformers.files import STEPS, open_seen
 
 __all__ = ["go_on", "keep", "kept_steps", "note_callbacks"]
 
@@ -54,9 +56,11 @@ def go_on(trainer: Any) -> None:
     if resumed is not None and resumed.chosen.url:
         trainer.accelerator.wait_for_everyone()  # all have read it
         if trainer.args.local_process_index == 0:
-            here = local_storage(resumed.chosen.directory)
-            here.delete(TRAINER_STATE_NAME)
-            here.remove_directory()  # if it is empty: a save was killed there
+            seen = os.path.abspath(resumed.chosen.directory)
+            with open_seen(seen) as here:
+                here.remove(TRAINER_STATE_NAME)
+            with suppress(OSError):  # a save was killed there
+                os.rmdir(seen)
 
 
 def note_callbacks(trainer: Any) -> None:

@@ -24,10 +24,10 @@ from smckpt.integrations.transformers.files import (
     files_of_run,
     files_of_tokenizer,
     is_looked_at,
-    local_storage,
     make_directory,
     put_file,
     read_all,
+    replace_file,
     rng_state,
     send,
     set_rng_state,
@@ -139,10 +139,9 @@ class SmckptTrainerMixin:
         )
         before = stock_files(directory) if self.args.should_save else {}
         if self.args.should_save:
-            make_directory(directory)
+            mixed = bool(writers and not looked_at and before)  # from now on, until the commit
+            make_directory(directory, TRAINER_STATE_NAME if mixed else "")
         if writers and not looked_at:
-            if before:  # from now on a mixture, until the commit
-                local_storage(directory).delete(TRAINER_STATE_NAME)
             self._write_stock_files(directory, writers)
         elif self.args.should_save and not looked_at:
             stock_log.info(f"Saving model checkpoint to {directory}")
@@ -243,10 +242,9 @@ class SmckptTrainerMixin:
             try:
                 remove_stale(directory, before)
                 elsewhere = checkpoints.elsewhere(directory)
-                here = local_storage(directory)
                 for path, data in beside.items():
                     if not elsewhere or path == TRAINER_STATE_NAME:
-                        put_file(here, path, data)
+                        replace_file(directory, path, data)
                 if elsewhere:
                     there = checkpoints.storage(directory)
                     sent = stock_files(directory) if sends else {}
@@ -369,7 +367,7 @@ class SmckptTrainerMixin:
             with tempfile.TemporaryDirectory() as folder:
                 TrainerState(**state).save_to_json(os.path.join(folder, TRAINER_STATE_NAME))
                 for name, data in read_all(folder).items():
-                    put_file(local_storage(chosen.directory), name, data)
+                    replace_file(chosen.directory, name, data)
             if (best := state.get("best_model_checkpoint")) is not None:
                 os.makedirs(best, exist_ok=True)  # the Trainer forgets one that it does not see
         self.accelerator.wait_for_everyone()

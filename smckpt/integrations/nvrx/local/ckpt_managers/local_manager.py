@@ -100,7 +100,7 @@ class LocalCheckpointManager(BaseCheckpointManager):
         self._remove(lambda there: there == iteration)
 
     def _remove(self, chosen: Callable[[int], bool]) -> None:
-        with suppress(FileNotFoundError), self._opened() as directory:
+        with suppress(FileNotFoundError, NotADirectoryError), self._opened() as directory:
             for name in directory.names():
                 # what a killed save of NVRx's own has left (".dirty") goes too
                 if (named := _ANY.fullmatch(name)) and chosen(int(named[1])):

@@ -45,7 +45,8 @@ def trained(base: str, until: int, die: int = -1, ranks: int = 2) -> list[Any]:
     done = subprocess.run(
         [
             sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}",
-            "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--max-restarts=1",
+            "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0",
+            "--max-restarts=3",  # gloo does not always connect on a busy machine
             "-m", "smckpt.run", "--for", "hyperpod", str(TRAIN), base, str(until), str(die),
         ],
         capture_output=True, text=True, timeout=seconds(150), check=False,

@@ -20,7 +20,7 @@ from smckpt.cli.output import (
     print_table,
     time_text,
 )
-from smckpt.errors import CheckpointError, StorageError
+from smckpt.errors import CheckpointError
 
 if TYPE_CHECKING:
     from smckpt.manager.doctor import Condition
@@ -66,7 +66,7 @@ def ls(root: str, state: bool, best: Any, as_json: bool) -> None:
     if memory and not is_in_memory(root):
         try:
             found = in_order([*found, *find_checkpoints(memory)])
-        except StorageError as error:
+        except CheckpointError as error:  # anybody may have written that address
             away = f"the steps in memory cannot be seen from here: {error}"
     found.reverse()
     states = {}

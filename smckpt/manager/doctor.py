@@ -106,7 +106,7 @@ def _in_memory(root: Storage, on_disk: list[FoundCheckpoint]) -> list[Condition]
         return []
     try:
         return [replace(one, place=one.url.rstrip("/")) for one in examine(root.at(url))]
-    except StorageError as error:
+    except CheckpointError as error:  # anybody may have written that address
         remedy = "run this on a host of the job, as the user that trains"
         return [Condition(url, None, "away", str(error), remedy, url=url)]
 

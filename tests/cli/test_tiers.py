@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import smckpt
 from smckpt import CheckpointManager, Memory
 from smckpt.manager.memory import SERVICE
 from smckpt.storage import open_storage
@@ -80,6 +81,7 @@ def test_a_step_that_lost_a_file_with_its_host_is_cut(run: tuple[Path, str]) -> 
 def test_steps_in_memory_that_cannot_be_seen_from_here_are_named(tmp_path: Path) -> None:
     job = """
 import sys, torch
+import smckpt
 from smckpt import CheckpointManager, Memory
 state = {"w": torch.ones(10)}
 with CheckpointManager(sys.argv[1], interval=1, memory=Memory(1, replicas=0)) as manager:
@@ -99,8 +101,24 @@ with CheckpointManager(sys.argv[1], interval=1, memory=Memory(1, replicas=0)) as
         assert re.search(rf"keeper://\S+: away: .*{why}", done.stdout)
 
 
+@pytest.mark.parametrize("verb", ["ls", "doctor", "status"])
+@pytest.mark.parametrize(
+    "named",
+    ["keeper://", "hyperpod://localhost/x", "hyperpod://127.0.0.1:1/job-1/odd/path"],
+)
+def test_an_address_of_memory_that_makes_no_sense_costs_the_steps_of_disk_nothing(
+    tmp_path: Path, verb: str, named: str
+) -> None:
+    options = smckpt.SaveOptions(metadata={"manager": {"memory": named}})
+    smckpt.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "1", step=1, options=options)
+    done = command(verb, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert re.search("cannot be seen from here|away", done.stdout), done.stdout
+
+
 PROVEN = """
 import random, sys, time, numpy, torch
+import smckpt
 from smckpt import CheckpointManager, Memory
 for seed in (random.seed, numpy.random.seed, torch.manual_seed):
     seed(0)

@@ -237,6 +237,11 @@ class Membership:
 
         return self._agreed(prefix, mine, groups, timeout, name)
 
+    def connect(self) -> None:
+        """Make this thread's connections to the job's store, for the first meeting."""
+        with self._agreeing:
+            self._connected()
+
     def _connected(self) -> Store:
         """This thread's client of the job's store, for which another one says farewell."""
         if getattr(self._own, "store", None) is None:

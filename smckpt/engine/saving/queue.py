@@ -73,8 +73,8 @@ class SaveQueue:
     # -- the front: called by the training thread -------------------------------------------
 
     def prepare(self) -> None:
-        """Start the worker, and the thread, which meets the other ranks; without a wait. A failure
-        is that of the first save, which tries both again."""
+        """Start the worker, and the thread, which connects to the job's store; without a wait. A
+        failure is that of the first save, which tries both again."""
         with contextlib.suppress(CheckpointError):
             self._worker.start()
         with self._front:
@@ -202,7 +202,9 @@ class SaveQueue:
             self._worker.close(timeout=0)  # first: then the thread tells the peers and ends
         if self._thread is not None:
             self._inbox.put(None)
-            self._thread.join(timeout=1 if late else 5)
+            # A process that exits while the thread connects may be aborted.
+            left = max(5.0, min(deadline - time.monotonic(), LEAVE_SECONDS))
+            self._thread.join(timeout=1 if late else left)
             self._thread = None
         if announce:
             self._announce_end()
@@ -258,9 +260,9 @@ class SaveQueue:
             self._thread.start()
 
     def _serve(self) -> None:
-        if not self._calls:  # it was prepared, and no save waits
+        if not self._calls and self._stays:  # it was prepared, and no save waits
             with contextlib.suppress(CheckpointError):
-                self.membership.meeting(SaveOptions().timeout)
+                self.membership.connect()
         while (staged := self._next()) is not None:
             job, commit = staged
             while not self._ended(job, commit):

@@ -404,13 +404,7 @@ def complete_rope(values: dict[str, Any]) -> None:
     if "rope_theta" not in values and "rotary_emb_base" not in values:
         return
     kind = _kind(values)
-    scaling = values.get("rope_scaling") or {}
-    named = str(scaling.get("rope_type", scaling.get("type", "default")))
-    newer = next((name for name, older in _TYPES.items() if named in older.names), named)
-    if kind == "phi3" and named == "yarn":  # as the first releases call it
-        newer = "longrope"
-    new = {**scaling, "rope_type": newer}
-    new.pop("type", None)
+    new = _newer(kind, values.get("rope_scaling") or {})
     new["rope_theta"] = values.get("rope_theta", values.get("rotary_emb_base"))
     part = values.get("partial_rotary_factor", values.get("rotary_pct"))
     if part is not None:
@@ -432,6 +426,15 @@ def _kind(values: Mapping[str, Any]) -> str:
     return str(values.get("model_type", ""))
 
 
+def _newer(kind: str, scaling: Mapping[str, Any]) -> dict[str, Any]:
+    """Version 4's `rope_scaling` with the type under version 5's key and name alone."""
+    named = str(scaling.get("rope_type", scaling.get("type", "default")))
+    newer = next((name for name, older in _TYPES.items() if named in older.names), named)
+    if kind == "phi3" and named == "yarn":  # as the first releases call it
+        newer = "longrope"
+    return {**{key: v for key, v in scaling.items() if key != "type"}, "rope_type": newer}
+
+
 def _older_keys(values: dict[str, Any], new: Mapping[str, Any]) -> None:
     base, part = _NAMED.get(_kind(values), (None, None))
     for key, name in (("rope_theta", base), ("partial_rotary_factor", part)):
@@ -441,6 +444,10 @@ def _older_keys(values: dict[str, Any], new: Mapping[str, Any]) -> None:
                 agree(values, name, new[key])
     scaling = _scaling(_kind(values), new)
     there = values.get("rope_scaling")
+    if isinstance(there, dict) and there:
+        older, newer = _newer(_kind(values), there), _newer(_kind(values), new)
+        for key in sorted(older.keys() & newer.keys()):
+            agree({f"{key} in rope_scaling": older[key]}, f"{key} in rope_scaling", newer[key])
     if not isinstance(there, dict) or "type" not in there:
         values["rope_scaling"] = scaling
     if scaling is not None and new.get("rope_type") == "longrope" and _ORIGINAL in new:

@@ -213,12 +213,16 @@ class _Tensors:
 
     def _object(self, value: Inert) -> Any:
         name = str(value.of)
-        if name == "torch._utils._rebuild_tensor_v2":
-            storage, start, shape, strides = value.args[:4]
-            return self._tensor(storage, storage.dtype, start, shape, strides)
-        if name == "torch._utils._rebuild_tensor_v3":
-            storage, start, shape, strides = value.args[:4]
-            return self._tensor(storage, value.args[6].name, start, shape, strides)
+        if name in ("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3"):
+            storage, start, shape, strides, *more = value.args
+            own = more.pop(2).name if name.endswith("3") else storage.dtype
+            views = more[2] if len(more) > 2 and isinstance(more[2], dict) else {}
+            if lazy := [view for view, seen in views.items() if seen is True]:
+                # torch.conj and a negation that are not carried out in the storage
+                return Inert(
+                    Global("torch", f"Tensor with lazy {' and '.join(map(str, lazy))}"), ()
+                )
+            return self._tensor(storage, own, start, shape, strides)
         if name in (
             "torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state",
         ):  # fmt: skip

@@ -477,6 +477,24 @@ def test_what_is_no_weight_and_heads_that_ranks_cut_are_refused(tmp_path):
     assert not (tmp_path / "o").exists()
 
 
+def test_a_weight_of_no_numbers_that_a_model_computes_with_is_refused(tmp_path):
+    state, name = state_of(), "model.norm.weight"
+    turned = torch.complex(state[name], state[name]).conj()
+    for number, (wrong, words) in enumerate((
+        (state[name] > 0, f"{name} is bool"),
+        (turned.resolve_conj(), f"{name} is complex64"),
+        # torch.save writes what is in memory, and that it is to be negated
+        (torch._neg_view(state[name]), f"{name} is a .* lazy neg, not a dense tensor"),
+        (torch.nn.Parameter(turned.imag), f"{name} is a .* lazy neg, not a dense tensor"),
+        (turned, f"{name} is a .* lazy conj, not a dense tensor"),
+    )):  # fmt: skip
+        path = tmp_path / f"{number}.pt"
+        torch.save(state | {name: wrong}, path)
+        with pytest.raises(errors.UsageError, match=words):
+            export_hf(path, tmp_path / "o", config=_model().config)
+    assert not (tmp_path / "o").exists()
+
+
 def test_a_store_is_refused_by_name_where_a_disk_is_read(tmp_path):
     state, url = ref.on_disk(_model(), tmp_path / "hub"), "s3://bucket/run/hf"
     save_file(state, tmp_path / "model.safetensors")

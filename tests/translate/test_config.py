@@ -54,6 +54,33 @@ def test_generations_that_contradict_each_other_are_refused():
         _complete(values)
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "key"),
+    [
+        ({"type": "linear", "factor": 4.0}, {"rope_type": "default"}, "rope_type"),
+        ({"rope_type": "llama3", "factor": 8.0},
+         {"rope_type": "llama3", "factor": 4.0}, "factor"),
+        ({"rope_type": "yarn", "factor": 8.0},
+         {"rope_type": "dynamic", "factor": 8.0}, "rope_type"),
+        ({"type": "mrope", "mrope_section": [2, 3, 3]},
+         {"rope_type": "default", "mrope_section": [3, 3, 2]}, "mrope_section"),
+        ({"type": "linear", "factor": 8.0},
+         {"full_attention": {"rope_type": "linear", "factor": 2.0}}, "factor"),
+        ({"type": "su", "short_factor": [1.0]},
+         {"rope_type": "longrope", "short_factor": [1.0]}, ""),
+        ({"type": "mrope", "mrope_section": [2, 3, 3]},
+         {"rope_type": "default", "mrope_section": [2, 3, 3]}, ""),
+    ],
+)  # fmt: skip
+def test_scaling_that_the_generations_say_differently_is_refused(old, new, key):
+    values = {"model_type": "llama", "rope_scaling": old, "rope_parameters": new}
+    if not key:
+        _complete(values)
+        return
+    with pytest.raises(UsageError, match=f"{key} in rope_scaling"):
+        _complete(values)
+
+
 @pytest.mark.parametrize("key", ["num_experts", "num_local_experts"])
 def test_the_number_of_experts_has_both_names(key):
     other = "num_local_experts" if key == "num_experts" else "num_experts"

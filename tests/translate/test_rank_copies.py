@@ -3,6 +3,7 @@ exception."""
 
 from __future__ import annotations
 
+import argparse
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -74,15 +75,9 @@ def test_a_copied_file_is_refused(tmp_path, made, suffix, family, tp, ep, copied
 
 def test_a_copied_stage_in_safetensors_is_refused(tmp_path, made):
     model, state = made("llama")
-    whole = ref.mcore(state, 1, 0)
-    files = []
-    for stage in range(4):
-        part = {n.replace(f"layers.{stage}.", "layers.0."): t for n, t in whole.items()
-                if f"layers.{stage}." in n
-                or (stage == 0 and "embedding" in n)
-                or (stage == 3 and ("final" in n or "output_layer" in n))}  # fmt: skip
-        files.append(tmp_path / f"{'abcd'[stage]}.safetensors")
-        write(part, files[-1])
+    files = [tmp_path / f"{letter}.safetensors" for letter in "abcd"]
+    for path, part in zip(files, of_stages(state, 4), strict=True):
+        write(part, path)
     export_hf(files, tmp_path / "hf", config=model.config, parallel=Parallel(pp=4))
     assert_same(tmp_path / "hf", state)
     shutil.copy(files[1], files[2])
@@ -132,3 +127,66 @@ def test_that_an_order_cannot_be_told_is_noted(tmp_path, made):
             write(cut, path)
         report = export_hf(files, tmp_path / names[0], config=model.config, parallel=Parallel(tp=2))
         assert any("order" in note for note in report.notes) == noted, report.notes
+
+
+def stated(folder: Path, cuts: list[State], ranks: list[int], **args: Any) -> list[Path]:
+    """Files whose names tell nothing, of what Megatron writes on these ranks."""
+    files = [folder / f"{letter}.pt" for letter in "abcdefgh"[: len(cuts)]]
+    folder.mkdir()
+    for path, cut, rank in zip(files, cuts, ranks, strict=True):
+        said = argparse.Namespace(rank=rank, **args)
+        torch.save({"args": said, "iteration": 10, "model": cut}, path)
+    return files
+
+
+def of_stages(state: State, pp: int) -> list[State]:
+    whole = ref.mcore(state, 1, 0)
+    return [
+        {n.replace(f"layers.{p}.", "layers.0."): t for n, t in whole.items()
+         if f"layers.{p}." in n or (p == 0 and "embedding" in n)
+         or (p == pp - 1 and ("final" in n or "output_layer" in n))}
+        for p in range(pp)
+    ]  # fmt: skip
+
+
+# each: degrees; the ranks that wrote the files; two that change places; what else the files say
+MOVED = {
+    "tp": ({"tp": 4}, (0, 1, 2, 3), (1, 3), {}),
+    "ep": ({"tp": 2, "ep": 2}, (0, 1, 2, 3), (0, 2), {}),
+    "ep among data-parallel ranks": ({"ep": 4}, (4, 5, 6, 7), (1, 2), {}),
+    "ep with cp": ({"tp": 1, "ep": 4}, (0, 1, 2, 3), (0, 3), {"context_parallel_size": 2}),
+    "ep with cp, before core 0.10": (
+        {"tp": 1, "ep": 4}, (0, 2, 4, 6), (0, 3), {"context_parallel_size": 2}),
+    "etp": ({"tp": 2, "ep": 4, "etp": 1}, (0, 1, 2, 3), (0, 2), {}),
+    "inner stages": ({"pp": 4}, (0, 2, 4, 6), (1, 2), {"world_size": 8}),
+    "inner stages of a world that is not told": ({"pp": 4}, (0, 2, 4, 6), (1, 2), {}),
+    "inner stages before data parallelism": (
+        {"pp": 4}, (0, 1, 2, 3), (1, 2), {"world_size": 8, "use_tp_pp_dp_mapping": True}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", MOVED)
+def test_a_file_in_the_place_of_another_rank_is_refused(tmp_path, made, case):
+    degrees, ranks, swapped, args = MOVED[case]
+    model, state = made("mixtral" if "ep" in degrees else "llama")
+    tp, ep, etp = degrees.get("tp", 1), degrees.get("ep", 1), degrees.get("etp")
+    if "pp" in degrees:
+        cuts = of_stages(state, degrees["pp"])
+    elif etp is not None:  # a rank has all of its experts, beside its part of the layers
+        cuts = [
+            {**ref.mcore(state, tp, r % tp, ep, r),
+             **{n: t for n, t in ref.mcore(state, 1, 0, ep, r).items() if ".experts." in n}}
+            for r in range(ep)
+        ]  # fmt: skip
+    else:
+        cuts = ref.each_rank(lambda r, e: ref.mcore(state, tp, r, ep, e), tp, ep)
+    args = {"tensor_model_parallel_size": tp, **args}
+    files = stated(tmp_path / "files", cuts, list(ranks), **args)
+    export_hf(files, tmp_path / "hf", config=model.config, parallel=Parallel(**degrees))
+    assert_same(tmp_path / "hf", state)
+    one, two = swapped
+    files[one], files[two] = files[two], files[one]
+    with pytest.raises(errors.TopologyError, match=f"rank {ranks[two]} wrote it") as caught:
+        export_hf(files, tmp_path / "no", config=model.config, parallel=Parallel(**degrees))
+    assert files[one].name in str(caught.value)
+    assert not (tmp_path / "no").exists()

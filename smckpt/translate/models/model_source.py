@@ -224,6 +224,11 @@ def open_model(
         plain = name.removesuffix(".weight")
         if plain in scaled:
             continue
+        if tensor.dtype.startswith(("bool", "complex")) and plain != name:
+            raise UsageError(
+                f"{name} is {tensor.dtype}, which no model computes with",
+                remedy="save its weights as the model has them", path=made.reader.url,
+            )  # fmt: skip
         # of another name: whole numbers may be a mask, and float8 is a weight where it has experts
         whole = tensor.dtype.startswith(("int", "uint")) and plain != name
         float8 = tensor.dtype in ("float8_e4m3fn", "float8_e5m2")

@@ -384,30 +384,29 @@ def _refuse_swapped(
     ranks = [None if facts is None else facts.values.get("rank") for _, facts in found]
     if len(set(ranks)) == 1:
         return
+    in_order = sorted(rank for rank in ranks if type(rank) is int)
     for number, ((file, facts), rank) in enumerate(zip(found, ranks, strict=True)):
         if facts is None or type(rank) is not int:
             continue
         stage, inner = divmod(number, degrees.ranks)
         tp, column = inner % degrees.tp, inner // degrees.tp
-        wanted = {"tensor": (tp, rank % degrees.tp)}
-        if not degrees.apart and degrees.ep == degrees.columns:
-            # the sizes of data and context parallelism are inside pipeline stages by default
-            expert = rank // degrees.tp % degrees.ep
-            wanted |= {"expert": (column, expert)} if _degree(facts, "context") == 1 else {}
-        if facts.values.get("use_tp_pp_dp_mapping"):
-            wanted["pipeline"] = (stage, rank // (degrees.tp * _degree(facts, "context")) % pp)
-        elif (world := facts.degree("world_size")) is not None and not world % pp:
-            wanted["pipeline"] = (stage, rank // (world // pp))
+        part, expert = degrees.of_expert(tp, column)
+        # older versions count the ranks of context parallelism inside those of experts
+        context = facts.degree("context_parallel_size") or 1
+        experts = {rank // inside % degrees.ep for inside in (degrees.etp, degrees.etp * context)}
+        wanted = {
+            "tensor": (tp, {rank % degrees.tp}),
+            "expert-tensor": (part, {rank % degrees.etp}),
+            "expert": (expert, experts),
+        }
+        if len(in_order) == len(ranks):  # stages are outermost among the ranks that write
+            wanted["pipeline"] = (stage, {in_order.index(rank) // degrees.ranks})
         for kind, (have, stated) in wanted.items():
-            if have != stated:
+            if have not in stated:
                 raise TopologyError(
-                    f"{facts.of} say that rank {rank} wrote it, so {kind}-parallel rank {stated}, "
-                    f"but it is read as that of {have}",
+                    f"{facts.of} say that rank {rank} wrote it, so {kind}-parallel rank "
+                    f"{min(stated)}, but it is read as that of {have}",
                     remedy="give each rank's file its own name, or pass the files in the order of "
                     "ranks",
                     path=file,
                 )
-
-
-def _degree(facts: SourceFacts, kind: str) -> int:
-    return facts.degree(f"{kind}_parallel_size") or 1

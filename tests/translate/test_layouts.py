@@ -134,7 +134,14 @@ def test_fused_transformer_engine_is_refused_until_its_order_is_said(
     assert same(exported(tmp_path / "hf"), state)
     assert logits_differ(model, tmp_path / "hf") <= 1e-5
     other = "te_fused" if fused != "per_rank" else "te_fused_interleaved"
-    export_hf(paths, tmp_path / "no", parallel=Parallel(tp=2, layout=other), config=model.config)
+    for name, directory in ((layout, "again"), (other, "no")):  # only the caller knows
+        report = export_hf(
+            paths,
+            tmp_path / directory,
+            parallel=Parallel(tp=2, layout=name),
+            config=model.config,
+        )
+        assert any(f"says that they are in {name}" in note for note in report.notes), report.notes
     assert not same(exported(tmp_path / "no"), state)
     judged(family, layout, exports=JUDGES, at="2")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from smckpt.errors import KeysMismatchError, TensorMismatchError, UsageError
@@ -22,6 +23,7 @@ from smckpt.translate.tables.families import find_family
 from smckpt.translate.tables.layouts import get_layout, layouts_of
 from smckpt.translate.tables.pieces import (
     Block,
+    LayoutTensor,
     RankTensors,
     Side,
     TensorKey,
@@ -93,22 +95,7 @@ def choose_layout(
                 path=where,
             )
         return chosen
-    fits: list[TensorLayout] = []
-    nearest: list[tuple[int, str, list[str], list[str]]] = []
-    for name, candidate in layouts_of(dims.family).items():
-        try:
-            missing, unexpected = unmatched(names, candidate, dims, ep)
-        except KeysMismatchError:  # it has no rows for such a model
-            continue
-        if (
-            not missing
-            and not unexpected
-            # of two that are the same for this model, one counts: they may differ in experts only
-            and set(tensors_of(candidate, dims, ep))
-            not in [set(tensors_of(other, dims, ep)) for other in fits]
-        ):
-            fits.append(candidate)
-        nearest.append((len(missing) + len(unexpected), name, missing, unexpected))
+    fits, nearest = _fitting(names, dims, ep)
     if len(fits) == 1:
         return fits[0]
     if fits:
@@ -124,6 +111,23 @@ def choose_layout(
         remedy="check config=, ep= and etp=, pass layout=, or register a layout of your own",
         path=where,
     )
+
+
+def _fitting(
+    names: Collection[str], dims: Dims, ep: int
+) -> tuple[list[TensorLayout], list[tuple[int, str, list[str], list[str]]]]:
+    """The layouts that the names fit; and of each layout, how many names do not, its name, and the
+    names that are missing and unexpected."""
+    fits: dict[frozenset[LayoutTensor], TensorLayout] = {}
+    nearest: list[tuple[int, str, list[str], list[str]]] = []
+    for name, candidate in layouts_of(dims.family).items():
+        with suppress(KeysMismatchError):  # it has no rows for such a model
+            missing, unexpected = unmatched(names, candidate, dims, ep)
+            nearest.append((len(missing) + len(unexpected), name, missing, unexpected))
+            if not missing and not unexpected:
+                # of two that are the same for this model, one counts: experts alone may differ
+                fits.setdefault(frozenset(tensors_of(candidate, dims, ep)), candidate)
+    return [*fits.values()], nearest
 
 
 def unmatched(
@@ -242,6 +246,14 @@ def _source_side(
         rows = check_rows(side.rows, size, degrees.tp, padded_vocab_size, reader.url)
     assert config is not None
     notes = [note for one in facts for note in one.compare(dims, config, chosen, rows)]
+    fits = (
+        [] if layout is None else [one.name for one in _fitting(reader.held, dims, degrees.ep)[0]]
+    )
+    if len(fits) > 1:
+        notes.append(
+            f"the tensors fit the layouts {' and '.join(fits)} alike: nothing but layout= says "
+            f"that they are in {chosen.name}, so compare the export's logits with the trainer's"
+        )
     return side, tied_head, tuple(notes), rows
 
 

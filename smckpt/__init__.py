@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from smckpt._version import __version__
 from smckpt.checkpoint.reading.readers import Reader, register_reader
 from smckpt.engine.backend import BACKENDS, Backend
+from smckpt.full.translators import TRANSLATORS, LiveTranslator
 
 if TYPE_CHECKING:
     from smckpt.checkpoint.commits.discover import FoundCheckpoint, find_checkpoints
@@ -55,7 +56,9 @@ if TYPE_CHECKING:
         UsageError,
         WorkerError,
     )
-    from smckpt.full import FullStateDictConfig, extend_torch_config, sm_state_dict_type
+    from smckpt.formats.conversion.convert import convert
+    from smckpt.full.context import extend_torch_config, sm_state_dict_type
+    from smckpt.full.gathered import FullStateDictConfig
     from smckpt.integrations.dcp import DistributedFileSystemReader, DistributedFileSystemWriter
     from smckpt.manager.manager import CheckpointManager
     from smckpt.manager.memory import Memory
@@ -71,7 +74,6 @@ if TYPE_CHECKING:
         ImportOptions,
         Parallel,
         apply_published,
-        convert,
         export_hf,
         import_hf,
         publish,
@@ -183,7 +185,9 @@ _HOMES = {
     "smckpt.integrations.dcp": ("DistributedFileSystemReader", "DistributedFileSystemWriter"),
     "smckpt.engine.groups": ("ReplicationGroup", "replication_group"),
     "smckpt.errors": tuple(name for name in __all__ if name.endswith("Error")),
-    "smckpt.full": ("FullStateDictConfig", "extend_torch_config", "sm_state_dict_type"),
+    "smckpt.formats.conversion.convert": ("convert",),
+    "smckpt.full.context": ("extend_torch_config", "sm_state_dict_type"),
+    "smckpt.full.gathered": ("FullStateDictConfig",),
     "smckpt.manager.manager": ("CheckpointManager",),
     "smckpt.manager.retention": ("Best", "Every"),
     "smckpt.manager.memory": ("Memory",),
@@ -194,7 +198,7 @@ _HOMES = {
     "smckpt.topology": ("ParallelState",),
     "smckpt.translate": (
         *("Adapter", "ExportOptions", "ImportOptions", "Parallel"),
-        *("apply_published", "convert", "export_hf", "import_hf", "publish"),
+        *("apply_published", "export_hf", "import_hf", "publish"),
         *("register_layout", "reload_weights", "verify_hf"),
     ),
 }
@@ -212,8 +216,9 @@ def __dir__() -> list[str]:
 
 
 def _of_others(storage: Any) -> Any:
-    """The engine, a room below the translator, opens checkpoints of other systems by this."""
-    from smckpt.translate.ranks.foreign_catalogue import foreign_catalogue
+    """The engine opens checkpoints of other systems by this; rooms below others call those above
+    by what is registered here."""
+    from smckpt.formats.readers.foreign_catalogue import foreign_catalogue
 
     return foreign_catalogue(storage)
 
@@ -230,5 +235,18 @@ def _load_by_dcp(*arguments: Any, **more: Any) -> Any:
     return foreign_load(*arguments, **more)
 
 
+def _recognises(names: Any) -> Any:
+    from smckpt.translate.models.model import looks_transformed
+
+    return looks_transformed(names)
+
+
+def _full_state(*arguments: Any) -> Any:
+    from smckpt.translate.live.full_state import full_state
+
+    return full_state(*arguments)
+
+
 register_reader("others", Reader(_of_others))
+TRANSLATORS.register("hugging_face", LiveTranslator(_recognises, _full_state))
 BACKENDS.register("dcp", Backend(_save_by_dcp, _load_by_dcp))

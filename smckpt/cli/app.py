@@ -152,7 +152,7 @@ def show(checkpoint: str, tensors: str | None, stats: bool, as_json: bool) -> No
     try:
         catalogue = open_catalogue(open_storage(checkpoint))
     except CheckpointError:
-        from smckpt.translate.ranks.rank_sources import open_source
+        from smckpt.formats.readers.rank_sources import open_source
 
         if (source := open_source(checkpoint)) is None:
             raise

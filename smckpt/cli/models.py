@@ -68,7 +68,7 @@ def convert(
 
     Exit status: 0 written, 2 refused or failed, and nothing was written.
     """
-    from smckpt.translate.conversion.convert import convert as run
+    from smckpt.formats.conversion.convert import convert as run
 
     with progress_bar("converting", quiet=as_json) as progress:
         report = run(

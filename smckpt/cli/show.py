@@ -26,9 +26,9 @@ from smckpt.storage.urls import relative_url
 
 if TYPE_CHECKING:
     from smckpt.checkpoint.reading.committed import CommittedCatalogue
+    from smckpt.formats.boxes import ForeignCheckpoint
+    from smckpt.formats.readers.rank_sources import RankFilesFound
     from smckpt.layout.entries import Entry
-    from smckpt.translate.ranks.rank_sources import RankFilesFound
-    from smckpt.translate.sources.boxes import ForeignCheckpoint
 
 __all__ = ["describe", "describe_foreign", "picked", "print_description", "print_foreign"]
 
@@ -223,7 +223,7 @@ def _pairs(values: dict[str, Any] | None) -> str | None:
 
 def describe_foreign(source: ForeignCheckpoint | RankFilesFound, pattern: str | None) -> Any:
     """All facts, as JSON values. `pattern` selects tensors, as for ours."""
-    from smckpt.translate.sources.boxes import ForeignCheckpoint
+    from smckpt.formats.boxes import ForeignCheckpoint
 
     if not isinstance(source, ForeignCheckpoint):
         return _facts_of_files(source, pattern)
@@ -244,8 +244,8 @@ def describe_foreign(source: ForeignCheckpoint | RankFilesFound, pattern: str | 
 
 
 def _facts_of_files(source: RankFilesFound, pattern: str | None) -> dict[str, Any]:
-    from smckpt.translate.ranks.rank_sources import open_ranks
-    from smckpt.translate.tables.degrees import Degrees
+    from smckpt.formats.degrees import Degrees
+    from smckpt.translate.ranks.pipeline import open_ranks
 
     degrees, pp = Degrees.of(source.tp or 1, source.ep or 1), source.pp or 1
     reader = open_ranks(source, degrees, pp, None, None, equal_ranks=True)

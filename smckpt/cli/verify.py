@@ -101,7 +101,7 @@ def verify(
         except (CheckpointNotFoundError, StorageError) as error:
             if isinstance(error, StorageError) and not os.path.isfile(checkpoint):
                 raise
-            from smckpt.translate.ranks.foreign_catalogue import verify_foreign
+            from smckpt.formats.readers.foreign_catalogue import verify_foreign
 
             found = (
                 None if quick else verify_foreign(checkpoint, threads=threads, progress=progress)
@@ -221,8 +221,8 @@ def diff(
 def _opened(url: str, ignore: tuple[str, ...]) -> Catalogue:
     """The catalogue of ours or of others."""
     from smckpt.checkpoint.reading.readers import open_any
+    from smckpt.formats.readers.foreign_catalogue import ForeignCatalogue
     from smckpt.storage import open_storage
-    from smckpt.translate.ranks.foreign_catalogue import ForeignCatalogue
 
     catalogue = open_any(open_storage(url))
     if isinstance(catalogue, ForeignCatalogue):
@@ -232,7 +232,7 @@ def _opened(url: str, ignore: tuple[str, ...]) -> Catalogue:
 
 def _refuse_other_names(a: Catalogue, b: Catalogue) -> None:
     """Refuse a comparison of two formats that have no name in common: all would differ."""
-    from smckpt.translate.ranks.rank_sources import HUB_DIRECTORY
+    from smckpt.formats.readers.rank_sources import HUB_DIRECTORY
 
     names, others = a.logical.keys(), b.logical.keys()
     if (a.ours and b.ours) or not names or not others or names & others:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from smckpt.errors import KeysMismatchError, UsageError
-from smckpt.full.live import (
+from smckpt.full.parallel import (
     FullWishes,
     check_full_load,
     check_full_optimizer,

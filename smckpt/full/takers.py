@@ -30,7 +30,7 @@ from smckpt.full.gathered import (
     stock_optimizer_state,
     translated_or_none,
 )
-from smckpt.full.live import FullWishes
+from smckpt.full.parallel import FullWishes
 from smckpt.full.wire import Attempt, Wire, gathers, own_rank
 from smckpt.layout.containers import items_of, like
 from smckpt.layout.entries import Path

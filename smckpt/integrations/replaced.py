@@ -14,11 +14,11 @@ import smckpt
 from smckpt.checkpoint.commits.remove import remove_probes
 from smckpt.checkpoint.commits.run_directory import RunDirectory, Template
 from smckpt.errors import CheckpointNotFoundError, CheckpointPinnedError, UsageError
+from smckpt.formats.conversion.stock import is_stock
 from smckpt.manager.retention import Newest
 from smckpt.storage import access_to
 from smckpt.storage.disk.directory import Directory
 from smckpt.storage.urls import Below, is_local, local_path
-from smckpt.translate.conversion.stock import is_stock
 
 __all__ = [
     "below_run",

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from smckpt.errors import TopologyError, UsageError
-from smckpt.full import sm_state_dict_type
+from smckpt.full.context import sm_state_dict_type
 from smckpt.state_dict import SMStateDictType
 
 log = logging.getLogger("smckpt")

@@ -196,7 +196,7 @@ def put_sagemaker(provided: Provided, shadow: bool) -> None:
     from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
     import smckpt
-    from smckpt.full import is_extended
+    from smckpt.full.context import is_extended
 
     _refuse_shadow("torch.sagemaker", shadow)
     _put_package(provided, "smckpt.integrations.sagemaker", "torch.sagemaker")

@@ -10,7 +10,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from smckpt.translate.conversion.convert import ConvertReport, convert
     from smckpt.translate.exports.export import ExportReport, export_hf
     from smckpt.translate.exports.imports import ImportReport, import_hf
     from smckpt.translate.exports.options import ExportOptions, ImportOptions
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
 __all__ = [
     "Adapter",
     "ApplyReport",
-    "ConvertReport",
     "ExportOptions",
     "ExportReport",
     "Family",
@@ -40,7 +38,6 @@ __all__ = [
     "ReloadReport",
     "TensorLayout",
     "apply_published",
-    "convert",
     "export_hf",
     "get_layout",
     "import_hf",
@@ -52,7 +49,6 @@ __all__ = [
 ]
 
 _HOMES = {
-    "conversion.convert": ("ConvertReport", "convert"),
     "exports.export": ("ExportReport", "export_hf"),
     "exports.imports": ("ImportReport", "import_hf"),
     "exports.options": ("ExportOptions", "ImportOptions"),

@@ -21,10 +21,10 @@ from typing import Any
 
 from smckpt.checkpoint.records.sealed import read_json
 from smckpt.errors import UsageError
+from smckpt.formats.names import CONFIG
 from smckpt.translate.tables.families import find_family
 
 __all__ = [
-    "CONFIG",
     "GENERATION_CONFIG",
     "TEMPLATES",
     "ModelConfig",
@@ -39,7 +39,6 @@ __all__ = [
 ]
 
 
-CONFIG = "config.json"
 _TIED = "tie_word_embeddings"
 GENERATION_CONFIG = "generation_config.json"
 

@@ -23,6 +23,7 @@ from typing import Any, Protocol
 
 from smckpt.checkpoint.commits.part import SummedFile
 from smckpt.errors import StorageError, UsageError
+from smckpt.formats.names import INDEX, SINGLE
 from smckpt.layout.entries import DTYPES
 from smckpt.layout.mesh import Shape
 from smckpt.storage import FileWriter, Storage
@@ -31,13 +32,7 @@ from smckpt.storage.urls import file_url, is_local, local_path, normal_url
 from smckpt.translate.config import TEMPLATES
 
 __all__ = [
-    "ADAPTER_WEIGHTS",
-    "ADAPTER_WEIGHTS_BIN",
     "ALIGNMENT",
-    "INDEX",
-    "INDEX_BIN",
-    "SINGLE",
-    "SINGLE_BIN",
     "Chunk",
     "Output",
     "OutputFile",
@@ -52,13 +47,6 @@ __all__ = [
 
 
 ALIGNMENT = 4096  # bytes; data and chunks start at multiples of it, which direct writes need
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
-# what `save_pretrained` wrote before safetensors; only read
-SINGLE_BIN = "pytorch_model.bin"
-INDEX_BIN = "pytorch_model.bin.index.json"
-# PEFT's
-ADAPTER_WEIGHTS, ADAPTER_WEIGHTS_BIN = "adapter_model.safetensors", "adapter_model.bin"
 
 
 class Target(Protocol):

@@ -19,9 +19,16 @@ from smckpt.errors import TensorMismatchError, UsageError
 from smckpt.layout.entries import DTYPES
 from smckpt.translate.cast import cast, stored_type
 from smckpt.translate.files import Chunk, Output, OutputFile, Range, Target, aligned
-from smckpt.translate.tables.names import find_ties
+from smckpt.translate.tables.hub import find_ties
 
-__all__ = ["CHUNK", "ChunkSource", "equal", "read_elements", "tied_names", "write_chunks"]
+__all__ = [
+    "CHUNK",
+    "ChunkSource",
+    "equal",
+    "read_elements",
+    "tied_names",
+    "write_chunks",
+]
 
 CHUNK = 16 << 20  # bytes; large enough for a disk's full rate, small compared with a model
 CAST = 1 << 18  # elements cast at once: their intermediate arrays stay in the processor's cache

@@ -17,15 +17,15 @@ import torch
 from smckpt.checkpoint.reading.catalogue import SavedPieces
 from smckpt.checkpoint.records.sealed import read_json, strict_json
 from smckpt.errors import CheckpointError
+from smckpt.formats.pickled import read_pickle
+from smckpt.formats.readers.torch_files import load_inert
+from smckpt.formats.torch_archive import plain_load
 from smckpt.layout.entries import Entry
 from smckpt.layout.flat_geometry import FlatGeometry, FlatUnit, Segment
 from smckpt.layout.mesh import Mesh
 from smckpt.layout.strided import Box
 from smckpt.translate.config import code_files
 from smckpt.translate.exports.sidecars import tokenizer_of, write_sidecars
-from smckpt.translate.pickled import read_pickle
-from smckpt.translate.sources.torch_files import load_inert
-from smckpt.translate.torch_archive import plain_load
 
 SPARSE = 6 << 30
 MIB = 1 << 20

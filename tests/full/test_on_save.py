@@ -21,9 +21,10 @@ from torch.distributed.tensor import DTensor, Shard
 
 import smckpt
 from smckpt import FULL, FullStateDictConfig, ParallelState, errors, sm_state_dict_type
-from smckpt.full.live import FullWishes, job_of
+from smckpt.full.parallel import FullWishes
 from smckpt.full.wire import ArrayMetadata
 from smckpt.layout.strided import Box, Piece, row_major_strides
+from smckpt.translate.live.full_state import job_of
 from tests.support import references as ref
 from tests.support.faulty_wire import with_one_that_fails
 from tests.support.launch import run_ranks

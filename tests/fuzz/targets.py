@@ -36,19 +36,19 @@ from smckpt.engine.load_rounds import Choice, Common
 from smckpt.engine.saving.commit import Committed, HostView, Ticket, Written
 from smckpt.engine.saving.commit_groups import GroupSave
 from smckpt.errors import CheckpointError, error_from_json
+from smckpt.formats.names import INDEX
+from smckpt.formats.pickled import read_pickle
+from smckpt.formats.readers.dcp import read_metadata
+from smckpt.formats.readers.rank_files import open_directory
+from smckpt.formats.readers.torch_files import stored_state
+from smckpt.formats.source_files import SourceFiles
+from smckpt.formats.torch_archive import open_archive
 from smckpt.manager.resume import Outcome, Turn
 from smckpt.meeting.keys import Keys
 from smckpt.meeting.round import Message, Round
 from smckpt.meeting.store import OverStore
 from smckpt.translate.config import read_config
-from smckpt.translate.files import INDEX
 from smckpt.translate.models.lora import read_lora_config
-from smckpt.translate.pickled import read_pickle
-from smckpt.translate.source_files import SourceFiles
-from smckpt.translate.sources.dcp import read_metadata
-from smckpt.translate.sources.rank_files import open_directory
-from smckpt.translate.sources.torch_files import stored_state
-from smckpt.translate.torch_archive import open_archive
 from tests.fuzz.memory import Memory, Tree
 
 __all__ = ["MARK", "TARGETS", "finish", "mark_of", "read_everything", "sealed"]

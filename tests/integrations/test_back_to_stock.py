@@ -17,7 +17,7 @@ from transformers import Trainer, TrainerCallback
 import smckpt
 from smckpt.cli.models import convert as command
 from smckpt.errors import CorruptCheckpointError, StateError, UsageError
-from smckpt.translate.conversion.convert import FORMATS
+from smckpt.formats.conversion.convert import FORMATS
 from tests.cli.test_cli import run as cli
 from tests.integrations.test_trainer_adapters import MADE, lora
 from tests.support import child

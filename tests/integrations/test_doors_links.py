@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 import smckpt
 from smckpt import Parallel, import_hf
 from smckpt.errors import CheckpointError, UsageError
+from smckpt.formats.conversion.convert import convert
 from smckpt.integrations.accelerate import merge_fsdp_weights
 from smckpt.integrations.lightning.plugin import SmckptCheckpointIO
 from smckpt.integrations.nvrx.async_ckpt.torch_ckpt import save_whole
@@ -24,7 +25,6 @@ from smckpt.integrations.nvrx.local.basic_state_dict import BasicTensorAwareStat
 from smckpt.integrations.nvrx.local.ckpt_managers.local_manager import LocalCheckpointManager
 from smckpt.integrations.replaced import remove_or_keep, remove_stale, stamps
 from smckpt.integrations.transformers.files import replace_file
-from smckpt.translate.conversion.convert import convert
 from tests.support import references
 from tests.support.swaps import below, swap, swapped_at
 from tests.support.trainer_run import trainer

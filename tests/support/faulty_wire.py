@@ -9,8 +9,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from smckpt.full import live, move
 from smckpt.full.wire import Wire
+from smckpt.translate.live import full_state as live
+from smckpt.translate.live import move
 
 __all__ = ["outcome", "with_one_that_fails"]
 

@@ -42,7 +42,7 @@ PRELOADED_ON_CPU = [
     # not smckpt.engine.api: its runtime remembers the process that imported it, and when it began
     "smckpt.engine.saving.save",
     "smckpt.engine.load",
-    "smckpt.full",
+    "smckpt.full.context",
     "smckpt.state_dict",
 ]
 

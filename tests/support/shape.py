@@ -259,7 +259,7 @@ def table() -> list[tuple[str, str]]:
     core = [each for each in found if each[0].parts[0] in CORE]
     once, every = used_once(found)
     used = imported("import smckpt; smckpt.save; smckpt.load")
-    translator = sum(name.startswith("smckpt.translate") for name in used)
+    translator = sum(name.startswith(("smckpt.translate", "smckpt.formats")) for name in used)
     rooms: dict[str, list[int]] = defaultdict(list)
     for path, text, tree in found:
         room = path.parts[0] if len(path.parts) > 1 else "(top)"

@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import smckpt
 from smckpt import ExportOptions, export_hf
+from tests.formats.test_sources_in_s3 import upload
 from tests.support import references
 from tests.support.limits import seconds
 from tests.support.trainer_run import trainer
-from tests.translate.test_sources_in_s3 import upload
 
 TAKEN = "no config was given: config.json in the checkpoint's directory was taken"
 

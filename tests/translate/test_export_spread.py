@@ -16,8 +16,8 @@ import pytest
 import torch.distributed as dist
 
 from smckpt import ExportOptions, errors, export_hf
+from smckpt.formats.names import INDEX
 from smckpt.translate.exports.options import ExportGroup, export_group_of, shares
-from smckpt.translate.files import INDEX
 from tests.support import references as ref
 from tests.support import shards
 from tests.support.launch import ROOT, run_ranks

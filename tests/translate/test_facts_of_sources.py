@@ -18,11 +18,11 @@ from torch.distributed import checkpoint as dcp
 
 import smckpt
 from smckpt import ExportOptions, Parallel, errors, export_hf
+from tests.formats.test_deepspeed import zero3
+from tests.formats.test_smp import partial, sharded, staged
+from tests.formats.test_sources_in_s3 import upload
 from tests.support import references
 from tests.support.references import on_disk
-from tests.translate.test_deepspeed import zero3
-from tests.translate.test_smp import partial, sharded, staged
-from tests.translate.test_sources_in_s3 import upload
 
 State = dict[str, torch.Tensor]
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16}

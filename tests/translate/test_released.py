@@ -12,13 +12,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from smckpt import Adapter, Parallel, convert, errors, export_hf, save
+from smckpt.formats.readers.rank_files import open_directory
 from smckpt.translate import import_hf, verify_hf
 from smckpt.translate.config import read_config
 from smckpt.translate.files import Chunk, Range
 from smckpt.translate.models.contents import whole_tensors
 from smckpt.translate.models.quantized import Dequantized, dequantized
 from smckpt.translate.ranks.translated import TranslatedSource
-from smckpt.translate.sources.rank_files import open_directory
 from tests.support import child, families, interpreters
 from tests.support import references as ref
 
@@ -191,7 +191,7 @@ def test_memory_stays_small_whatever_the_size_of_a_weight(tmp_path):
     from pathlib import Path
     from smckpt.translate.models.contents import whole_tensors
     from smckpt.translate.models.quantized import dequantized
-    from smckpt.translate.sources.rank_files import open_directory
+    from smckpt.formats.readers.rank_files import open_directory
     from smckpt.translate.files import Chunk, Range
     from smckpt.translate.ranks.translated import TranslatedSource
     def anonymous():

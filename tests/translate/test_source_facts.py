@@ -18,9 +18,10 @@ from safetensors.torch import load_file
 from torch.distributed import checkpoint as dcp
 
 from smckpt import Parallel, errors, export_hf
+from smckpt.formats.source_facts import SourceFacts
 from smckpt.translate.config import read_config
 from smckpt.translate.fact_table import FACTS
-from smckpt.translate.sources.source_facts import SourceFacts
+from smckpt.translate.facts import compare_facts
 from smckpt.translate.tables.dims import read_dims
 from smckpt.translate.tables.layouts import layouts_of
 from tests.support import families, references
@@ -246,7 +247,7 @@ def test_facts_of_a_family_are_compared(family, more, fits, wrong):
     layout = layouts_of(dims.family)["mcore_te"]
 
     def compared(values: dict[str, Any]) -> tuple[str, ...]:
-        return SourceFacts("file", "they", values).compare(dims, settings, layout, None)
+        return compare_facts(SourceFacts("file", "they", values), dims, settings, layout, None)
 
     assert compared({"num_layers": 2, **fits}) == ()
     noted = {fact.name for fact in FACTS if fact.noted}

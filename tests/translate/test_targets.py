@@ -13,15 +13,14 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from smckpt.errors import UsageError
+from smckpt.formats.boxes import BoxTensors, whole_tensor
+from smckpt.formats.source_files import ArchiveRecord, SourceFiles
+from smckpt.formats.tensors import TensorKey, bits
+from smckpt.formats.torch_archive import StoredTensor
 from smckpt.layout.entries import DTYPES
 from smckpt.layout.strided import row_major_strides
 from smckpt.translate.files import ALIGNMENT, Chunk, OutputFile, Range, arrange
 from smckpt.translate.ranks.translated import Translated, TranslatedSource, whole
-from smckpt.translate.source_files import ArchiveRecord, SourceFiles
-from smckpt.translate.sources.boxes import BoxTensors, whole_tensor
-from smckpt.translate.sources.rank_files import bits
-from smckpt.translate.tables.pieces import TensorKey
-from smckpt.translate.torch_archive import StoredTensor
 
 
 def target(name: str, dtype: str, shape: tuple[int, ...]) -> Translated:

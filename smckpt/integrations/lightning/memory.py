@@ -7,9 +7,9 @@ from typing import Any
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 
+from smckpt.formats.conversion.stock import state_of
 from smckpt.integrations.kept import KeptSteps, memory_of
 from smckpt.manager.memory import Memory
-from smckpt.translate.conversion.stock import state_of
 
 __all__ = ["SmckptMemory"]
 

@@ -28,6 +28,7 @@ import smckpt
 from smckpt.checkpoint.records.format import parse_name
 from smckpt.engine.saving.job import SaveHandle
 from smckpt.errors import CheckpointError, CheckpointNotFoundError, StorageError, UsageError
+from smckpt.formats.conversion.stock import checkpoint_of, state_of
 from smckpt.integrations.lightning.s3 import (
     DEFAULT_CHUNK_SIZE_MB,
     DEFAULT_MAX_READ_CONCURRENCY,
@@ -36,7 +37,6 @@ from smckpt.integrations.lightning.s3 import (
 from smckpt.integrations.replaced import below_run, remove_or_keep
 from smckpt.storage import Storage, StoreOptions, open_storage
 from smckpt.storage.urls import is_local, is_s3_url, local_path, parent_url, scheme_of
-from smckpt.translate.conversion.stock import checkpoint_of, state_of
 
 __all__ = [
     "S3CheckpointIO",

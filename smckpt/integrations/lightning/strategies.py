@@ -18,6 +18,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 import smckpt
 from smckpt.errors import UsageError
+from smckpt.formats.conversion.stock import LIGHTNING_KEYS, optimizer_key, rest_of, state_of
 from smckpt.integrations.lightning.plugin import (
     Saves,
     SmckptCheckpointIO,
@@ -25,7 +26,6 @@ from smckpt.integrations.lightning.plugin import (
     written_by_lightning,
 )
 from smckpt.storage import StoreOptions
-from smckpt.translate.conversion.stock import LIGHTNING_KEYS, optimizer_key, rest_of, state_of
 
 __all__ = ["SmckptFSDPStrategy", "SmckptModelParallelStrategy"]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from smckpt.errors import UsageError
-from smckpt.full import extend_torch_config, is_extended
+from smckpt.full.context import extend_torch_config, is_extended
 from smckpt.meeting.group import get_global_ranks
 from smckpt.topology import ParallelState
 

@@ -28,11 +28,11 @@ from transformers.utils import GENERATION_CONFIG_NAME, logging
 from smckpt.checkpoint.commits.run_directory import Template
 from smckpt.checkpoint.records.format import parse_name
 from smckpt.errors import UsageError
+from smckpt.formats.conversion.stock import is_stock
 from smckpt.integrations.url_files import send_file
 from smckpt.state_dict.fsdp1 import Fsdp1View
 from smckpt.storage import Storage
 from smckpt.storage.disk.directory import Directory
-from smckpt.translate.conversion.stock import is_stock
 
 __all__ = [
     "STEPS",

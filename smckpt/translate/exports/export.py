@@ -20,6 +20,8 @@ from typing import Any
 
 from smckpt.calls import alone, changed, checked
 from smckpt.errors import UsageError
+from smckpt.formats.degrees import check_paths, refuse_given, refuse_store
+from smckpt.formats.names import ADAPTER_WEIGHTS
 from smckpt.storage import Storage, StoreOptions, access_to
 from smckpt.storage.urls import is_local
 from smckpt.translate.cast import CASTABLE, NonFinite, refuse_nonfinite
@@ -34,14 +36,13 @@ from smckpt.translate.exports.sidecars import (
     write_card,
     write_sidecars,
 )
-from smckpt.translate.files import ADAPTER_WEIGHTS, Output, OutputFile, arrange, refuse_into_source
+from smckpt.translate.files import Output, OutputFile, arrange, refuse_into_source
 from smckpt.translate.models.adapter import Adapter, find_peft_contents
 from smckpt.translate.models.comparison import Comparison, OtherNamesError
 from smckpt.translate.models.contents import HUB, ExportContents, find_contents
 from smckpt.translate.models.model_source import Parallel
 from smckpt.translate.prediction import with_prediction_layers
 from smckpt.translate.stream import write_chunks
-from smckpt.translate.tables.degrees import check_paths, refuse_given, refuse_store
 from smckpt.translate.tables.vocabulary import check_tokenizer, note_on_ids
 
 __all__ = ["ExportReport", "export_hf"]

@@ -25,6 +25,9 @@ from smckpt.checkpoint.commits.sweep import sweep
 from smckpt.checkpoint.records.format import data_name, new_attempt
 from smckpt.checkpoint.records.rows import encode_rows
 from smckpt.errors import UsageError
+from smckpt.formats.degrees import check_paths, refuse_given, refuse_store
+from smckpt.formats.names import CONFIG
+from smckpt.formats.tensors import TensorReader
 from smckpt.layout.entries import Entry, Path, dotted
 from smckpt.layout.geometry import PerRankGeometry
 from smckpt.layout.image import Layout, compile_layout
@@ -32,7 +35,7 @@ from smckpt.storage import Storage, StoreOptions, access_to
 from smckpt.storage.urls import normal_url
 from smckpt.topology import ParallelState
 from smckpt.translate.cast import NonFinite, refuse_nonfinite
-from smckpt.translate.config import CONFIG, ModelConfig
+from smckpt.translate.config import ModelConfig
 from smckpt.translate.exports.options import ImportOptions
 from smckpt.translate.exports.sidecars import read_settings
 from smckpt.translate.files import Output, OutputFile, refuse_into_source
@@ -42,9 +45,7 @@ from smckpt.translate.models.quantized import open_release
 from smckpt.translate.prediction import with_prediction_layers
 from smckpt.translate.ranks.pipeline import stages_of_ranks
 from smckpt.translate.ranks.translated import Translated
-from smckpt.translate.sources.rank_files import TensorReader
 from smckpt.translate.stream import write_chunks
-from smckpt.translate.tables.degrees import check_paths, refuse_given, refuse_store
 from smckpt.translate.tables.layouts import get_layout
 from smckpt.translate.tables.pieces import Side
 from smckpt.translate.tables.table import Family

@@ -17,13 +17,13 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 from smckpt.errors import CheckpointError, JobStoreError, UsageError, as_checkpoint_error
+from smckpt.formats.degrees import check_counts, check_flags
 from smckpt.meeting.group import group_of, ranks_digest
 from smckpt.meeting.keys import Store, client_of
 from smckpt.meeting.round import Meeting, alone
 from smckpt.meeting.store import agree
 from smckpt.translate.models.contents import HUB, MODULE
 from smckpt.translate.prediction import DROP, check_mtp
-from smckpt.translate.tables.degrees import check_counts, check_flags
 
 __all__ = [
     "ExportGroup",

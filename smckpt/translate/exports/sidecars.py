@@ -26,12 +26,12 @@ from typing import Any
 from smckpt._version import __version__
 from smckpt.checkpoint.records.sealed import at_once
 from smckpt.errors import CorruptCheckpointError, StorageError, UsageError
+from smckpt.formats.names import CONFIG
 from smckpt.storage import Access, Storage
 from smckpt.storage.disk.directory import Directory
 from smckpt.storage.urls import is_local, is_plain_name, local_path
 from smckpt.translate.cast import CASTABLE
 from smckpt.translate.config import (
-    CONFIG,
     GENERATION_CONFIG,
     TEMPLATES,
     ModelConfig,

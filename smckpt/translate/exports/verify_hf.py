@@ -19,10 +19,14 @@ import numpy as np
 
 from smckpt.calls import alone
 from smckpt.errors import CheckpointError, TensorMismatchError, UsageError
+from smckpt.formats.degrees import check_paths, refuse_given, refuse_store
+from smckpt.formats.names import CONFIG
+from smckpt.formats.readers.rank_files import open_directory
+from smckpt.formats.tensors import TensorReader
 from smckpt.layout.entries import DTYPES
 from smckpt.storage import access_to
 from smckpt.translate.cast import CASTABLE, cast, stored_type
-from smckpt.translate.config import CONFIG, ModelConfig, read_config
+from smckpt.translate.config import ModelConfig, read_config
 from smckpt.translate.files import Chunk, Range, Target, aligned, is_quantized, nbytes_of
 from smckpt.translate.models.comparison import Comparison
 from smckpt.translate.models.contents import HUB, ExportContents, find_contents, whole_tensors
@@ -31,11 +35,9 @@ from smckpt.translate.models.model_source import Parallel
 from smckpt.translate.models.quantized import weights_of
 from smckpt.translate.prediction import DROP, PREDICTION_LAYERS, further_layers
 from smckpt.translate.ranks.translated import Translated, TranslatedSource
-from smckpt.translate.sources.rank_files import TensorReader, open_directory
 from smckpt.translate.stream import CHUNK, ChunkSource, tied_names
-from smckpt.translate.tables.degrees import check_paths, refuse_given, refuse_store
 from smckpt.translate.tables.families import find_family
-from smckpt.translate.tables.names import find_ties
+from smckpt.translate.tables.hub import find_ties
 from smckpt.translate.tables.table import Family
 
 __all__ = ["HFReport", "verify_hf"]

@@ -14,12 +14,16 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from smckpt.errors import CheckpointError, TensorMismatchError, UsageError
+from smckpt.formats.degrees import refuse_given, refuse_store
+from smckpt.formats.names import ADAPTER_WEIGHTS, ADAPTER_WEIGHTS_BIN
+from smckpt.formats.readers.rank_files import open_directory
+from smckpt.formats.tensors import TensorReader
 from smckpt.layout.strided import Copy
 from smckpt.storage import Access
 from smckpt.storage.urls import is_local, local_path
 from smckpt.translate.cast import CASTABLE, cast, stored_type
 from smckpt.translate.config import ModelConfig
-from smckpt.translate.files import ADAPTER_WEIGHTS, ADAPTER_WEIGHTS_BIN, Target
+from smckpt.translate.files import Target
 from smckpt.translate.models.comparison import Comparison
 from smckpt.translate.models.contents import (
     HUB,
@@ -45,10 +49,8 @@ from smckpt.translate.models.model_source import Parallel, open_model
 from smckpt.translate.models.quantized import dequantized
 from smckpt.translate.ranks.pipeline import JoinedTensors
 from smckpt.translate.ranks.translated import Translated, TranslatedSource
-from smckpt.translate.sources.rank_files import TensorReader, open_directory
 from smckpt.translate.stream import read_elements, tied_names
-from smckpt.translate.tables.degrees import refuse_given, refuse_store
-from smckpt.translate.tables.names import HubTensor, find_ties
+from smckpt.translate.tables.hub import HubTensor, find_ties
 
 __all__ = ["Adapter", "find_peft_contents"]
 

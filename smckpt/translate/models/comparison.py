@@ -22,6 +22,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from smckpt.errors import CheckpointError, KeysMismatchError
+from smckpt.formats.names import places_of_models, prefix_remedy
+from smckpt.formats.tensors import TensorKey
 from smckpt.layout.mesh import Shape
 from smckpt.translate.files import Target, is_quantized
 from smckpt.translate.models.meta_model import Fit, compare, main
@@ -29,8 +31,8 @@ from smckpt.translate.models.model import hub_side
 from smckpt.translate.prediction import DROP
 from smckpt.translate.tables.dims import read_dims
 from smckpt.translate.tables.families import is_built_in
-from smckpt.translate.tables.names import find_ties, places_of_models, prefix_remedy
-from smckpt.translate.tables.pieces import TensorKey, tensors_of
+from smckpt.translate.tables.hub import find_ties
+from smckpt.translate.tables.pieces import tensors_of
 
 __all__ = ["Comparison", "OtherNamesError"]
 

@@ -10,8 +10,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from smckpt.errors import TensorMismatchError, UsageError
+from smckpt.formats.names import CONFIG
+from smckpt.formats.tensors import Block, TensorReader
 from smckpt.storage import Access
-from smckpt.translate.config import CONFIG, ModelConfig
+from smckpt.translate.config import ModelConfig
 from smckpt.translate.files import Target
 from smckpt.translate.models.comparison import Comparison
 from smckpt.translate.models.lora import LoraConfig
@@ -19,11 +21,10 @@ from smckpt.translate.models.model import to_hub
 from smckpt.translate.models.model_source import ModelSource, Parallel, open_model
 from smckpt.translate.prediction import further_layers, kept_layers, left_out_note
 from smckpt.translate.ranks.translated import Translated, TranslatedSource, whole_tensors
-from smckpt.translate.sources.rank_files import TensorReader
 from smckpt.translate.stream import ChunkSource, tied_names
 from smckpt.translate.tables.families import find_family
-from smckpt.translate.tables.names import HubTensor
-from smckpt.translate.tables.pieces import Block, prove_copies
+from smckpt.translate.tables.hub import HubTensor
+from smckpt.translate.tables.pieces import prove_copies
 from smckpt.translate.tables.table import Family
 
 __all__ = [

@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from smckpt.errors import KeysMismatchError, TensorMismatchError, UsageError
+from smckpt.formats.tensors import TensorReader
 from smckpt.layout.entries import DTYPES
 from smckpt.layout.mesh import Shape
 from smckpt.layout.strided import Box, Copy, row_major_strides
@@ -25,7 +26,6 @@ from smckpt.translate.cast import CASTABLE, cast, stored_type
 from smckpt.translate.files import Chunk, Range, Target, aligned, nbytes_of
 from smckpt.translate.models.lora import LoraConfig, PeftTensors
 from smckpt.translate.ranks.translated import Translated, TranslatedSource
-from smckpt.translate.sources.rank_files import TensorReader
 from smckpt.translate.stream import CHUNK
 
 __all__ = [

@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from smckpt.formats.names import CONFIG
 from smckpt.layout.mesh import Shape
-from smckpt.translate.config import CONFIG
-from smckpt.translate.tables.names import HubTensor
+from smckpt.translate.tables.hub import HubTensor
 
 __all__ = ["Fit", "compare", "hub_shapes", "main"]
 

@@ -9,24 +9,22 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from smckpt.errors import KeysMismatchError, TensorMismatchError, UsageError
+from smckpt.formats.degrees import Degrees
+from smckpt.formats.source_facts import SourceFacts
+from smckpt.formats.tensors import Block, Holder, RankTensors, TensorKey, TensorReader
 from smckpt.translate.cast import CASTABLE
 from smckpt.translate.config import ModelConfig
+from smckpt.translate.facts import compare_facts, layout_of_facts
 from smckpt.translate.prediction import DROP, KEEP, further_layers, kept_layers, left_out_note
 from smckpt.translate.ranks.pipeline import some
 from smckpt.translate.ranks.translated import Translated, TranslatedSource, whole, whole_tensors
-from smckpt.translate.sources.rank_files import Holder, TensorReader
-from smckpt.translate.sources.source_facts import SourceFacts
 from smckpt.translate.stream import equal, tied_names
-from smckpt.translate.tables.degrees import Degrees
 from smckpt.translate.tables.dims import Dims, read_dims
 from smckpt.translate.tables.families import find_family
 from smckpt.translate.tables.layouts import get_layout, layouts_of
 from smckpt.translate.tables.pieces import (
-    Block,
     LayoutTensor,
-    RankTensors,
     Side,
-    TensorKey,
     compile_blocks,
     dropped,
     folded,
@@ -236,7 +234,7 @@ def _source_side(
     dims = model_dims(config, reader.url, predicting)
     chosen = choose_layout(reader.held, dims, layout, degrees.ep, reader.url)
     for one in facts:
-        chosen = one.layout(chosen, dims.family.zero_centred, given=layout is not None)
+        chosen = layout_of_facts(one, chosen, dims.family.zero_centred, given=layout is not None)
     tied_head = dims.tied and _head_of(chosen) in reader.held
     if tied_head and keep_tied:
         dims = replace(dims, once=dims.once | {"head"})
@@ -245,7 +243,7 @@ def _source_side(
     if trims:
         rows = check_rows(side.rows, size, degrees.tp, padded_vocab_size, reader.url)
     assert config is not None
-    notes = [note for one in facts for note in one.compare(dims, config, chosen, rows)]
+    notes = [note for one in facts for note in compare_facts(one, dims, config, chosen, rows)]
     fits = (
         [] if layout is None else [one.name for one in _fitting(reader.held, dims, degrees.ep)[0]]
     )

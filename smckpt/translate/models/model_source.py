@@ -17,10 +17,38 @@ from typing import Any
 from smckpt.checkpoint.reading.catalogue import Catalogue
 from smckpt.checkpoint.reading.committed import open_catalogue
 from smckpt.errors import CheckpointError, UsageError
+from smckpt.formats.boxes import ForeignCheckpoint
+from smckpt.formats.degrees import Degrees, check_counts, check_flags
+from smckpt.formats.names import (
+    refuse_peft,
+    stage_tensors,
+    tensors_at,
+    unwrapped,
+    value_heads,
+)
+from smckpt.formats.readers.checkpoint_tensors import (
+    CheckpointTensors,
+    LogicalTensors,
+    degrees_of,
+    has_parts_of_ranks,
+    stages_of,
+)
+from smckpt.formats.readers.rank_sources import HUB_DIRECTORY, RankFilesFound, open_source
+from smckpt.formats.source_facts import (
+    EP,
+    PP,
+    TP,
+    SourceFacts,
+    config_beside,
+    facts_of_values,
+)
+from smckpt.formats.source_files import Folder, SourceFiles
+from smckpt.formats.tensors import TensorReader
 from smckpt.layout.containers import FACTS
 from smckpt.storage import Access
 from smckpt.storage.urls import is_local, local_path
 from smckpt.translate.config import ModelConfig
+from smckpt.translate.facts import compare_facts, refuse_other_config
 from smckpt.translate.models.model import (
     choose_layout,
     looks_packed,
@@ -29,40 +57,8 @@ from smckpt.translate.models.model import (
     unmatched,
 )
 from smckpt.translate.models.quantized import dequantized
-from smckpt.translate.ranks.pipeline import merged, refuse_equal_ranks, some
-from smckpt.translate.ranks.rank_sources import (
-    HUB_DIRECTORY,
-    RankFilesFound,
-    open_ranks,
-    open_source,
-)
-from smckpt.translate.source_files import Folder, SourceFiles
-from smckpt.translate.sources.boxes import ForeignCheckpoint
-from smckpt.translate.sources.checkpoint_tensors import (
-    CheckpointTensors,
-    LogicalTensors,
-    degrees_of,
-    has_parts_of_ranks,
-    stages_of,
-)
-from smckpt.translate.sources.rank_files import TensorReader
-from smckpt.translate.sources.source_facts import (
-    EP,
-    PP,
-    TP,
-    SourceFacts,
-    config_beside,
-    facts_of_values,
-)
-from smckpt.translate.tables.degrees import Degrees, check_counts, check_flags
+from smckpt.translate.ranks.pipeline import merged, open_ranks, refuse_equal_ranks, some
 from smckpt.translate.tables.families import find_family
-from smckpt.translate.tables.names import (
-    refuse_peft,
-    stage_tensors,
-    tensors_at,
-    unwrapped,
-    value_heads,
-)
 from smckpt.translate.tables.table import TensorLayout
 
 __all__ = ["ModelSource", "Parallel", "open_model"]
@@ -272,14 +268,16 @@ def _compared(
         return made
     made = replace(made, facts=(*made.facts, *beside))
     for facts in made.facts:
-        facts.compare_config(settings)
+        refuse_other_config(facts, settings)
     if made.cut or not made.facts or find_family(settings.values["model_type"]) is None:
         return made
     try:
         dims = model_dims(settings, made.reader.url)
     except CheckpointError:  # the config lacks sizes, which names do not need
         return made
-    notes = [note for facts in made.facts for note in facts.compare(dims, settings, None, None)]
+    notes = [
+        note for facts in made.facts for note in compare_facts(facts, dims, settings, None, None)
+    ]
     return replace(made, notes=(*made.notes, *notes))
 
 

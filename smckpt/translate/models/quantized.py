@@ -17,6 +17,7 @@ from typing import Any, NoReturn, Protocol, TypeAlias
 import numpy as np
 
 from smckpt.errors import KeysMismatchError, TensorMismatchError, UsageError
+from smckpt.formats.tensors import Block, RankTensors, TensorKey, TensorReader
 from smckpt.layout.entries import DTYPES
 from smckpt.layout.mesh import Shape
 from smckpt.layout.strided import Box, Copy, Strided, elements, execute
@@ -30,8 +31,6 @@ from smckpt.translate.prediction import (
     left_out_note,
 )
 from smckpt.translate.ranks.pipeline import JoinedTensors, some
-from smckpt.translate.sources.rank_files import TensorReader
-from smckpt.translate.tables.pieces import Block, RankTensors, TensorKey
 from smckpt.translate.tables.table import Family
 
 __all__ = ["Dequantized", "dequantized", "open_release", "weights_of"]

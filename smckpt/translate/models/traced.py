@@ -16,7 +16,7 @@ import torch
 
 from smckpt.layout.mesh import Shape
 from smckpt.layout.strided import Box, Copy, Piece, Strided, row_major_strides
-from smckpt.translate.tables.names import HubTensor
+from smckpt.translate.tables.hub import HubTensor
 
 __all__ = ["names_on_disk"]
 

@@ -20,6 +20,7 @@ from smckpt.checkpoint.records.crc import crc64
 from smckpt.checkpoint.records.files import decode_body
 from smckpt.checkpoint.records.sealed import FORMAT_VERSION, open_json, seal_json
 from smckpt.errors import CheckpointError, CorruptCheckpointError, StorageError, UsageError
+from smckpt.formats.degrees import check_counts, check_flags, check_paths
 from smckpt.storage import Storage, StoreOptions, access_to
 from smckpt.storage.disk.directory import Directory
 from smckpt.storage.disk.posix_read import open_file
@@ -37,7 +38,6 @@ from smckpt.translate.publishing.published import (
     spans,
     state_after,
 )
-from smckpt.translate.tables.degrees import check_counts, check_flags, check_paths
 
 __all__ = ["ApplyReport", "apply_published"]
 

@@ -18,9 +18,11 @@ from smckpt.calls import alone
 from smckpt.checkpoint.records.crc import BLOCK, combine, crc64
 from smckpt.checkpoint.records.sealed import strict_json
 from smckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, StorageError, UsageError
+from smckpt.formats.degrees import check_counts, check_paths
+from smckpt.formats.names import INDEX, SINGLE
 from smckpt.storage import Storage, StoreOptions, access_to
 from smckpt.storage.urls import file_url, normal_url
-from smckpt.translate.files import INDEX, SINGLE, UNFINISHED, aligned
+from smckpt.translate.files import UNFINISHED, aligned
 from smckpt.translate.publishing.published import (
     FILES,
     MANIFEST,
@@ -40,7 +42,6 @@ from smckpt.translate.publishing.published import (
     spans,
     state_after,
 )
-from smckpt.translate.tables.degrees import check_counts, check_paths
 
 __all__ = ["PublishReport", "publish"]
 

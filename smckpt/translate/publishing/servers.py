@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from smckpt.errors import CheckpointError, StorageError, UsageError
+from smckpt.formats.names import INDEX
+from smckpt.formats.readers.rank_files import weight_files, weight_map
+from smckpt.formats.source_files import Folder, SourceFiles
 from smckpt.storage.urls import is_local, local_path
-from smckpt.translate.files import INDEX
-from smckpt.translate.source_files import Folder, SourceFiles
-from smckpt.translate.sources.rank_files import weight_files, weight_map
 
 __all__ = ["ReloadReport", "reload_weights"]
 

@@ -18,13 +18,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 from smckpt.errors import TensorMismatchError, TopologyError, UsageError
+from smckpt.formats.degrees import Degrees
+from smckpt.formats.readers.rank_files import open_stages
+from smckpt.formats.readers.rank_sources import RankFilesFound
+from smckpt.formats.tensors import Block, RankTensors, TensorKey, TensorReader
 from smckpt.layout.entries import DTYPES
+from smckpt.translate.facts import refuse_other_ranks
 from smckpt.translate.ranks.translated import Translated, TranslatedSource, whole
-from smckpt.translate.sources.rank_files import TensorReader
 from smckpt.translate.stream import CHUNK, equal, read_elements
-from smckpt.translate.tables.degrees import Degrees
 from smckpt.translate.tables.dims import Dims
-from smckpt.translate.tables.pieces import Block, RankTensors, TensorKey, tensors_of
+from smckpt.translate.tables.pieces import tensors_of
 from smckpt.translate.tables.table import TensorLayout
 
 __all__ = [
@@ -32,6 +35,7 @@ __all__ = [
     "RankStage",
     "by_name",
     "merged",
+    "open_ranks",
     "refuse_equal_ranks",
     "some",
     "stages_of_ranks",
@@ -399,3 +403,22 @@ def _refuse_equal(
         + (f"; {EQUAL_EXPERTS}" if experts else ""),
         path=url,
     )
+
+
+def open_ranks(
+    found: RankFilesFound, degrees: Degrees, pp: int, layers: int | None, vpp: int | None,
+    *, equal_ranks: bool = False,
+) -> TensorReader:  # fmt: skip
+    """A reader of the files of `pp` stages. layers, vpp: as of `merged`. equal_ranks: ranks may
+    hold the same.
+
+    Raises:
+        as `open_files`, `refuse_equal_ranks` and `merged`.
+    """
+    stages = open_stages(found.states, degrees, pp, found.source, found.alone)
+    refuse_other_ranks([(file, state.facts) for file, state in found.states.items()], degrees, pp)
+    if not equal_ranks:
+        refuse_equal_ranks(stages, degrees, [*found.states])
+    if pp == 1:
+        return stages[0]
+    return by_name(stages) if found.alone else merged(stages, layers, vpp, found.url)

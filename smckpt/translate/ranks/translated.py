@@ -8,12 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from smckpt.formats.tensors import Block, Holder, TensorKey, TensorReader
 from smckpt.layout.mesh import Shape
 from smckpt.layout.strided import Copy, Piece, Strided, boxes_of_range, row_major_strides
 from smckpt.translate.cast import cast, stored_type
 from smckpt.translate.files import Chunk, aligned
-from smckpt.translate.sources.rank_files import Holder, TensorReader
-from smckpt.translate.tables.pieces import Block, TensorKey
 
 __all__ = ["Translated", "TranslatedSource", "whole", "whole_tensors"]
 

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from smckpt.errors import KeysMismatchError, TensorMismatchError, TopologyError
+from smckpt.formats.degrees import Degrees
+from smckpt.formats.tensors import Block, RankTensors, TensorKey
 from smckpt.layout.mesh import Shape
 from smckpt.layout.strided import (
     Box,
@@ -25,32 +27,19 @@ from smckpt.layout.strided import (
     meet,
     row_major_strides,
 )
-from smckpt.translate.tables.degrees import Degrees
 from smckpt.translate.tables.dims import Dims
 from smckpt.translate.tables.table import AxisRun, LayoutRow, TensorLayout, holds, runs_of_rank
 
 __all__ = [
-    "Block",
     "LayoutTensor",
-    "RankTensors",
     "RoleKey",
     "Side",
-    "TensorKey",
     "compile_blocks",
     "dropped",
     "folded",
     "prove_copies",
     "tensors_of",
 ]
-
-
-class TensorKey(NamedTuple):
-    """A stored tensor of one tensor-parallel rank and column of ranks (usually an expert-parallel
-    rank, see `Degrees`); (-1, -1): one tensor for all ranks."""
-
-    name: str
-    tp: int = -1
-    ep: int = -1
 
 
 class RoleKey(NamedTuple):
@@ -69,23 +58,6 @@ class LayoutTensor:
     row: LayoutRow
     layer: int
     expert: int
-
-
-@dataclass(frozen=True)
-class RankTensors:
-    """The stored tensors under one name: a shape for each rank, or one for all (`whole`)."""
-
-    name: str
-    dtype: str
-    shards: Mapping[tuple[int, int], Shape]
-    whole: Shape | None = None
-
-    @property
-    def keyed(self) -> dict[TensorKey, Shape]:
-        """The shape of each stored tensor."""
-        if self.whole is not None:
-            return {TensorKey(self.name): self.whole}
-        return {TensorKey(self.name, *rank): shape for rank, shape in self.shards.items()}
 
 
 @dataclass
@@ -373,16 +345,6 @@ def folded(row: LayoutRow, shape: Shape) -> Shape:
 def dropped(layout: TensorLayout, name: str) -> bool:
     """Whether the table drops a tensor of this name because it holds no weights."""
     return any(re.fullmatch(pattern, name) for pattern in layout.drop)
-
-
-@dataclass(frozen=True, slots=True)
-class Block:
-    """Elements of the stored tensor `source` that go unchanged into a target; or, with several
-    buffers, those that go into buffer number `buffer`."""
-
-    source: TensorKey
-    copy: Copy
-    buffer: int = 0
 
 
 def compile_blocks(source: Side, target: Side) -> dict[TensorKey, list[Block]]:

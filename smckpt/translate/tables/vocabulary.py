@@ -16,7 +16,7 @@ from typing import Any
 
 from smckpt.checkpoint.records.sealed import read_json
 from smckpt.errors import TensorMismatchError, UsageError
-from smckpt.translate.tables.degrees import check_counts
+from smckpt.formats.degrees import check_counts
 
 __all__ = ["check_rows", "check_tokenizer", "most_padding", "note_on_ids", "padded_rows"]
 

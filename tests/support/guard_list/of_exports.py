@@ -8,13 +8,13 @@ from tests.support.guard_list.guard import of
 BAD = "tests/translate/test_bad_input.py::"
 CONFIG = "tests/translate/test_config.py::"
 EXPORT = "tests/translate/test_export.py::"
-HUB = "tests/translate/test_hub_sources.py::"
+HUB = "tests/formats/test_hub_sources.py::"
 LAYOUTS = "tests/translate/test_layout_checkpoints.py::"
 LORA = "tests/translate/test_lora.py::"
 NAMES = "tests/translate/test_names.py::"
 PUBLISH = "tests/translate/test_publish.py::"
 RELEASED = "tests/translate/test_released.py::"
-SOURCES = "tests/translate/test_sources.py::"
+SOURCES = "tests/formats/test_sources.py::"
 VERIFY = "tests/translate/test_verify_hf.py::"
 
 EXPORTED = [
@@ -24,7 +24,7 @@ EXPORTED = [
         BAD + "test_nothing_is_written_where_the_source_is",
     ),
     of(
-        "export: what git-lfs has not fetched is named", "translate/sources/torch_files.py",
+        "export: what git-lfs has not fetched is named", "formats/readers/torch_files.py",
         "if first == _POINTER:", "if False:",
         BAD + "test_what_git_lfs_has_not_fetched_is_named",
     ),
@@ -66,7 +66,7 @@ EXPORTED = [
         LAYOUTS + "test_parts_under_hugging_faces_names_do_not_pass_for_the_model",
     ),
     of(
-        "export: a file without a model", "translate/sources/torch_files.py",
+        "export: a file without a model", "formats/readers/torch_files.py",
         "    if not state.logical:\n", "    if False:\n",
         SOURCES + "test_a_file_without_a_model_is_refused_with_the_keys_that_it_has",
     ),
@@ -86,12 +86,12 @@ EXPORTED = [
         VERIFY + "test_a_head_that_the_config_ties_and_that_differs_is_a_problem",
     ),
     of(
-        "export: names of several wrappers", "translate/tables/names.py",
+        "export: names of several wrappers", "formats/names.py",
         "        outer += 1\n", "        outer += 1\n        break\n",
         SOURCES + "test_wrappers_and_a_trainers_module_are_left_out_in_any_order",
     ),
     of(
-        "export: DeepSpeed's latest step is missing", "translate/ranks/rank_sources.py",
+        "export: DeepSpeed's latest step is missing", "formats/readers/rank_sources.py",
         "if t in folder.folders and t.startswith(tag)", "if t in folder.folders",
         SOURCES + "test_a_step_that_deepspeed_names_and_that_is_missing_is_told",
     ),
@@ -106,17 +106,17 @@ EXPORTED = [
         SOURCES + "test_a_copy_of_another_ranks_file_is_refused",
     ),
     of(
-        "export: a store where a disk is read", "translate/tables/degrees.py",
+        "export: a store where a disk is read", "formats/degrees.py",
         "if isinstance(value, str) and not is_local(value):", "if False:",
         BAD + "test_a_store_is_refused_by_name_where_a_disk_is_read",
     ),
     of(
-        "import: the weights that the config names", "translate/sources/rank_files.py",
+        "import: the weights that the config names", "formats/readers/rank_files.py",
         "named = _of_config(folder)", "named = None",
         HUB + "test_the_weights_that_the_config_names_are_read",
     ),
     of(
-        "import: one file comes before an old index", "translate/sources/rank_files.py",
+        "import: one file comes before an old index", "formats/readers/rank_files.py",
         "_NAMES = (SINGLE, INDEX, ", "_NAMES = (INDEX, SINGLE, ",
         RELEASED + "test_one_file_beside_the_index_of_an_older_model_is_what_transformers_reads",
     ),

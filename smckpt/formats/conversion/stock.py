@@ -30,10 +30,10 @@ from smckpt.checkpoint.records.format import parse_name
 from smckpt.checkpoint.records.objects import decode_object, encode_object
 from smckpt.checkpoint.records.parameter_names import are_groups
 from smckpt.errors import CorruptCheckpointError, StateError, UsageError
+from smckpt.formats.conversion.new_target import NewTarget
+from smckpt.formats.conversion.whole_state import Placeholder, WholeState
 from smckpt.layout.entries import DTYPES
 from smckpt.storage import Storage
-from smckpt.translate.conversion.new_target import NewTarget
-from smckpt.translate.conversion.whole_state import Placeholder, WholeState
 
 __all__ = [
     "LIGHTNING_KEYS",

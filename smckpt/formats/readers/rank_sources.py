@@ -19,39 +19,35 @@ from smckpt.errors import (
     CorruptCheckpointError,
     UsageError,
 )
-from smckpt.storage import Access
-from smckpt.storage.urls import is_local, local_path
-from smckpt.translate.files import ADAPTER_WEIGHTS, ADAPTER_WEIGHTS_BIN
-from smckpt.translate.pickled import Inert
-from smckpt.translate.ranks.pipeline import by_name, merged, refuse_equal_ranks
-from smckpt.translate.source_files import ArchiveRecord, Folder, SourceFiles, is_tar, open_tar
-from smckpt.translate.sources.boxes import ForeignCheckpoint
-from smckpt.translate.sources.dcp import open_dcp, open_shards
-from smckpt.translate.sources.deepspeed import (
+from smckpt.formats.boxes import ForeignCheckpoint
+from smckpt.formats.names import ADAPTER_WEIGHTS, ADAPTER_WEIGHTS_BIN
+from smckpt.formats.pickled import Inert
+from smckpt.formats.readers.dcp import open_dcp, open_shards
+from smckpt.formats.readers.deepspeed import (
     SMP_USER,
     open_smp_sharded,
     open_universal,
     open_zero3,
 )
-from smckpt.translate.sources.rank_files import TensorReader, hub_tensors, open_stages, weight_files
-from smckpt.translate.sources.source_facts import (
+from smckpt.formats.readers.rank_files import hub_tensors, weight_files
+from smckpt.formats.readers.torch_files import StoredState, stored_state, torch_root
+from smckpt.formats.source_facts import (
     EP,
     PP,
     TP,
     SourceFacts,
     facts_of_state,
-    refuse_other_ranks,
     yaml_beside,
 )
-from smckpt.translate.sources.torch_files import StoredState, stored_state, torch_root
-from smckpt.translate.tables.degrees import Degrees
+from smckpt.formats.source_files import ArchiveRecord, Folder, SourceFiles, is_tar, open_tar
+from smckpt.storage import Access
+from smckpt.storage.urls import is_local, local_path
 
 __all__ = [
     "HUB_DIRECTORY",
     "PEFT_DIRECTORY",
     "RankFilesFound",
     "find_source",
-    "open_ranks",
     "open_source",
 ]
 
@@ -199,25 +195,6 @@ def _hub_directory(folder: Folder) -> RankFilesFound | ForeignCheckpoint | None:
         if name in folder.files:
             return RankFilesFound({name: folder.files[name]}, folder.source, format=PEFT_DIRECTORY)
     return None
-
-
-def open_ranks(
-    found: RankFilesFound, degrees: Degrees, pp: int, layers: int | None, vpp: int | None,
-    *, equal_ranks: bool = False,
-) -> TensorReader:  # fmt: skip
-    """A reader of the files of `pp` stages. layers, vpp: as of `merged`. equal_ranks: ranks may
-    hold the same.
-
-    Raises:
-        as `open_files`, `refuse_equal_ranks` and `merged`.
-    """
-    stages = open_stages(found.states, degrees, pp, found.source, found.alone)
-    refuse_other_ranks([(file, state.facts) for file, state in found.states.items()], degrees, pp)
-    if not equal_ranks:
-        refuse_equal_ranks(stages, degrees, [*found.states])
-    if pp == 1:
-        return stages[0]
-    return by_name(stages) if found.alone else merged(stages, layers, vpp, found.url)
 
 
 def find_source(url: str, source: SourceFiles) -> Folder | ArchiveRecord | None:

@@ -18,8 +18,9 @@ from safetensors.torch import load_file, save_file
 
 import smckpt
 from smckpt import ExportOptions, Parallel, errors, export_hf
-from smckpt.translate import import_hf, source_files
-from smckpt.translate.sources.torch_files import stored_state
+from smckpt.formats import source_files
+from smckpt.formats.readers.torch_files import stored_state
+from smckpt.translate import import_hf
 from tests.support import families, hub_families, interpreters, references
 from tests.support.references import each_rank, on_disk
 
@@ -201,7 +202,7 @@ def stage_of(state: State, number: int, pp: int) -> State:
 
 
 def test_a_single_number_behind_the_rank_is_the_experts_where_there_are_no_stages(tmp_path, llama):
-    from smckpt.translate.ranks.rank_sources import RankFilesFound, open_source
+    from smckpt.formats.readers.rank_sources import RankFilesFound, open_source
 
     _, state = llama
     cuts = each_rank(lambda r, e: references.mcore(state, 2, r), 2)

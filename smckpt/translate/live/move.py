@@ -15,12 +15,12 @@ from typing import Any
 import torch
 
 from smckpt.errors import TensorMismatchError, UsageError
+from smckpt.formats.tensors import Block, TensorKey
 from smckpt.full.wire import Array, ArrayMetadata, Attempt, Wire, assembled, own_rank
 from smckpt.layout.mesh import Shape
 from smckpt.layout.strided import Piece, execute
 from smckpt.translate.cast import cast
 from smckpt.translate.ranks.translated import Translated
-from smckpt.translate.tables.pieces import Block, TensorKey
 
 __all__ = ["MoveJob", "MovePlan", "MoveStep", "MoveTask", "follow", "lead"]
 

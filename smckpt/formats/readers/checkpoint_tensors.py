@@ -11,14 +11,14 @@ from smckpt.checkpoint.reading.catalogue import Catalogue, LogicalTensor, SavedP
 from smckpt.checkpoint.reading.plan import plan_logical
 from smckpt.checkpoint.reading.read import Readers, ReadPlan, StoredCopy, execute
 from smckpt.errors import CorruptCheckpointError, TensorMismatchError, TopologyError, UsageError
+from smckpt.formats.boxes import cut
+from smckpt.formats.degrees import Degrees
+from smckpt.formats.tensors import Block, RankTensors, TensorKey
 from smckpt.layout.entries import DTYPES, Entry
 from smckpt.layout.geometry import BoxGeometry
 from smckpt.layout.mesh import Shape
 from smckpt.layout.strided import Box, Copy, Piece, Strided
 from smckpt.topology import ParallelState
-from smckpt.translate.sources.boxes import cut
-from smckpt.translate.tables.degrees import Degrees
-from smckpt.translate.tables.pieces import Block, RankTensors, TensorKey
 
 __all__ = ["CheckpointTensors", "LogicalTensors", "degrees_of", "has_parts_of_ranks", "stages_of"]
 

@@ -13,23 +13,23 @@ from smckpt.checkpoint.reading.catalogue import LogicalTensor
 from smckpt.checkpoint.records.headers import StoredSlot, read_header
 from smckpt.checkpoint.records.objects import refuse_inflating
 from smckpt.errors import CorruptCheckpointError, StateError, UsageError
-from smckpt.layout.containers import container_kind
-from smckpt.layout.entries import DTYPES, dotted
-from smckpt.layout.entries import Path as StatePath
-from smckpt.layout.strided import row_major_strides
-from smckpt.storage.urls import is_local
-from smckpt.translate.pickled import Global, Inert
-from smckpt.translate.source_files import ArchiveRecord, SourceFiles
-from smckpt.translate.sources.boxes import ForeignCheckpoint, SavedTensor, SavedValue, whole_tensor
-from smckpt.translate.sources.source_facts import SourceFacts, facts_of_state
-from smckpt.translate.tables.names import places_of_optimizers, stage_tensors
-from smckpt.translate.torch_archive import (
+from smckpt.formats.boxes import ForeignCheckpoint, SavedTensor, SavedValue, whole_tensor
+from smckpt.formats.names import places_of_optimizers, stage_tensors
+from smckpt.formats.pickled import Global, Inert
+from smckpt.formats.source_facts import SourceFacts, facts_of_state
+from smckpt.formats.source_files import ArchiveRecord, SourceFiles
+from smckpt.formats.torch_archive import (
     StoredTensor,
     is_archive,
     open_archive,
     open_legacy,
     plain_load,
 )
+from smckpt.layout.containers import container_kind
+from smckpt.layout.entries import DTYPES, dotted
+from smckpt.layout.entries import Path as StatePath
+from smckpt.layout.strided import row_major_strides
+from smckpt.storage.urls import is_local
 
 __all__ = [
     "StoredState",

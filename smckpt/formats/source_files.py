@@ -24,7 +24,13 @@ from smckpt.layout.strided import Box, Copy, elements, execute
 from smckpt.storage import Access, Storage
 from smckpt.storage.urls import file_url, is_local, join_url
 
-__all__ = ["ArchiveRecord", "Folder", "SourceFiles", "is_tar", "open_tar"]
+__all__ = [
+    "ArchiveRecord",
+    "Folder",
+    "SourceFiles",
+    "is_tar",
+    "open_tar",
+]
 
 
 _AT_ONCE = 16  # requests for headers

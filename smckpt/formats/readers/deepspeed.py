@@ -17,13 +17,13 @@ from dataclasses import replace
 from typing import Any, NamedTuple, NoReturn
 
 from smckpt.errors import CorruptCheckpointError, UsageError
+from smckpt.formats.boxes import ForeignCheckpoint, SavedBox, SavedTensor, whole_tensor
+from smckpt.formats.readers.torch_files import torch_root
+from smckpt.formats.source_facts import facts_of_state
+from smckpt.formats.source_files import Folder
+from smckpt.formats.torch_archive import StoredTensor
 from smckpt.layout.mesh import Shape
 from smckpt.layout.strided import boxes_of_range, row_major_strides
-from smckpt.translate.source_files import Folder
-from smckpt.translate.sources.boxes import ForeignCheckpoint, SavedBox, SavedTensor, whole_tensor
-from smckpt.translate.sources.source_facts import facts_of_state
-from smckpt.translate.sources.torch_files import torch_root
-from smckpt.translate.torch_archive import StoredTensor
 
 __all__ = ["SMP_USER", "open_smp_sharded", "open_universal", "open_zero3"]
 

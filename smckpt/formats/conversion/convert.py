@@ -20,13 +20,13 @@ from smckpt.checkpoint.reading.read import Progress
 from smckpt.checkpoint.reading.readers import open_any
 from smckpt.checkpoint.upkeep.reshard import differing_names, write_resharded
 from smckpt.errors import StateError, UsageError
+from smckpt.formats.conversion.new_target import NewTarget
+from smckpt.formats.conversion.stock import STOCK, refuse_without
+from smckpt.formats.conversion.whole_state import WholeState
+from smckpt.formats.readers.foreign_catalogue import ForeignCatalogue
 from smckpt.layout.entries import dotted
 from smckpt.storage import Access, StoreOptions, access_to
 from smckpt.storage.urls import is_local, local_path
-from smckpt.translate.conversion.new_target import NewTarget
-from smckpt.translate.conversion.stock import STOCK, refuse_without
-from smckpt.translate.conversion.whole_state import WholeState
-from smckpt.translate.ranks.foreign_catalogue import ForeignCatalogue
 
 __all__ = ["FORMATS", "ConvertReport", "convert"]
 
@@ -262,7 +262,7 @@ def _is_safe(value: Any) -> bool:
     """Whether `torch.load(weights_only=True)` reads it."""
     import torch
 
-    from smckpt.translate.conversion.whole_state import Placeholder
+    from smckpt.formats.conversion.whole_state import Placeholder
 
     if isinstance(value, Placeholder):
         return True

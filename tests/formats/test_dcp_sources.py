@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 import smckpt
 from smckpt import ExportOptions, errors, export_hf
 from smckpt.cli.app import app
-from smckpt.translate import pickled
+from smckpt.formats import pickled
 from smckpt.translate.exports.verify_hf import verify_hf
 from tests.support import hub_families
 from tests.support.launch import run_ranks

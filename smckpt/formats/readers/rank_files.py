@@ -7,30 +7,30 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
-
-import numpy as np
+from typing import Any
 
 from smckpt.checkpoint.records.sealed import strict_json
 from smckpt.errors import CorruptCheckpointError, UsageError
-from smckpt.layout.entries import DTYPES
+from smckpt.formats.boxes import BoxTensors, SavedTensor, whole_tensor
+from smckpt.formats.degrees import Degrees
+from smckpt.formats.names import (
+    ADAPTER_WEIGHTS_BIN,
+    CONFIG,
+    INDEX,
+    INDEX_BIN,
+    SINGLE,
+    SINGLE_BIN,
+    unwrapped,
+)
+from smckpt.formats.readers.torch_files import StoredState, stored_state
+from smckpt.formats.source_files import ArchiveRecord, Folder, SourceFiles
+from smckpt.formats.tensors import TensorKey
+from smckpt.formats.torch_archive import StoredTensor
 from smckpt.storage.urls import is_plain_name
-from smckpt.translate.config import CONFIG
-from smckpt.translate.files import ADAPTER_WEIGHTS_BIN, INDEX, INDEX_BIN, SINGLE, SINGLE_BIN
-from smckpt.translate.source_files import ArchiveRecord, Folder, SourceFiles
-from smckpt.translate.sources.boxes import BoxTensors, SavedTensor, whole_tensor
-from smckpt.translate.sources.torch_files import StoredState, stored_state
-from smckpt.translate.tables.degrees import Degrees
-from smckpt.translate.tables.names import unwrapped
-from smckpt.translate.tables.pieces import Block, RankTensors, TensorKey
-from smckpt.translate.torch_archive import StoredTensor
 
 __all__ = [
-    "Holder",
-    "TensorReader",
-    "bits",
     "hub_tensors",
     "open_directory",
     "open_files",
@@ -40,32 +40,6 @@ __all__ = [
 ]
 
 _INDEX_LIMIT, _CONFIG_LIMIT = 256 << 20, 64 << 20  # bytes
-
-
-class Holder(Protocol):
-    """The part of a reader that a proof needs."""
-
-    @property
-    def url(self) -> str: ...
-
-    @property
-    def held(self) -> Mapping[str, RankTensors]: ...
-
-
-class TensorReader(Holder, Protocol):
-    def plan(self, blocks: Sequence[Block]) -> Any:
-        """Plan how to read the blocks. One thread calls it."""
-
-    def read(self, plan: Any, buffers: Sequence[memoryview]) -> None:
-        """Carry out a plan. Several threads may call it at once."""
-
-    def close(self) -> None: ...
-
-
-def bits(dtype: str) -> np.dtype[Any]:
-    """The NumPy dtype that is used to move elements of `dtype`."""
-    size = DTYPES[dtype].itemsize
-    return np.dtype(f"u{size}") if size in (1, 2, 4, 8) else np.dtype(f"V{size}")
 
 
 def open_files(

@@ -260,7 +260,7 @@ class WholeState:
         """Write a state as DCP flattens it. Gives the names whose form that changes."""
         import torch
 
-        from smckpt.translate.conversion.dcp_write import write_dcp
+        from smckpt.formats.conversion.dcp_write import write_dcp
 
         parts: dict[Path, WholeTensor] = {}
         values: dict[Path, Any] = {}

@@ -19,10 +19,10 @@ from typing import Any, NamedTuple, NoReturn
 
 from smckpt.checkpoint.records.objects import refuse_inflating
 from smckpt.errors import CorruptCheckpointError, StateError, UsageError
+from smckpt.formats.pickled import Global, Inert, read_pickle
+from smckpt.formats.source_files import ArchiveRecord, SourceFiles
 from smckpt.layout.entries import DTYPES
 from smckpt.layout.mesh import MOST_DIMS, Shape
-from smckpt.translate.pickled import Global, Inert, read_pickle
-from smckpt.translate.source_files import ArchiveRecord, SourceFiles
 
 __all__ = [
     "Archive",

@@ -24,8 +24,8 @@ from safetensors.torch import load_file
 
 from smckpt import ExportOptions, errors, export_hf
 from smckpt.cli.app import app
-from smckpt.translate import source_files as folders
-from smckpt.translate.source_files import SourceFiles
+from smckpt.formats import source_files as folders
+from smckpt.formats.source_files import SourceFiles
 from tests.support import interpreters, references
 from tests.support.limits import seconds
 from tests.support.references import each_rank, on_disk
@@ -202,9 +202,9 @@ def test_a_large_archive_stays_out_of_memory(tmp_path):
                    folder / f"mp_rank_{rank:02d}" / "model_weights.ckpt")  # fmt: skip
     path = packed(folder, tmp_path / "model.nemo")
     code = (
-        "import re, sys; from smckpt.translate.ranks.rank_sources import open_source\n"
-        "from smckpt.translate.sources.rank_files import open_files\n"
-        "from smckpt.translate.tables.degrees import Degrees\n"
+        "import re, sys; from smckpt.formats.readers.rank_sources import open_source\n"
+        "from smckpt.formats.readers.rank_files import open_files\n"
+        "from smckpt.formats.degrees import Degrees\n"
         "from smckpt.translate.ranks.translated import whole, TranslatedSource\n"
         "from smckpt.translate.files import arrange\n"
         "from smckpt.translate.tables.pieces import TensorKey\n"

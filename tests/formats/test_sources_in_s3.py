@@ -15,14 +15,14 @@ from safetensors.torch import load_file, save_file
 import smckpt
 from smckpt import errors, export_hf
 from smckpt.cli.app import app
+from smckpt.formats import source_files
+from smckpt.formats.readers.torch_files import stored_state
+from smckpt.formats.source_files import SourceFiles
 from smckpt.storage import open_storage
-from smckpt.translate import source_files
-from smckpt.translate.source_files import SourceFiles
-from smckpt.translate.sources.torch_files import stored_state
+from tests.formats.test_deepspeed import zero3
+from tests.formats.test_sources import megatron_directory
 from tests.support import references
 from tests.support.references import each_rank, on_disk
-from tests.translate.test_deepspeed import zero3
-from tests.translate.test_sources import megatron_directory
 
 State = dict[str, torch.Tensor]
 
@@ -137,11 +137,11 @@ def test_ranges_of_a_store_stay_small(tmp_path, s3_root, monkeypatch):
     )
     stored = stored_state(source, source.whole(url)).tensors
     sizes.clear()
+    from smckpt.formats.boxes import BoxTensors, whole_tensor
+    from smckpt.formats.tensors import TensorKey
     from smckpt.translate.files import arrange
     from smckpt.translate.ranks.translated import TranslatedSource
     from smckpt.translate.ranks.translated import whole as whole_target
-    from smckpt.translate.sources.boxes import BoxTensors, whole_tensor
-    from smckpt.translate.tables.pieces import TensorKey
 
     tensors = {TensorKey(n): whole_tensor((n,), s) for n, s in stored.items()}
     reader = TranslatedSource(BoxTensors(url, tensors, source))

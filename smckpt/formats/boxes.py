@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 
 from smckpt.checkpoint.reading.catalogue import LogicalTensor
 from smckpt.errors import CorruptCheckpointError, TensorMismatchError, TopologyError
+from smckpt.formats.names import places_of_optimizers
+from smckpt.formats.source_facts import SourceFacts
+from smckpt.formats.source_files import ArchiveRecord, SourceFiles
+from smckpt.formats.tensors import Block, RankTensors, TensorKey
+from smckpt.formats.torch_archive import StoredTensor
 from smckpt.layout.entries import DTYPES, Path, dotted
 from smckpt.layout.mesh import Shape
 from smckpt.layout.strided import Box, Copy, Piece, Strided, covered, row_major_strides
-from smckpt.translate.source_files import ArchiveRecord, SourceFiles
-from smckpt.translate.sources.source_facts import SourceFacts
-from smckpt.translate.tables.names import places_of_optimizers
-from smckpt.translate.tables.pieces import Block, RankTensors, TensorKey
-from smckpt.translate.torch_archive import StoredTensor
 
 __all__ = [
     "BoxTensors",

@@ -30,23 +30,23 @@ from smckpt.checkpoint.records.headers import StoredSlot
 from smckpt.checkpoint.records.objects import encode_object
 from smckpt.checkpoint.upkeep.verify import Problem, Report
 from smckpt.errors import CorruptCheckpointError, StateError, UsageError
-from smckpt.layout.containers import joined
-from smckpt.layout.entries import DTYPES, Entry, dotted
-from smckpt.layout.entries import Path as StatePath
-from smckpt.layout.geometry import BoxGeometry
-from smckpt.layout.strided import Box, Copy, Strided, row_major_strides
-from smckpt.storage import Storage, access_to
-from smckpt.translate.ranks.rank_sources import RankFilesFound, open_source
-from smckpt.translate.source_files import ArchiveRecord, SourceFiles
-from smckpt.translate.sources.boxes import (
+from smckpt.formats.boxes import (
     ForeignCheckpoint,
     SavedBox,
     SavedTensor,
     refuse_gaps,
     stored_piece,
 )
-from smckpt.translate.sources.torch_files import open_state
-from smckpt.translate.torch_archive import StoredTensor
+from smckpt.formats.readers.rank_sources import RankFilesFound, open_source
+from smckpt.formats.readers.torch_files import open_state
+from smckpt.formats.source_files import ArchiveRecord, SourceFiles
+from smckpt.formats.torch_archive import StoredTensor
+from smckpt.layout.containers import joined
+from smckpt.layout.entries import DTYPES, Entry, dotted
+from smckpt.layout.entries import Path as StatePath
+from smckpt.layout.geometry import BoxGeometry
+from smckpt.layout.strided import Box, Copy, Strided, row_major_strides
+from smckpt.storage import Storage, access_to
 
 __all__ = ["ForeignCatalogue", "foreign_catalogue", "verify_foreign"]
 

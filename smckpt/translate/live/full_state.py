@@ -9,70 +9,30 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, TypeAlias, TypeVar
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
 
-import torch
 from torch import nn
 
-from smckpt.errors import CheckpointError, KeysMismatchError, TensorMismatchError, UsageError
-from smckpt.full.move import MoveJob, MovePlan, MoveTask, follow, lead
-from smckpt.full.ranks import LiveTensors, live_tensors
+from smckpt.errors import CheckpointError, UsageError
+from smckpt.formats.degrees import Degrees
+from smckpt.formats.tensors import Block, TensorKey
+from smckpt.full.parallel import Brought, FullWishes, by_rank, refuse_others
 from smckpt.full.wire import Array, ArrayMetadata, Wire, arrays_of
 from smckpt.layout.strided import Box, Copy, Piece, Strided
 from smckpt.meeting.round import over_group
 from smckpt.state_dict.views import ModelView
-from smckpt.topology import ParallelState
 from smckpt.translate.config import read_config
-from smckpt.translate.models.model import looks_transformed, prove, target_of
-from smckpt.translate.tables.degrees import Degrees
-from smckpt.translate.tables.pieces import Block, Side, TensorKey
-from smckpt.translate.tables.table import TensorLayout
+from smckpt.translate.live.move import MoveJob, MovePlan, MoveTask, follow, lead
+from smckpt.translate.live.ranks import LiveTensors, live_tensors
+from smckpt.translate.models.model import prove, target_of
+from smckpt.translate.tables.pieces import Side
 
 __all__ = [
-    "FullWishes",
-    "check_full_load",
-    "check_full_optimizer",
     "full_state",
-    "is_transformed",
     "job_of",
 ]
-
-T = TypeVar("T")
-Brought: TypeAlias = Callable[[], dict[int, T]]
-
-
-@dataclass(frozen=True)
-class FullWishes:
-    """The form of a full state, and the arguments of a translation."""
-
-    rank0_only: bool = True
-    offload_to_cpu: bool = False
-    translate: bool = True
-    parallel_state: ParallelState | None = None
-    layout: str | TensorLayout | None = None
-    config: Any = None
-    padded_vocab_size: int | None = None
-    equal_ranks: bool = False
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """The arguments that must be equal on all ranks; the config is rank 0's."""
-        state = None if self.parallel_state is None else self.parallel_state.to_json()
-        return {
-            "translate_on_save": self.translate, "parallel_state": state, "layout": self.layout,
-            "padded_vocab_size": self.padded_vocab_size, "allow_equal_ranks": self.equal_ranks,
-        }  # fmt: skip
-
-
-def is_transformed(view: ModelView, wishes: FullWishes) -> bool:
-    """Whether the model's names or the caller's arguments say that it is tensor-parallel. No
-    communication."""
-    state = wishes.parallel_state
-    parallel = state is not None and state.tp_size * state.ep_size > 1
-    asked = wishes.layout is not None or wishes.padded_vocab_size is not None
-    return parallel or asked or looks_transformed(view.parameters())
 
 
 def full_state(view: ModelView, wishes: FullWishes) -> dict[str, Any] | None:
@@ -99,8 +59,8 @@ def full_state(view: ModelView, wishes: FullWishes) -> dict[str, Any] | None:
     def decide(
         brought: Brought[tuple[dict[str, Any], dict[str, ArrayMetadata]]],
     ) -> MovePlan | None:
-        given, metadata = zip(*_by_rank(brought()), strict=True)
-        _refuse_others(given)
+        given, metadata = zip(*by_rank(brought()), strict=True)
+        refuse_others(given)
         made = job_of(view.model, list(metadata), wishes)
         if made is None:
             return None
@@ -114,75 +74,6 @@ def full_state(view: ModelView, wishes: FullWishes) -> dict[str, Any] | None:
     if not job:
         return follow(plan, arrays, wires[0], wishes.rank0_only, to_cpu)
     return lead(job[0], plan, arrays, wires[0], to_cpu)
-
-
-def _by_rank(messages: Mapping[int, T]) -> list[T]:
-    return [messages[rank] for rank in sorted(messages)]
-
-
-def _refuse_others(arguments: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse arguments that differ between ranks."""
-    for rank, own in enumerate(arguments):
-        for name, value in own.items():
-            if value != arguments[0][name]:
-                raise UsageError(
-                    f"{name}={_shown(value)} on rank {rank}, and {_shown(arguments[0][name])} on "
-                    "rank 0",
-                    remedy="pass the same on all ranks",
-                    rank=rank,
-                )
-
-
-def _shown(value: Any) -> Any:
-    return f"the layout {value.name}" if isinstance(value, TensorLayout) else repr(value)
-
-
-def check_full_load(view: ModelView, given: Mapping[str, Any], wishes: FullWishes) -> None:
-    """Check that torch can distribute a full state, which rank 0 holds, over this model.
-
-    Raises:
-        KeysMismatchError, TensorMismatchError: it has other names, or joins all tensor-parallel
-            ranks where each has tensors of its own; on every rank.
-        UsageError: ranks pass different arguments.
-    """
-
-    def decide(brought: Brought[dict[str, Any]]) -> None:
-        _refuse_others(_by_rank(brought()))
-        own = arrays_of(view)
-        tensors = {name: v for name, v in given.items() if isinstance(v, torch.Tensor)}
-        other = sorted(tensors.keys() - own.keys())
-        if other:
-            raise KeysMismatchError(
-                f"the model has no {other[:8]}: this full state was translated, or is of another "
-                "model",
-                remedy="take it with translate_on_save=False; to start from Hugging Face's files "
-                "use import_hf",
-            )
-        for name, value in tensors.items():
-            shape = own[name].metadata.shape
-            if tuple(value.shape) != shape:
-                raise TensorMismatchError(
-                    f"{name} is {list(value.shape)} in the full state, and {list(shape)} on a rank",
-                    remedy="tensor-parallel ranks that hold plain tensors load LOCAL checkpoints",
-                )
-
-    over_group().round("full load", lambda: wishes.arguments, decide)
-
-
-def check_full_optimizer(view: ModelView, state: ParallelState | None) -> None:
-    """Raise UsageError, on every rank, where tensor-parallel ranks hold plain tensors: FSDP's own
-    gathering would give one rank's part of the optimizer as the whole."""
-    if state is None or state.tp_size * state.ep_size == 1:
-        return
-    ranker = state.ranker
-    for name, array in arrays_of(view).items():
-        places = {(ranker.get_tp_rank(r), ranker.get_ep_rank(r)) for r in array.metadata.ranks}
-        if len(array.metadata.shape) > 1 and len(places) == 1:
-            raise UsageError(
-                f"smckpt does not gather optimizer state over tensor-parallel ranks, and each has "
-                f"its own tensor {name}",
-                remedy="save the optimizer LOCAL or SHARDED",
-            )
 
 
 # -- the plan, which rank 0 makes ----------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Find which tensors of a checkpoint are the model's, and their Hugging Face names."""
+"""Names of trainers: of files, of the place of a model, and of what wrappers add to them."""
 
 from __future__ import annotations
 
@@ -7,22 +7,23 @@ import logging
 import re
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from smckpt.errors import KeysMismatchError, UsageError
 from smckpt.layout.entries import DTYPES, Path, dotted
-from smckpt.layout.mesh import Shape
-from smckpt.layout.strided import Copy, Strided
 
 if TYPE_CHECKING:
     from smckpt.checkpoint.reading.catalogue import LogicalTensor
 
 __all__ = [
-    "HubTensor",
+    "ADAPTER_WEIGHTS",
+    "ADAPTER_WEIGHTS_BIN",
+    "CONFIG",
+    "INDEX",
+    "INDEX_BIN",
+    "SINGLE",
+    "SINGLE_BIN",
     "Named",
-    "Tie",
-    "find_ties",
     "places_of_models",
     "places_of_optimizers",
     "prefix_remedy",
@@ -34,6 +35,15 @@ __all__ = [
 ]
 
 log = logging.getLogger("smckpt")
+
+# Names in a directory of transformers' or PEFT's. Both wrote `.bin` before safetensors; it is only
+# read.
+CONFIG = "config.json"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+SINGLE_BIN = "pytorch_model.bin"
+INDEX_BIN = "pytorch_model.bin.index.json"
+ADAPTER_WEIGHTS, ADAPTER_WEIGHTS_BIN = "adapter_model.safetensors", "adapter_model.bin"
 
 # Parts of a name that wrappers add: torch.compile, FSDP1, activation checkpointing, Lightning's
 # strategies.
@@ -71,43 +81,6 @@ _VALUE_HEAD = re.compile(
 )
 _CHUNK = re.compile(r"\d+\..+")
 _OPTIMIZER = re.compile(r"(?:^|(.*?)\.)param_groups(?:\.|$)")
-_HEADS = ("lm_head.weight", "embed_out.weight")
-_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
-_SHARED = "shared.weight"  # of an encoder and a decoder with one embedding
-
-
-@dataclass(frozen=True)
-class HubTensor:
-    """A tensor of a released checkpoint, by its name there: copies out of tensors of the state
-    dict, by their names in it."""
-
-    name: str
-    shape: Shape
-    parts: tuple[tuple[str, Copy], ...]
-
-    def to_json(self) -> list[Any]:
-        parts = [
-            [name, c.sizes, c.source.start, c.source.strides, c.target.start, c.target.strides]
-            for name, c in self.parts
-        ]
-        return [self.name, self.shape, parts]
-
-    @classmethod
-    def from_json(cls, body: list[Any]) -> HubTensor:
-        name, shape, parts = body
-        made = []
-        for part, sizes, start, strides, at, to in parts:
-            source = Strided(tuple(sizes), start, tuple(strides))
-            made.append((part, Copy(source, Strided(tuple(sizes), at, tuple(to)))))
-        return cls(name, tuple(shape), tuple(made))
-
-
-@dataclass(frozen=True)
-class Tie:
-    """Two names that the config says are one tensor; `left_out` is not exported."""
-
-    kept: str
-    left_out: str
 
 
 class Named(Protocol):
@@ -197,31 +170,6 @@ def stage_tensors(state: Named, prefix: str | None) -> dict[str, LogicalTensor]:
         for key in keys
         for name, tensor in tensors_at(state, key).items()
     }
-
-
-def find_ties(names: Iterable[str]) -> list[Tie]:
-    """Pairs of names that are one tensor in a model with `tie_word_embeddings`."""
-    all_names = set(names)
-    shared = sorted((n for n in all_names if _ends(n, (_SHARED,))), key=len)
-    ties = []
-    if shared:
-        source = shared[0]
-        root = source[: -len(_SHARED)]
-        for part in ("encoder", "decoder"):
-            other = f"{root}{part}.embed_tokens.weight"
-            if other in all_names:
-                ties.append(Tie(source, other))
-    else:
-        embeddings = sorted((n for n in all_names if _ends(n, _EMBEDDINGS)), key=len)
-        if not embeddings:
-            return []
-        source = embeddings[0]
-    heads = (n for n in sorted(all_names) if _ends(n, _HEADS))
-    return ties + [Tie(source, head) for head in heads]
-
-
-def _ends(name: str, endings: tuple[str, ...]) -> bool:
-    return any(name == ending or name.endswith(f".{ending}") for ending in endings)
 
 
 def prefix_remedy(names: Iterable[str]) -> str:

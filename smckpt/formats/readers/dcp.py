@@ -15,23 +15,23 @@ from typing import Any, NamedTuple
 from smckpt.checkpoint.records.headers import Header, read_header
 from smckpt.checkpoint.records.sealed import strict_json
 from smckpt.errors import CorruptCheckpointError, UsageError
-from smckpt.layout.entries import DTYPES, Path
-from smckpt.layout.mesh import MOST_DIMS, Shape
-from smckpt.layout.strided import Box
-from smckpt.storage.urls import is_plain_name
-from smckpt.translate.pickled import Global, Inert, read_pickle
-from smckpt.translate.source_files import ArchiveRecord, Folder, SourceFiles
-from smckpt.translate.sources.boxes import ForeignCheckpoint, SavedBox, SavedTensor, SavedValue
-from smckpt.translate.sources.megatron import (
+from smckpt.formats.boxes import ForeignCheckpoint, SavedBox, SavedTensor, SavedValue
+from smckpt.formats.pickled import Global, Inert, read_pickle
+from smckpt.formats.readers.megatron import (
     backend_of,
     facts_of,
     model_facts_of,
     optimizers_of,
     unstacked,
 )
-from smckpt.translate.sources.source_facts import yaml_beside
-from smckpt.translate.sources.torch_files import is_safetensors, stored_slot
-from smckpt.translate.torch_archive import StoredTensor, open_archive, read_value
+from smckpt.formats.readers.torch_files import is_safetensors, stored_slot
+from smckpt.formats.source_facts import yaml_beside
+from smckpt.formats.source_files import ArchiveRecord, Folder, SourceFiles
+from smckpt.formats.torch_archive import StoredTensor, open_archive, read_value
+from smckpt.layout.entries import DTYPES, Path
+from smckpt.layout.mesh import MOST_DIMS, Shape
+from smckpt.layout.strided import Box
+from smckpt.storage.urls import is_plain_name
 
 __all__ = ["DCP", "open_dcp", "open_shards", "read_metadata"]
 

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from smckpt.errors import TensorMismatchError, TopologyError
+from smckpt.formats.tensors import RankTensors, TensorKey
 from smckpt.full.wire import ArrayMetadata
 from smckpt.layout.mesh import Shape
 from smckpt.layout.strided import Box, Piece
 from smckpt.topology import ParallelState, role_of
-from smckpt.translate.tables.pieces import RankTensors, TensorKey
 
 __all__ = ["LiveTensors", "live_tensors"]
 

@@ -10,12 +10,12 @@ from typing import Any
 
 from smckpt.checkpoint.records.sealed import strict_json
 from smckpt.errors import CorruptCheckpointError, UsageError
+from smckpt.formats.boxes import SavedBox, SavedTensor
+from smckpt.formats.pickled import Inert
+from smckpt.formats.source_facts import SourceFacts, facts_of_state
+from smckpt.formats.source_files import Folder
+from smckpt.formats.torch_archive import open_archive
 from smckpt.layout.strided import Box
-from smckpt.translate.pickled import Inert
-from smckpt.translate.source_files import Folder
-from smckpt.translate.sources.boxes import SavedBox, SavedTensor
-from smckpt.translate.sources.source_facts import SourceFacts, facts_of_state
-from smckpt.translate.torch_archive import open_archive
 
 __all__ = ["COMMON", "backend_of", "facts_of", "model_facts_of", "optimizers_of", "unstacked"]
 

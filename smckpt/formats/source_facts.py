@@ -1,0 +1,231 @@
+"""What a source says of the model that it holds, and of its own layout.
+
+Two models may have tensors of the same names and shapes and compute different things: 4 key/value
+heads of 16 rows, or 2 of 32. What the trainer's own arguments say is compared with the config,
+used, or refused by name (`translate/facts.py`); docs/layouts.md has it in words.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, TypeAlias
+
+from smckpt.errors import CheckpointError
+from smckpt.formats.names import CONFIG
+from smckpt.formats.pickled import Inert
+from smckpt.formats.source_files import Folder
+from smckpt.layout.entries import Path
+
+__all__ = [
+    "EP",
+    "ETP",
+    "PP",
+    "TP",
+    "ZERO_CENTRED_NORMS",
+    "SourceFacts",
+    "config_beside",
+    "facts_of_state",
+    "facts_of_values",
+    "facts_of_yaml",
+    "text_values",
+    "yaml_beside",
+]
+
+# The degrees, by Megatron's names.
+TP, PP, EP, ETP = (
+    f"{kind}_parallel_size"
+    for kind in ("tensor_model", "pipeline_model", "expert_model", "expert_tensor")
+)
+ZERO_CENTRED_NORMS = "apply_layernorm_1p"
+# Megatron's names of what GPT-NeoX, Megatron-DeepSpeed, NeMo and Megatron-core's own config call
+# otherwise.
+_ALIASES: Mapping[str, str] = MappingProxyType(
+    {
+        "rotary_pct": "rotary_percent", "rotary_percentage": "rotary_percent",
+        "rotary_emb_base": "rotary_base", "model_parallel_size": TP, "pipe_parallel_size": PP,
+        "num_key_value_heads": "num_query_groups", "num_moe_experts": "num_experts",
+        "layernorm_epsilon": "norm_epsilon", "layernorm_zero_centered_gamma": ZERO_CENTRED_NORMS,
+        "bias": "add_bias_linear", "qkv_bias": "add_qkv_bias",
+        "scale_positional_embedding": "use_rope_scaling",
+        "seq_len_interpolation_factor": "rotary_seq_len_interpolation_factor",
+        # of transformers, and of Meta's and Mistral's params.json
+        "num_hidden_layers": "num_layers", "intermediate_size": "ffn_hidden_size",
+        "head_dim": "kv_channels", "num_experts_per_tok": "moe_router_topk",
+        "rms_norm_eps": "norm_epsilon", "rope_theta": "rotary_base", "dim": "hidden_size",
+        "n_layers": "num_layers", "n_heads": "num_attention_heads",
+        "n_kv_heads": "num_query_groups", "hidden_dim": "ffn_hidden_size",
+        "norm_eps": "norm_epsilon", "use_scaled_rope": "use_rope_scaling",
+    }
+)  # fmt: skip
+_NEMO_YAML = ("model_config.yaml", "context/model.yaml")  # of NeMo 1 and 2
+_YAML = 16 << 20  # bytes
+_PARAMS = "params.json"
+_CONFIGS = ("config", "model_config", "hf_config")  # the names of a config beside a model
+_BESIDE = {(name,) for name in (*_CONFIGS, "args", "hyper_parameters")}
+_DEEPEST = 8
+_SIZES = {"num_layers", "hidden_size", "num_attention_heads"}
+_PLAIN: TypeAlias = "str | int | float | bool | tuple[int, ...] | None"
+
+
+@dataclass(frozen=True)
+class SourceFacts:
+    """Plain values by Megatron's names. where: the file; of: what in it says so, in the plural.
+    config: the config of transformers that lies beside the model."""
+
+    where: str
+    of: str
+    values: Mapping[str, _PLAIN]
+    config: Mapping[str, Any] | None = None
+
+    def degree(self, name: str) -> int | None:
+        found = self.values.get(name)
+        return found if type(found) is int and found > 0 else None
+
+
+# -- where they come from --------------------------------------------------------------------------
+
+
+def facts_of_state(root: Any, where: str) -> tuple[SourceFacts, ...]:
+    """What the state in a file says, if it says anything: Megatron's `args`, those of GPT-NeoX and
+    Megatron-DeepSpeed, the model's config in NeMo's `hyper_parameters`, or Lightning's own."""
+    if not isinstance(root, Mapping):
+        return ()
+    parameters = root.get("hyper_parameters")
+    parameters = parameters if isinstance(parameters, Mapping) else {}
+    config = _config_in({**parameters, **root})
+    for of, found in (
+        ("the arguments of Megatron in the file", _plain_of(root.get("args"))),
+        ("NeMo's hyper_parameters in the file", _plain_of(parameters.get("cfg"))),
+    ):
+        if TP in found:
+            return (SourceFacts(where, of, found, config),)
+    if (found := _aliased(parameters)).keys() >= _SIZES:
+        return (SourceFacts(where, "the hyper_parameters in the file", found, config),)
+    if type(ranks := root.get("mp_world_size")) is int:  # DeepSpeed's
+        return (SourceFacts(where, "the values of DeepSpeed in the file", {TP: ranks}, config),)
+    return () if config is None else (SourceFacts(where, "the values in the file", {}, config),)
+
+
+def facts_of_values(
+    values: Mapping[Path, Callable[[], Any]], where: str
+) -> tuple[SourceFacts, ...]:
+    """As `facts_of_state`, of the values beside the tensors of a checkpoint. values: path in the
+    state → what reads it."""
+    root: dict[Any, Any] = {}
+    for path, read in values.items():
+        if path[:1] in _BESIDE and len(path) <= _DEEPEST:
+            inner = root
+            for key in path[:-1]:
+                inner = below if isinstance(below := inner.setdefault(key, {}), dict) else {}
+            with suppress(CheckpointError):  # of a class that is not plain
+                inner[path[-1]] = read()
+    return facts_of_state(root, where)
+
+
+def config_beside(folder: Folder) -> tuple[SourceFacts, ...]:
+    """What config.json of transformers', or params.json of Meta's and Mistral's, says in the
+    directory of a source."""
+    found = []
+    for name in (CONFIG, _PARAMS):
+        if (record := folder.files.get(name)) is None or record.nbytes > _YAML:
+            continue
+        with suppress(ValueError, RecursionError):  # it is no model's
+            values = json.loads(folder.source.read(record))
+            where = f"{folder.url.rstrip('/')}/{name}"
+            if (config := _config_in({"config": values})) is not None:
+                found.append(SourceFacts(where, f"the values in {name}", {}, config))
+            elif isinstance(values, dict) and (plain := _aliased(values)).keys() >= _SIZES:
+                found.append(SourceFacts(where, f"the values in {name}", plain))
+    return tuple(found)
+
+
+def _config_in(root: Mapping[Any, Any]) -> Mapping[str, Any] | None:
+    """The config of transformers that lies beside a model: as a dict, or as an object."""
+    for name in _CONFIGS:
+        found = root.get(name)
+        if isinstance(found, Inert) and str(found.of).startswith("transformers."):
+            found = found.state
+        elif not isinstance(found, Mapping) or not isinstance(found.get("model_type"), str):
+            continue
+        if isinstance(found, Mapping) and "num_attention_heads" in text_values(found):
+            return {str(key): value for key, value in found.items()}
+    return None
+
+
+def text_values(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a config says of its language model."""
+    inner = config.get("text_config")
+    return {**config, **inner} if isinstance(inner, Mapping) else config
+
+
+def yaml_beside(folder: Folder) -> tuple[SourceFacts, ...]:
+    """What NeMo's file of the model, in a directory or archive of NeMo's, says."""
+    for path in _NEMO_YAML:
+        above = path.rpartition("/")[0]
+        if above and above not in folder.folders:
+            continue
+        if (record := folder.find(path)) is not None and record.nbytes <= _YAML:
+            text = folder.source.read(record).decode(errors="replace")
+            found = facts_of_yaml(text, f"{folder.url.rstrip('/')}/{path}")
+            return () if found is None else (found,)
+    return ()
+
+
+def facts_of_yaml(text: str, where: str) -> SourceFacts | None:
+    """What NeMo's `model_config.yaml`, or the `config` in its `context/model.yaml`, says. Only
+    plain values are read, by their lines."""
+    found: dict[str, _PLAIN] = {}
+    inside: str | None = None  # the indent of what stands below `config:`
+    top = not re.search(r"^config:\s*$", text, re.MULTILINE)
+    for line in text.splitlines():
+        match = re.fullmatch(r"( *)([A-Za-z_]\w*):(?:\s+(.*?))?\s*", line)
+        if match is None:
+            continue
+        indent, name, value = match.groups()
+        if not indent:
+            inside = None if name != "config" or value else ""
+        elif inside == "":
+            inside = indent
+        here = top if not indent else indent == inside
+        if here and value and not value.startswith(("&", "*", "!", "{", "[", "|", ">")):
+            found[name] = _scalar(value)
+    known = _aliased(found)
+    return SourceFacts(where, f"the lines of {where.rpartition('/')[2]}", known) if known else None
+
+
+def _scalar(text: str) -> _PLAIN:
+    text = text.split(" #")[0].strip()
+    if text[:1] in "'\"" and text[-1:] == text[:1] and len(text) > 1:
+        return text[1:-1]
+    words: dict[str, _PLAIN] = {"true": True, "false": False, "null": None, "~": None}
+    if text.lower() in words:
+        return words[text.lower()]
+    for number in (int, float):
+        try:
+            return number(text)
+        except ValueError:
+            continue
+    return text
+
+
+def _plain_of(found: Any) -> dict[str, _PLAIN]:
+    values = found.state if isinstance(found, Inert) else found
+    return _aliased(values) if isinstance(values, Mapping) else {}
+
+
+def _aliased(values: Mapping[Any, Any]) -> dict[str, _PLAIN]:
+    """Plain values by Megatron's names."""
+    out: dict[str, _PLAIN] = {}
+    for name, value in values.items():
+        if isinstance(value, (list, tuple)):
+            value = tuple(one for one in value if isinstance(one, int))
+        if isinstance(name, str) and isinstance(value, (str, int, float, bool, tuple, type(None))):
+            out[_ALIASES.get(name, name)] = value
+    if str(out.get("normalization")).lower().endswith("1p"):  # NeMo's word for both
+        out[ZERO_CENTRED_NORMS] = True
+    return out

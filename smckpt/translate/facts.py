@@ -1,0 +1,209 @@
+"""What a source says of its model, compared with the config and the layout (`fact_table.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from smckpt.errors import TensorMismatchError, TopologyError
+from smckpt.formats.degrees import Degrees
+from smckpt.formats.source_facts import (
+    EP,
+    ETP,
+    PP,
+    TP,
+    ZERO_CENTRED_NORMS,
+    SourceFacts,
+    text_values,
+)
+from smckpt.translate.config import ModelConfig
+from smckpt.translate.fact_table import FACTS, MeantModel, equal_values
+from smckpt.translate.tables.dims import Dims
+from smckpt.translate.tables.families import find_family
+from smckpt.translate.tables.table import NORMS, TensorLayout
+
+__all__ = ["compare_facts", "layout_of_facts", "refuse_other_config", "refuse_other_ranks"]
+
+_DECISIVE = (
+    "model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "intermediate_size", "tie_word_embeddings", "rope_theta", "hidden_act",
+    "num_experts_per_tok", "partial_rotary_factor",
+)  # fmt: skip
+_SHOWN = ("num_layers", "hidden_size", "ffn_hidden_size", "num_experts")
+
+
+def refuse_other_config(facts: SourceFacts, settings: ModelConfig) -> None:
+    """
+    Raises:
+        TensorMismatchError: the config beside the model says something else than the caller's.
+    """
+    if facts.config is None:
+        return
+    own = text_values(facts.config)
+    one, two = {**own, **_by_llamas_keys(facts.config)}, _by_llamas_keys(settings.values)
+    for key in _DECISIVE:
+        a, b = one.get(key), two.get(key)
+        # a value that is no number is refused by its name where it is used
+        odd = type(a) is int and type(b) is not int
+        if key not in own or None in (a, b) or odd or equal_values(a, b):
+            continue
+        raise TensorMismatchError(
+            f"the config that lies beside the model has {key}={a!r}, but that of config= {b!r}",
+            remedy="pass the config= of this very model; if the one beside it is wrong, "
+            "correct it there", path=facts.where,
+        )  # fmt: skip
+
+
+def compare_facts(
+    facts: SourceFacts,
+    dims: Dims,
+    settings: ModelConfig,
+    layout: TensorLayout | None,
+    rows: int | None,
+) -> tuple[str, ...]:
+    """Notes on what differs and changes no tensor.
+
+    Args:
+        layout: None: the tensors have the names of a released model.
+        rows: how many rows of the vocabulary are stored, if the layout pads.
+
+    Raises:
+        TensorMismatchError: it says something else than the config; the message names both.
+    """
+    megatrons = layout is not None and layout.name.startswith("mcore_")
+    model = MeantModel(dims, dims.family.config(settings.values), rows if megatrons else None)
+    differ = [
+        (fact, given, meant)
+        for fact in FACTS
+        for given, meant in [(fact.given(facts.values), fact.meant(model))]
+        if given is not None and meant is not None and not equal_values(given, meant)
+    ]
+    # Shapes show these. Where they differ, something else than this model is meant.
+    others = not megatrons and any(fact.name in _SHOWN for fact, _, _ in differ)
+    notes = []
+    for fact, given, meant in differ:
+        if fact.noted or others or not (megatrons or fact.anywhere):
+            notes.append(
+                f"{facts.of} say {fact.name}={given!r}, but the config means {meant!r}; the "
+                "config is written as it is"
+            )
+            continue
+        raise TensorMismatchError(
+            f"{facts.of} say {fact.name}={given!r}, but the config means {meant!r} "
+            f"({fact.key or fact.name}): names and shapes would not show what is wrong then",
+            remedy="pass the config= of this very model"
+            if fact.key else "export it from a checkpoint that was trained so, or convert it "
+            "with the trainer's own tools",
+            path=facts.where,
+        )  # fmt: skip
+    return tuple(notes)
+
+
+def layout_of_facts(
+    facts: SourceFacts, chosen: TensorLayout, zero_centred: bool, *, given: bool
+) -> TensorLayout:
+    """The layout with norms as the source says that they are stored. zero_centred: whether the
+    family's are stored minus one everywhere. given: the caller named the layout.
+
+    Raises:
+        TensorMismatchError: it contradicts the caller's layout, or what the family is.
+    """
+    stored = facts.values.get(ZERO_CENTRED_NORMS)
+    if not isinstance(stored, bool) or not chosen.name.startswith("mcore_"):
+        return chosen
+    shifted = any(row.shift and NORMS.issuperset(row.roles) for row in chosen.rows)
+    if zero_centred and not stored:
+        raise TensorMismatchError(
+            f"{facts.of} say {ZERO_CENTRED_NORMS}=False, but such a model's norms are stored minus "
+            "one",
+            remedy="pass the config= of this very model, or a layout of your own",
+            path=facts.where,
+        )
+    if zero_centred or stored == shifted:
+        return chosen
+    if given:
+        raise TensorMismatchError(
+            f"{facts.of} say {ZERO_CENTRED_NORMS}={stored}, but in layout={chosen.name!r} norms "
+            f"are stored {'minus one' if shifted else 'as they are'}",
+            remedy="leave layout= out", path=facts.where,
+        )  # fmt: skip
+    return chosen.zero_centred()
+
+
+def _by_llamas_keys(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    family = find_family(str(config.get("model_type")))
+    return config if family is None else family.config(config)
+
+
+def refuse_other_ranks(
+    found: Sequence[tuple[str, SourceFacts | None]], degrees: Degrees, pp: int
+) -> None:
+    """
+    Args:
+        found: each rank's file and what it says, tensor-parallel ranks innermost and pipeline
+            stages outermost.
+
+    Raises:
+        TopologyError: a file says that it is another rank's, of another run or of other degrees.
+    """
+    known = [(file, facts) for file, facts in found if facts is not None]
+    if not known:
+        return
+    first = known[0]
+    for file, facts in known:
+        for name, have in ((TP, degrees.tp), (PP, pp), (EP, degrees.ep), (ETP, degrees.etp)):
+            stated = facts.degree(name)
+            if (
+                stated is not None
+                and stated != have
+                and (name != ETP or degrees.ep > 1 or have > 1)
+            ):
+                raise TopologyError(
+                    f"{facts.of} say {name}={stated}, but it is read with {have}",
+                    remedy="pass the files of all ranks of the run, and tp=, pp=, ep= and etp= as "
+                    "it was trained, or leave them out",
+                    path=file,
+                )
+        for fact in FACTS:
+            if (one := fact.given(first[1].values)) != (two := fact.given(facts.values)):
+                raise TopologyError(
+                    f"{facts.of} say {fact.name}={two!r}, but those in {first[0]} {one!r}",
+                    remedy="pass the files of one run", path=file,
+                )  # fmt: skip
+    _refuse_swapped(found, degrees, pp)
+
+
+def _refuse_swapped(
+    found: Sequence[tuple[str, SourceFacts | None]], degrees: Degrees, pp: int
+) -> None:
+    """Compare each file's rank with its position. One number in all files is that of a converter,
+    which wrote them alone."""
+    ranks = [None if facts is None else facts.values.get("rank") for _, facts in found]
+    if len(set(ranks)) == 1:
+        return
+    in_order = sorted(rank for rank in ranks if type(rank) is int)
+    for number, ((file, facts), rank) in enumerate(zip(found, ranks, strict=True)):
+        if facts is None or type(rank) is not int:
+            continue
+        stage, inner = divmod(number, degrees.ranks)
+        tp, column = inner % degrees.tp, inner // degrees.tp
+        part, expert = degrees.of_expert(tp, column)
+        # older versions count the ranks of context parallelism inside those of experts
+        context = facts.degree("context_parallel_size") or 1
+        experts = {rank // inside % degrees.ep for inside in (degrees.etp, degrees.etp * context)}
+        wanted = {
+            "tensor": (tp, {rank % degrees.tp}),
+            "expert-tensor": (part, {rank % degrees.etp}),
+            "expert": (expert, experts),
+        }
+        if len(in_order) == len(ranks):  # stages are outermost among the ranks that write
+            wanted["pipeline"] = (stage, {in_order.index(rank) // degrees.ranks})
+        for kind, (have, stated) in wanted.items():
+            if have not in stated:
+                raise TopologyError(
+                    f"{facts.of} say that rank {rank} wrote it, so {kind}-parallel rank "
+                    f"{min(stated)}, but it is read as that of {have}",
+                    remedy="give each rank's file its own name, or pass the files in the order of "
+                    "ranks",
+                    path=file,
+                )

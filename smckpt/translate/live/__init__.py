@@ -1,0 +1,1 @@
+"""The full state of a live, tensor-parallel model."""

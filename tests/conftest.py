@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from tests.support import judged as judges_table
 from tests.support import process_state
 from tests.support.limits import seconds
+from tests.support.models import judged as judges_table
 from tests.support.msc import configured, on_s3
 from tests.support.s3 import BUCKET, Server, serve, server_program
 
@@ -89,7 +89,7 @@ def as_it_was() -> Iterator[None]:
 
 @pytest.fixture
 def judged(record_property: Callable[[str, object], None]) -> Callable[..., None]:
-    """A test of the translator says what it compares with what: see tests/support/judged.py."""
+    """A test of the translator says what it compares with what: tests/support/models/judged.py."""
     return judges_table.recorder(record_property)
 
 

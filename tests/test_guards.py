@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.support.guard_list import GUARDS
+from tests.support.tools.guard_list import GUARDS
 
 ROOT = Path(__file__).resolve().parents[1]
 

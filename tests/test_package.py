@@ -21,7 +21,7 @@ import setuptools
 
 import smckpt
 from tests.support.limits import seconds
-from tests.support.shape import homonyms, modules
+from tests.support.tools.shape import homonyms, modules
 
 ROOT = Path(__file__).resolve().parent.parent
 HEAVY = ("torch", "numpy", "transformers", "accelerate", "boto3", "awscrt", "lightning", "rich")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tests.support import error_list
 from tests.support.launch import ROOT
+from tests.support.tools import error_list
 
 
 def test_every_error_says_what_to_do() -> None:

@@ -31,7 +31,7 @@ from smckpt.decoding import decode
 from smckpt.errors import CheckpointError, CorruptCheckpointError
 from smckpt.storage import Access, open_storage
 from smckpt.storage.budget import Spread
-from tests.support.forge import Change, find, reforge
+from tests.support.faults.forge import Change, find, reforge
 from tests.support.limits import seconds, within
 from tests.support.saves import Group
 

@@ -16,7 +16,7 @@ from smckpt.errors import (
 )
 from smckpt.storage import open_storage
 from tests.support import synthetic
-from tests.support.forge import find, reforge
+from tests.support.faults.forge import find, reforge
 from tests.support.saves import Group, hybrid, state_of
 from tests.support.synthetic import Step, flip
 

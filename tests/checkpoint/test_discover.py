@@ -21,7 +21,7 @@ from smckpt.checkpoint.commits.run_directory import RunDirectory, Template
 from smckpt.errors import StorageError
 from smckpt.storage import open_storage
 from tests.support import synthetic
-from tests.support.failing import failing
+from tests.support.faults.failing import failing
 from tests.support.launch import run_ranks
 from tests.support.saves import Group, hybrid, state_of
 from tests.support.synthetic import Step, flip

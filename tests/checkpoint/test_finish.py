@@ -26,8 +26,9 @@ from smckpt.errors import (
     UsageError,
 )
 from smckpt.storage import Access, open_storage
-from tests.support import forge, synthetic
-from tests.support.copies import contents, killed_at
+from tests.support import synthetic
+from tests.support.faults import forge
+from tests.support.faults.copies import contents, killed_at
 from tests.support.saves import Group, State, hybrid
 from tests.support.synthetic import kept, on_mesh
 

@@ -24,7 +24,7 @@ from smckpt.checkpoint.records.sealed import open_json
 from smckpt.checkpoint.upkeep.verify import verify_checkpoint
 from smckpt.errors import CheckpointError, CorruptCheckpointError
 from smckpt.storage import open_storage
-from tests.support.forge import Change, find, reforge, reforge_step
+from tests.support.faults.forge import Change, find, reforge, reforge_step
 from tests.support.saves import Group, hybrid, state_of
 from tests.support.synthetic import Step
 

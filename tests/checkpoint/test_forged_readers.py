@@ -27,7 +27,7 @@ from smckpt.checkpoint.upkeep.transfer import copy_checkpoint
 from smckpt.checkpoint.upkeep.verify import verify_checkpoint
 from smckpt.errors import CheckpointError
 from smckpt.storage import open_storage
-from tests.support.forge import Change, find, reforge, reforge_header, reseal, seal_record
+from tests.support.faults.forge import Change, find, reforge, reforge_header, reseal, seal_record
 from tests.support.limits import seconds
 from tests.support.saves import hybrid, state_of
 from tests.support.synthetic import Step

@@ -22,9 +22,9 @@ from smckpt.layout.entries import Entry
 from smckpt.layout.geometry import MeshGeometry
 from smckpt.layout.mesh import Mesh, Placement
 from smckpt.storage import open_storage
-from tests.support import make_fixture
-from tests.support.copies import contents
+from tests.support.faults.copies import contents
 from tests.support.saves import pattern
+from tests.support.tools import make_fixture
 
 FIXTURES = sorted(make_fixture.ROOT.glob("format-*"))
 

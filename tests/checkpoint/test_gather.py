@@ -24,9 +24,9 @@ from smckpt.layout.entries import Entry
 from smckpt.layout.geometry import PerRankGeometry
 from smckpt.layout.image import compile_layout
 from smckpt.storage import Access
-from tests.support import make_fixture
 from tests.support.launch import run_ranks
 from tests.support.saves import Group, State, hybrid, state_of
+from tests.support.tools import make_fixture
 
 RANKS = (0, 1, 2, 3)
 OPTIMIZERS = {"optimizer": {"form": "id", "ids": [["w0", "w1"]]}}
@@ -168,7 +168,7 @@ def test_a_save_writes_a_table_once_for_all_ranks_that_have_it(tmp_path: Path) -
 
 
 def test_parts_of_version_3_load_and_are_verified() -> None:
-    """Made once by `tests.support.make_fixture`; one of the two parts names the other's table."""
+    """Made by `tests.support.tools.make_fixture`; one of the two parts names the other's table."""
     import torch
 
     folder = make_fixture.ROOT / f"parts-{PART_VERSION[0]}.{PART_VERSION[1]}"

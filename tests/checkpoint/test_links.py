@@ -24,7 +24,7 @@ from smckpt.manager.doctor import examine
 from smckpt.storage import Access
 from smckpt.storage.budget import Spread
 from smckpt.storage.disk import directory
-from tests.support.copies import contents
+from tests.support.faults.copies import contents
 from tests.support.limits import seconds, within
 from tests.support.saves import Group, hybrid, state_of
 from tests.support.synthetic import Step

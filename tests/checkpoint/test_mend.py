@@ -22,7 +22,7 @@ from smckpt.errors import (
 from smckpt.storage import open_storage
 from smckpt.storage.disk.posix import PosixWriter
 from tests.support import synthetic
-from tests.support.copies import contents, killed_at
+from tests.support.faults.copies import contents, killed_at
 from tests.support.saves import State, hybrid
 from tests.support.synthetic import Step, kept, on_mesh
 

@@ -28,7 +28,7 @@ from smckpt.errors import FormatVersionError, UsageError
 from smckpt.storage import Access, access_to, open_storage
 from smckpt.storage.budget import Spread
 from smckpt.storage.s3.config import StoreOptions
-from tests.support.copies import contents
+from tests.support.faults.copies import contents
 from tests.support.saves import Group, hybrid, state_of
 
 A, B = "aaaaaaaaaaaa", "bbbbbbbbbbbb"

@@ -26,7 +26,7 @@ from smckpt.errors import (
 from smckpt.storage import Access, open_storage
 from smckpt.storage.disk.directory import Directory
 from tests.support import synthetic
-from tests.support.copies import contents, killed_at
+from tests.support.faults.copies import contents, killed_at
 from tests.support.saves import Group, hybrid, state_of
 from tests.support.synthetic import Step, kept, on_mesh
 

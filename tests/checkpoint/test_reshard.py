@@ -18,7 +18,7 @@ from smckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, Usage
 from smckpt.layout.mesh import Mesh
 from smckpt.storage import open_storage
 from tests.support import synthetic
-from tests.support.copies import contents
+from tests.support.faults.copies import contents
 from tests.support.saves import hybrid
 from tests.support.synthetic import Rule, Step, flat, kept, members, on_mesh
 

@@ -26,9 +26,10 @@ from smckpt.errors import (
     UsageError,
 )
 from smckpt.storage import open_storage
-from tests.support import shards, synthetic
-from tests.support.copies import contents, killed_at
+from tests.support import synthetic
+from tests.support.faults.copies import contents, killed_at
 from tests.support.limits import seconds
+from tests.support.models import shards
 from tests.support.s3 import BUCKET
 from tests.support.saves import hybrid
 from tests.support.synthetic import Step, kept, on_mesh

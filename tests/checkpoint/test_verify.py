@@ -23,8 +23,8 @@ from smckpt.layout.strided import Box
 from smckpt.storage.s3.config import StoreOptions
 from smckpt.storage.s3.storage import S3Storage
 from tests.support import saves, synthetic
+from tests.support.faults.proxy import faulty_proxy
 from tests.support.limits import seconds
-from tests.support.proxy import faulty_proxy
 from tests.support.s3 import Server
 from tests.support.saves import hybrid
 from tests.support.synthetic import Step, boxes, flip, kept, on_mesh

@@ -24,7 +24,7 @@ from smckpt.layout.mesh import Mesh, Placement
 from smckpt.manager.doctor import examine
 from smckpt.storage import open_storage
 from tests.cli.test_runs import command
-from tests.support.forge import Change, reforge, seal_record
+from tests.support.faults.forge import Change, reforge, seal_record
 from tests.support.s3 import Server
 from tests.support.saves import Group, State, hybrid, state_of
 from tests.support.synthetic import Step

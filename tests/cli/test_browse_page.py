@@ -12,8 +12,8 @@ import pytest
 
 from smckpt.cli.browse import page_of
 from tests.cli.test_browse import FORGED, browsed, change_last_byte, line, save
-from tests.support.browser import Browser, browser, chromium
 from tests.support.saves import Group, hybrid, state_of
+from tests.support.tools.browser import Browser, browser, chromium
 
 pytestmark = pytest.mark.skipif(
     chromium() is None,

@@ -18,9 +18,9 @@ import torch
 from safetensors.torch import load_file
 
 import smckpt
-from tests.support import shards
 from tests.support.launch import run_ranks
 from tests.support.limits import seconds
+from tests.support.models import shards
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support import shards
-from tests.support.copies import contents
+from tests.support.faults.copies import contents
 from tests.support.limits import seconds
+from tests.support.models import shards
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -18,10 +18,10 @@ from smckpt.checkpoint.upkeep.compare import compare_checkpoints
 from smckpt.checkpoint.upkeep.difference import Difference
 from smckpt.cli.verify import rows_of
 from smckpt.errors import CorruptCheckpointError
-from tests.support import shards
-from tests.support.forge import find, reforge
+from tests.support.faults.forge import find, reforge
 from tests.support.limits import seconds
 from tests.support.main_job import ROOT
+from tests.support.models import shards
 from tests.support.saves import Group, hybrid, state_of
 from tests.support.synthetic import Step
 

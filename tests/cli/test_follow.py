@@ -22,10 +22,10 @@ from smckpt.checkpoint.commits.run_directory import RunDirectory, Template
 from smckpt.checkpoint.upkeep.transfer import copy_checkpoint
 from smckpt.manager.follow import RECORD, follow
 from smckpt.storage import open_storage
-from tests.support import shards
 from tests.support.limits import seconds
 from tests.support.main_job import ROOT
-from tests.translate.test_export import assert_loads_as, scrambled
+from tests.support.models import shards
+from tests.translate.exports.test_export import assert_loads_as, scrambled
 
 CONFIG = LlamaConfig(
     hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,

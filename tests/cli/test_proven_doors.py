@@ -14,7 +14,7 @@ from tests.support.limits import seconds
 from tests.support.main_job import ROOT, environment
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
-SCRIPT = str(ROOT / "tests" / "support" / "proven_doors.py")
+SCRIPT = str(ROOT / "tests" / "support" / "frameworks" / "proven_doors.py")
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 # Lightning gives the file of the last step another name where the killed run left half of one, and
 # counts an epoch anew that it resumes at its end.

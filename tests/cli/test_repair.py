@@ -16,8 +16,9 @@ import pytest
 
 from smckpt import find_checkpoints, verify_checkpoint
 from smckpt.checkpoint.upkeep.transfer import copy_checkpoint
-from tests.support import dead_coordinator, synthetic
-from tests.support.copies import contents
+from tests.support import synthetic
+from tests.support.faults import dead_coordinator
+from tests.support.faults.copies import contents
 from tests.support.limits import seconds
 from tests.support.main_job import ROOT
 from tests.support.saves import Group

@@ -17,7 +17,7 @@ from smckpt.checkpoint.commits.commit import take_lease
 from smckpt.checkpoint.commits.remove import pinned
 from smckpt.checkpoint.commits.run_directory import RunDirectory, Template
 from smckpt.storage import open_storage
-from tests.support.copies import killed_at
+from tests.support.faults.copies import killed_at
 from tests.support.limits import seconds
 from tests.support.main_job import ROOT
 from tests.support.saves import Group

@@ -18,7 +18,7 @@ from smckpt.manager.memory import SERVICE
 from smckpt.storage import open_storage
 from tests.cli import test_prove
 from tests.cli.test_runs import command, told
-from tests.support.hosts import keeper_service
+from tests.support.faults.hosts import keeper_service
 from tests.support.limits import seconds
 
 KEEPER = re.compile(r"keeper of \S+: holds [\d.]+ \w+ of 64.0 MiB")

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from smckpt import Parallel, errors, export_hf
 from smckpt.translate import LayoutRow, TensorLayout, import_hf, register_layout
 from tests.doors.test_family_door import export_with, installed
-from tests.support import references as ref
+from tests.support.models import references as ref
 
 State = dict[str, torch.Tensor]
 

@@ -14,9 +14,9 @@ import smckpt
 from smckpt import errors
 from smckpt.checkpoint.records.sealed import open_json, seal_json
 from smckpt.engine.background.worker_client import Worker
+from tests.support.faults.workers import kill_in_mid_request
 from tests.support.launch import run_ranks
 from tests.support.synthetic import flip
-from tests.support.workers import kill_in_mid_request
 
 Message = dict[str, tuple[str, str, str, float]]
 

@@ -15,7 +15,8 @@ import torch.distributed as dist
 
 import smckpt
 from smckpt import errors
-from tests.support import child, refuse
+from tests.support import child
+from tests.support.faults import refuse
 from tests.support.launch import run_ranks
 from tests.support.limits import seconds
 

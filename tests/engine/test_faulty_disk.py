@@ -1,7 +1,7 @@
 """A disk that is full, fails, is remounted or hangs in the middle of a save, and then works again.
 
-The kernel refuses the real calls of the real processes (`tests.support.kernel`); where a test may
-mount, a small file system of its own is full or read-only.
+The kernel refuses the real calls of the real processes (`tests.support.faults.kernel`); where a
+test may mount, a small file system of its own is full or read-only.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import torch.distributed as dist
 
 import smckpt
 from smckpt import errors
-from tests.support import kernel
-from tests.support.kernel import HANG, Kernel
+from tests.support.faults import kernel
+from tests.support.faults.kernel import HANG, Kernel
 from tests.support.launch import run_ranks
 from tests.support.limits import seconds
 

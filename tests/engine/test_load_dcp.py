@@ -22,9 +22,9 @@ import smckpt.engine.load_share as load_share
 from smckpt.cli.app import app
 from smckpt.errors import CorruptCheckpointError, KeysMismatchError, TensorMismatchError, UsageError
 from tests.engine.test_load_whole import equal
-from tests.support import make_fixture
 from tests.support.launch import run_ranks
-from tests.support.make_dcp_fixture import whole as whole_state
+from tests.support.tools import make_fixture
+from tests.support.tools.make_dcp_fixture import whole as whole_state
 
 HOW = ("fsdp2", "fsdp1", "plain")
 
@@ -220,7 +220,7 @@ def test_an_error_of_another_kind_reaches_every_rank_too(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("fixture", sorted(make_fixture.ROOT.glob("dcp-*")), ids=lambda p: p.name)
 def test_what_an_older_torch_saved_is_loaded_and_converted(fixture, tmp_path):
-    """From two ranks, by the torch that the directory names (tests/support/make_dcp_fixture.py)."""
+    """Of two ranks, by the torch that its name has (tests/support/tools/make_dcp_fixture.py)."""
     wanted = whole_state()
     smckpt.convert(fixture, tmp_path / "ours", to="smckpt")
     for place in (fixture, tmp_path / "ours"):

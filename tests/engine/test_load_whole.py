@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import smckpt
 from smckpt import errors
-from tests.support import make_fixture
 from tests.support.launch import run_ranks
+from tests.support.tools import make_fixture
 
 
 def trained(seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -21,7 +21,7 @@ import smckpt
 from smckpt.engine import api
 from smckpt.engine.saving.alarms import Observer
 from smckpt.state_dict import register_tensor_class
-from tests.support.late_stream import LateStream
+from tests.support.faults.late_stream import LateStream
 from tests.support.launch import run_ranks
 from tests.support.limits import seconds
 

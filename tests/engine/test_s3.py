@@ -19,10 +19,10 @@ from smckpt.engine.background.worker_client import Worker
 from smckpt.storage import access_to, open_storage
 from smckpt.storage.budget import Share
 from smckpt.storage.s3.config import StoreOptions
+from tests.support.faults.proxy import faulty_proxy, secure_proxy
 from tests.support.heard import heard_shares
 from tests.support.launch import ROOT, run_ranks
 from tests.support.limits import seconds
-from tests.support.proxy import faulty_proxy, secure_proxy
 from tests.support.s3 import Server
 
 BIG = 3 << 20  # float32: 12 MiB, three parts of 5 MiB

@@ -16,7 +16,7 @@ import smckpt
 from smckpt.checkpoint.commits.choose import choose_commit
 from smckpt.storage import open_storage
 from smckpt.storage.budget import Share
-from tests.support.copies import contents
+from tests.support.faults.copies import contents
 from tests.support.heard import heard_shares
 from tests.support.launch import run_ranks
 

@@ -13,8 +13,8 @@ import torch
 
 import smckpt
 from smckpt.storage import open_storage
+from tests.support.faults.proxy import faulty_proxy
 from tests.support.launch import run_ranks
-from tests.support.proxy import faulty_proxy
 from tests.support.s3 import Server
 
 SIZE = 3 << 20  # float32: 12 MiB, three parts of 5 MiB

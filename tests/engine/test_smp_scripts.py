@@ -22,7 +22,7 @@ from smckpt import (
     load,
     maybe_finalize_async_calls,
 )
-from tests.support import smp_document
+from tests.support.frameworks import smp_document
 from tests.support.launch import run_ranks
 
 Trained = tuple[FSDP, torch.optim.Optimizer]

@@ -28,9 +28,10 @@ from smckpt.engine.background.commands import ArenaFile, Command, PublishRecord,
 from smckpt.engine.background.worker_client import Worker
 from smckpt.errors import StorageError, WorkerError
 from smckpt.staging.arena import Arena
-from tests.support import child, refuse
+from tests.support import child
+from tests.support.faults import refuse
+from tests.support.faults.workers import kill_in_mid_request
 from tests.support.limits import seconds
-from tests.support.workers import kill_in_mid_request
 
 ATTEMPT = "0123456789ab-00000007"
 

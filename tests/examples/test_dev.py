@@ -174,7 +174,9 @@ def test_{name}():
 @pytest.fixture
 def suite(dev: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A repository with one test file, the conftest of this one, and no checks."""
-    support = ("__init__", "judged", "limits", "msc", "process_state", "s3", "servers")
+    support = (
+        "__init__", "limits", "msc", "process_state", "s3", "models/judged", "models/servers",
+    )  # fmt: skip
     for name in ("__init__.py", "conftest.py", *(f"support/{module}.py" for module in support)):
         (tmp_path / "tests" / name).parent.mkdir(parents=True, exist_ok=True)
         source = ROOT / "tests" / name

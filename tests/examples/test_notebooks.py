@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from smckpt import find_checkpoints
 from tests.support.main_job import ROOT
-from tests.support.notebooks import executed
+from tests.support.tools.notebooks import executed
 
 pytestmark = pytest.mark.early
 

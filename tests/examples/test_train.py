@@ -22,8 +22,8 @@ from transformers import AutoModelForCausalLM
 from smckpt import find_checkpoints, verify_checkpoint
 from tests.support.limits import seconds
 from tests.support.main_job import ROOT, SMALL, Outcome, run_main_job
-from tests.support.notebooks import executed
 from tests.support.s3 import server_program
+from tests.support.tools.notebooks import executed
 
 pytestmark = pytest.mark.early
 

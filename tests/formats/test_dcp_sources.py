@@ -22,8 +22,8 @@ from smckpt import ExportOptions, errors, export_hf
 from smckpt.cli.app import app
 from smckpt.formats import pickled
 from smckpt.translate.exports.verify_hf import verify_hf
-from tests.support import hub_families
 from tests.support.launch import run_ranks
+from tests.support.models import hub_families
 
 State = dict[str, torch.Tensor]
 SAMPLE = "qwen2_moe"  # in memory its experts are one tensor; sizes that two ranks do not divide

@@ -20,13 +20,13 @@ from safetensors.torch import load_file
 
 from smckpt import ExportOptions, errors, export_hf
 from smckpt.cli.app import app
-from tests.support import hub_families, references
 from tests.support.launch import run_ranks
 from tests.support.limits import seconds
-from tests.support.references import on_disk
+from tests.support.models import hub_families, references
+from tests.support.models.references import on_disk
 
 State = dict[str, torch.Tensor]
-SCRIPT = Path(__file__).parents[1] / "support" / "deepspeed_run.py"
+SCRIPT = Path(__file__).parents[1] / "support" / "models" / "deepspeed_run.py"
 
 
 def assert_same(directory: Path, wanted: State) -> None:

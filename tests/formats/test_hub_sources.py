@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM
 
 from smckpt import ExportOptions, Parallel, errors, export_hf, import_hf, verify_hf
 from smckpt.cli.app import app
-from tests.support import references
-from tests.support.references import on_disk
-from tests.translate.test_lora import llama as peft_llama
+from tests.support.models import references
+from tests.support.models.references import on_disk
+from tests.translate.models.test_lora import llama as peft_llama
 
 State = dict[str, torch.Tensor]
 

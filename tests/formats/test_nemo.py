@@ -26,12 +26,13 @@ from smckpt import ExportOptions, errors, export_hf
 from smckpt.cli.app import app
 from smckpt.formats import source_files as folders
 from smckpt.formats.source_files import SourceFiles
-from tests.support import interpreters, references
+from tests.support import interpreters
 from tests.support.limits import seconds
-from tests.support.references import each_rank, on_disk
+from tests.support.models import references
+from tests.support.models.references import each_rank, on_disk
 
 State = dict[str, torch.Tensor]
-SCRIPT = Path(__file__).parents[1] / "support" / "nemo_writers.py"
+SCRIPT = Path(__file__).parents[1] / "support" / "models" / "nemo_writers.py"
 
 
 @pytest.fixture(scope="module")

@@ -13,8 +13,8 @@ from torch.distributed import checkpoint as dcp
 from transformers import AutoModelForCausalLM
 
 from smckpt import ExportOptions, Parallel, errors, export_hf
-from tests.support import references
-from tests.support.references import on_disk
+from tests.support.models import references
+from tests.support.models.references import on_disk
 
 State = dict[str, torch.Tensor]
 

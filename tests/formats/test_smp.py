@@ -22,8 +22,8 @@ from safetensors.torch import load_file
 import smckpt
 from smckpt import ExportOptions, Parallel, errors, export_hf
 from smckpt.cli.app import app
-from tests.support import families, hub_families
-from tests.support import references as ref
+from tests.support.models import families, hub_families
+from tests.support.models import references as ref
 
 State = dict[str, torch.Tensor]
 

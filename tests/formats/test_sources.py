@@ -21,8 +21,9 @@ from smckpt import ExportOptions, Parallel, errors, export_hf
 from smckpt.formats import source_files
 from smckpt.formats.readers.torch_files import stored_state
 from smckpt.translate import import_hf
-from tests.support import families, hub_families, interpreters, references
-from tests.support.references import each_rank, on_disk
+from tests.support import interpreters
+from tests.support.models import families, hub_families, references
+from tests.support.models.references import each_rank, on_disk
 
 State = dict[str, torch.Tensor]
 
@@ -37,7 +38,7 @@ def assert_same(directory: Path, wanted: State) -> None:
 # -- names a checkout, its `save_checkpoint` writes them. Elsewhere `torch.save` of what that puts
 # -- together stands in for it.
 
-MEGATRON_LM = Path(__file__).parents[1] / "support" / "megatron_lm_run.py"
+MEGATRON_LM = Path(__file__).parents[1] / "support" / "models" / "megatron_lm_run.py"
 MIXTRAL = (
     "--num-experts 8 --moe-router-topk 2 --moe-token-dispatcher-type allgather "
     "--moe-router-load-balancing-type none"

@@ -21,8 +21,8 @@ from smckpt.formats.source_files import SourceFiles
 from smckpt.storage import open_storage
 from tests.formats.test_deepspeed import zero3
 from tests.formats.test_sources import megatron_directory
-from tests.support import references
-from tests.support.references import each_rank, on_disk
+from tests.support.models import references
+from tests.support.models.references import each_rank, on_disk
 
 State = dict[str, torch.Tensor]
 

@@ -25,13 +25,13 @@ from smckpt.full.parallel import FullWishes
 from smckpt.full.wire import ArrayMetadata
 from smckpt.layout.strided import Box, Piece, row_major_strides
 from smckpt.translate.live.full_state import job_of
-from tests.support import references as ref
-from tests.support.faulty_wire import with_one_that_fails
 from tests.support.launch import run_ranks
-from tests.support.live_disagreement import EXPECTED, disagreements, padding_that_is_said
-from tests.support.live_job import ON_RANK0, TOKENS, Job, State, differences, raised, taken
-from tests.support.parallel_models import Named
-from tests.translate.test_rows import NORM, legacy, with_copies
+from tests.support.models import references as ref
+from tests.support.models.faulty_wire import with_one_that_fails
+from tests.support.models.live_disagreement import EXPECTED, disagreements, padding_that_is_said
+from tests.support.models.live_job import ON_RANK0, TOKENS, Job, State, differences, raised, taken
+from tests.support.models.parallel_models import Named
+from tests.translate.layouts.test_rows import NORM, legacy, with_copies
 
 # -- the cases: run on all ranks, in one order -----------------------------------------------------
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.bombs import BOMBS, PROCESSOR, READERS
+from tests.support.faults.bombs import BOMBS, PROCESSOR, READERS
 from tests.support.limits import seconds
 
 SAMPLE = (
@@ -22,7 +22,7 @@ SAMPLE = (
 
 @pytest.mark.parametrize("names", [SAMPLE, pytest.param((*BOMBS,), marks=pytest.mark.long)])
 def test_no_small_file_holds_a_reader_up(tmp_path: Path, names: tuple[str, ...]) -> None:
-    command = [sys.executable, "-m", "tests.support.bombs", str(tmp_path), *names]
+    command = [sys.executable, "-m", "tests.support.faults.bombs", str(tmp_path), *names]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=seconds(30 + 10 * len(names))
     )

@@ -19,7 +19,7 @@ from smckpt.errors import CheckpointNotFoundError, UsageError
 from smckpt.integrations.accelerate import SmckptAccelerator, merge_fsdp_weights
 from tests.support import child
 
-SCRIPT = Path(__file__).parents[1] / "support" / "accelerate_run.py"
+SCRIPT = Path(__file__).parents[1] / "support" / "frameworks" / "accelerate_run.py"
 
 
 def names(out: Path | str) -> list[str]:

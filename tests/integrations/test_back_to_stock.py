@@ -21,11 +21,11 @@ from smckpt.formats.conversion.convert import FORMATS
 from tests.cli.test_cli import run as cli
 from tests.integrations.test_trainer_adapters import MADE, lora
 from tests.support import child
+from tests.support.frameworks.small_trainer import same, weights
+from tests.support.frameworks.small_trainer import trainer as small_trainer
 from tests.support.launch import run_ranks
-from tests.support.small_trainer import same, weights
-from tests.support.small_trainer import trainer as small_trainer
 
-SUPPORT = Path(__file__).parents[1] / "support"
+SUPPORT = Path(__file__).parents[1] / "support" / "frameworks"
 
 
 def told(script: str, *arguments: str | Path, ranks: int = 1) -> list[dict[str, Any]]:
@@ -241,7 +241,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from smckpt.integrations.lightning import SmckptCheckpointIO
-from tests.support.lightning_run import Batches
+from tests.support.frameworks.lightning_run import Batches
 
 class Model(LightningModule):
     def __init__(self, width=16):

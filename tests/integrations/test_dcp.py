@@ -27,9 +27,9 @@ from smckpt import DistributedFileSystemReader as Reader
 from smckpt import DistributedFileSystemWriter as Writer
 from smckpt import errors
 from smckpt.integrations.dcp import calls
-from tests.support import shards
 from tests.support.launch import run_ranks
 from tests.support.limits import seconds
+from tests.support.models import shards
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -449,7 +449,14 @@ CHECKOUT = os.environ.get("SMCKPT_PYTORCH", "")
 @pytest.mark.skipif(not CHECKOUT, reason="SMCKPT_PYTORCH names no checkout of pytorch's tests")
 def test_torchs_own_tests_pass_with_ours_in_dcps_place() -> None:
     files = ["checkpoint/e2e/test_fine_tuning.py", "checkpoint/test_file_system_checkpoint.py"]
-    command = [sys.executable, "-m", "tests.support.torch_suite", CHECKOUT, "--files", *files]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.support.frameworks.torch_suite",
+        CHECKOUT,
+        "--files",
+        *files,
+    ]
     done = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=seconds(600), check=True
     )

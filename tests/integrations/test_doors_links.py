@@ -25,9 +25,9 @@ from smckpt.integrations.nvrx.local.basic_state_dict import BasicTensorAwareStat
 from smckpt.integrations.nvrx.local.ckpt_managers.local_manager import LocalCheckpointManager
 from smckpt.integrations.replaced import remove_or_keep, remove_stale, stamps
 from smckpt.integrations.transformers.files import replace_file
-from tests.support import references
-from tests.support.swaps import below, swap, swapped_at
-from tests.support.trainer_run import trainer
+from tests.support.faults.swaps import below, swap, swapped_at
+from tests.support.frameworks.trainer_run import trainer
+from tests.support.models import references
 
 NAMES = (
     *("trainer_state.json", "config.json", "training_args.bin", "model.safetensors"),

@@ -23,10 +23,10 @@ from smckpt.integrations.lightning import SmckptCheckpointIO
 from smckpt.integrations.replaced import keep_last, run_directory
 from smckpt.integrations.sagemaker.checkpoint.utils import limit_num_subdirs
 from smckpt.integrations.transformers.resume import Checkpoints
-from tests.support.copies import killed_at
-from tests.support.failing import failing
-from tests.support.lightning_state import checkpoint
-from tests.support.small_trainer import Begins, trainer
+from tests.support.faults.copies import killed_at
+from tests.support.faults.failing import failing
+from tests.support.frameworks.lightning_state import checkpoint
+from tests.support.frameworks.small_trainer import Begins, trainer
 
 FILES = ("manifest-*", "part-*", "data-*.safetensors")
 

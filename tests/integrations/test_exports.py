@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 import smckpt
-from tests.support import hub_families
+from tests.support.models import hub_families
 
 pytestmark = pytest.mark.long
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.hyperpod import COMMIT, NAMED, TESTS, VARIABLE
+from tests.support.frameworks.hyperpod import COMMIT, NAMED, TESTS, VARIABLE
 from tests.support.launch import ROOT
 from tests.support.limits import seconds
 
@@ -81,7 +81,7 @@ def outcomes(
         with log.open("wb") as out:
             children.append(
                 subprocess.Popen(
-                    [python, "-m", "tests.support.hyperpod", str(checkout), *arguments],
+                    [python, "-m", "tests.support.frameworks.hyperpod", str(checkout), *arguments],
                     cwd=ROOT,
                     env={**common, **mine},
                     stdout=out,

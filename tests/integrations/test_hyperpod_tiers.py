@@ -33,11 +33,11 @@ from smckpt.integrations.hyperpod import (
 )
 from smckpt.run import provide
 from smckpt.storage import open_storage
+from tests.support.frameworks.managed_tier import DAEMONS, ask, blob_of
 from tests.support.launch import ROOT, run_ranks
 from tests.support.limits import seconds
-from tests.support.managed_tier import DAEMONS, ask, blob_of
 
-TRAIN = ROOT / "tests" / "support" / "hyperpod_train.py"
+TRAIN = ROOT / "tests" / "support" / "frameworks" / "hyperpod_train.py"
 
 
 def trained(base: str, until: int, die: int = -1, ranks: int = 2) -> list[Any]:

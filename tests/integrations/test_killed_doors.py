@@ -19,12 +19,12 @@ import pytest
 from smckpt.run import ending
 from smckpt.run.moments import Moments
 from tests.support import child
-from tests.support.door_loops import newest
+from tests.support.frameworks.door_loops import newest
 from tests.support.limits import seconds
 from tests.support.main_job import ROOT, environment
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
-SCRIPT = str(ROOT / "tests" / "support" / "door_loops.py")
+SCRIPT = str(ROOT / "tests" / "support" / "frameworks" / "door_loops.py")
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 RUN = {"dcp": "dcp", "smp": "sagemaker", "nvrx": "nvrx", "nvrx_torch": "nvrx"}  # loop → door
 KILLS = 3

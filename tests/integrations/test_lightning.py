@@ -15,9 +15,9 @@ from smckpt.checkpoint.records.format import parse_name
 from smckpt.integrations.lightning import SmckptMemory, SmckptTrainer
 from smckpt.manager.memory import SERVICE
 from tests.support import child
-from tests.support.hosts import keeper_service
+from tests.support.faults.hosts import keeper_service
 
-SCRIPT = Path(__file__).parents[1] / "support" / "lightning_run.py"
+SCRIPT = Path(__file__).parents[1] / "support" / "frameworks" / "lightning_run.py"
 
 
 def names(out: Any) -> list[str]:

@@ -22,7 +22,7 @@ from smckpt.integrations.lightning import (
     SmckptModelParallelStrategy,
 )
 from smckpt.run import provide
-from tests.support.lightning_state import checkpoint, same
+from tests.support.frameworks.lightning_state import checkpoint, same
 
 
 @dataclass

@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from smckpt.errors import UsageError
 from smckpt.integrations.lightning import S3CheckpointIO, S3Utils
-from tests.support.lightning_state import checkpoint, same
+from tests.support.frameworks.lightning_state import checkpoint, same
 
 
 def test_nemos_helpers_move_whole_objects(s3_root: str, tmp_path: Path) -> None:

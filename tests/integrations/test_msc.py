@@ -33,13 +33,13 @@ from smckpt.run import provide
 from smckpt.storage import Storage, open_storage
 from smckpt.storage.preflight import refuse_save
 from tests.support import child
+from tests.support.faults.proxy import FaultyProxy, faulty_proxy
 from tests.support.interpreters import torchtitan, torchtune
 from tests.support.limits import seconds
 from tests.support.msc import configured, on_disk, on_s3
-from tests.support.proxy import FaultyProxy, faulty_proxy
 from tests.support.s3 import Server
 
-LOOPS = Path(__file__).parents[1] / "support" / "door_loops.py"
+LOOPS = Path(__file__).parents[1] / "support" / "frameworks" / "door_loops.py"
 TITAN = LOOPS.with_name("torchtitan_train.py")
 
 

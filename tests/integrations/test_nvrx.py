@@ -23,11 +23,12 @@ from smckpt.integrations.nvrx.async_ckpt.filesystem_async import (
     get_write_results_queue,
 )
 from smckpt.integrations.nvrx.async_ckpt.torch_ckpt import TorchAsyncCheckpoint
-from tests.support import child, nvrx_ranks
+from tests.support import child
+from tests.support.frameworks import nvrx_ranks
 from tests.support.launch import run_ranks
 from tests.support.limits import seconds
 
-SUPPORT = Path(__file__).parents[1] / "support"
+SUPPORT = Path(__file__).parents[1] / "support" / "frameworks"
 RUN = ("-m", "smckpt.run", "--for", "nvrx")
 
 

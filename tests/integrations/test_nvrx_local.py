@@ -22,7 +22,7 @@ from smckpt.integrations.nvrx.local.ckpt_managers.base_manager import (
 )
 from smckpt.integrations.nvrx.local.ckpt_managers.local_manager import LocalCheckpointManager
 from smckpt.integrations.nvrx.local.replication.strategies import CliqueReplicationStrategy
-from tests.support import nvrx_ranks
+from tests.support.frameworks import nvrx_ranks
 from tests.support.launch import run_ranks
 
 # -- classes of the user's -----------------------------------------------------------------------

@@ -10,7 +10,7 @@ import pytest
 
 from tests.support import child
 
-SCRIPT = Path(__file__).parents[1] / "support" / "nvrx_megatron.py"
+SCRIPT = Path(__file__).parents[1] / "support" / "frameworks" / "nvrx_megatron.py"
 RUN = ("-m", "smckpt.run", "--for", "nvrx")
 
 # A version that knows the strategy asks for Python 3.12, so it is no pin.

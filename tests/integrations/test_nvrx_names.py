@@ -24,7 +24,7 @@ from smckpt.integrations.nvrx.utils import (
     wrap_for_async,
 )
 from smckpt.run import provide
-from tests.support import nvrx_ranks
+from tests.support.frameworks import nvrx_ranks
 from tests.support.launch import ROOT, run_ranks
 from tests.support.limits import seconds
 
@@ -119,7 +119,7 @@ CHECKOUT = os.environ.get("SMCKPT_NVRX", "")
 @pytest.mark.skipif(not CHECKOUT, reason="SMCKPT_NVRX names no checkout of NVRx's tests")
 def test_nvrxs_own_tests_pass_on_the_door() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "tests.support.nvrx_suite", CHECKOUT],
+        [sys.executable, "-m", "tests.support.frameworks.nvrx_suite", CHECKOUT],
         cwd=ROOT, capture_output=True, text=True, timeout=seconds(600), check=False,
     )  # fmt: skip
     told = [line for line in done.stdout.splitlines() if not line.startswith("    ")]

@@ -30,9 +30,9 @@ from smckpt.integrations.sagemaker.distributed.checkpoint import (
     state_dict_utils,
 )
 from smckpt.run import provide
-from tests.support import references as ref
-from tests.support import smp_document as document
+from tests.support.frameworks import smp_document as document
 from tests.support.launch import ROOT, run_ranks
+from tests.support.models import references as ref
 from tests.support.s3 import BUCKET, Server
 
 WORLD = 8

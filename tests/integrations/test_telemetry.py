@@ -20,8 +20,8 @@ import torch
 import smckpt
 from smckpt import Alarms, SaveOptions
 from smckpt.integrations import telemetry
+from tests.support.faults.proxy import faulty_proxy
 from tests.support.limits import seconds
-from tests.support.proxy import faulty_proxy
 from tests.support.s3 import Server
 
 STAGES = ["blocked", "committed", "staged", "waited", "written"]

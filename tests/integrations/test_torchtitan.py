@@ -18,11 +18,11 @@ from smckpt.cli.app import app
 from smckpt.manager.memory import SERVICE
 from smckpt.translate import Parallel, import_hf
 from tests.support import child
-from tests.support.hosts import keeper_service
+from tests.support.faults.hosts import keeper_service
 from tests.support.interpreters import run, torchtitan
-from tests.translate.test_released import deepseek
+from tests.translate.models.test_released import deepseek
 
-SCRIPT = Path(__file__).parents[1] / "support" / "torchtitan_train.py"
+SCRIPT = Path(__file__).parents[1] / "support" / "frameworks" / "torchtitan_train.py"
 
 
 @pytest.fixture(scope="module")
@@ -272,7 +272,9 @@ def test_torchtitans_own_tests_pass_on_the_door_where_they_concern_behaviour() -
     checkout = os.environ.get("SMCKPT_TORCHTITAN")
     if not checkout:
         pytest.skip("set SMCKPT_TORCHTITAN to a checkout of pytorch/torchtitan of August 2026")
-    said = run(torchtitan(), "-m", "tests.support.torchtitan_suite", checkout, timeout=600)
+    said = run(
+        torchtitan(), "-m", "tests.support.frameworks.torchtitan_suite", checkout, timeout=600
+    )
     missing = {line.strip().partition(":")[0] for line in said.splitlines() if line[:1] == " "}
     assert said.splitlines()[-1] == "one way or the other: 30 of 35", (said, missing)
 

@@ -18,7 +18,7 @@ from smckpt.cli.app import app
 from tests.support import child
 from tests.support.interpreters import torchtune
 
-SCRIPT = Path(__file__).parents[1] / "support" / "torchtune_run.py"
+SCRIPT = Path(__file__).parents[1] / "support" / "frameworks" / "torchtune_run.py"
 STOCK = "torchtune.training.FullModelHFCheckpointer"
 OURS = "smckpt.integrations.torchtune.DistributedCheckpointer"
 

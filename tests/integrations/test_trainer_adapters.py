@@ -11,7 +11,7 @@ import torch
 
 import smckpt
 from smckpt.integrations.transformers import SmckptTrainer
-from tests.support.small_trainer import Begins, same, tiny, trainer, weights
+from tests.support.frameworks.small_trainer import Begins, same, tiny, trainer, weights
 
 peft = pytest.importorskip("peft")
 

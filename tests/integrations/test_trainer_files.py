@@ -18,7 +18,7 @@ import smckpt
 from smckpt.errors import CheckpointError, CorruptCheckpointError, UsageError
 from smckpt.integrations.transformers import SmckptTrainer, SmckptTrainerMixin
 from tests.support import child
-from tests.support.small_trainer import (
+from tests.support.frameworks.small_trainer import (
     DATA,
     Begins,
     Opens,
@@ -199,7 +199,7 @@ def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(
 def test_all_ranks_go_on_from_the_one_before_a_damaged_one(
     tmp_path: Path, how: str, what: str
 ) -> None:
-    script = Path(__file__).parents[1] / "support" / "trainer_run.py"
+    script = Path(__file__).parents[1] / "support" / "frameworks" / "trainer_run.py"
     done = child.script(script, str(tmp_path), how, "whole", ranks=2)
     assert done.returncode == 0, done.stderr[-4000:]
     flip(tmp_path / "checkpoint-7", what)

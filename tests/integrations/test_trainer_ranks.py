@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
 import smckpt
 from smckpt.integrations.transformers import SmckptTrainer
 from smckpt.storage import open_storage
+from tests.support.frameworks.small_trainer import flip, trainer, weights
+from tests.support.frameworks.trainer_run import sharded
 from tests.support.launch import run_ranks
-from tests.support.small_trainer import flip, trainer, weights
-from tests.support.trainer_run import sharded
 
 RATE = {"lr_scheduler_type": "constant"}
 

@@ -12,7 +12,15 @@ import smckpt
 from smckpt.errors import CheckpointNotFoundError
 from smckpt.integrations.transformers import get_last_checkpoint
 from smckpt.storage import open_storage
-from tests.support.small_trainer import DATA, Begins, Opens, heard, same, trainer, weights
+from tests.support.frameworks.small_trainer import (
+    DATA,
+    Begins,
+    Opens,
+    heard,
+    same,
+    trainer,
+    weights,
+)
 
 
 @pytest.mark.parametrize("where", ["output_dir", "smckpt_root"])

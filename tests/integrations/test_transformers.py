@@ -17,11 +17,12 @@ from smckpt.errors import UsageError
 from smckpt.integrations.transformers import SmckptTrainer
 from smckpt.manager.memory import SERVICE
 from smckpt.storage import open_storage
-from tests.support import child, hub_families
-from tests.support.hosts import keeper_service
+from tests.support import child
+from tests.support.faults.hosts import keeper_service
 from tests.support.interpreters import transformers4
+from tests.support.models import hub_families
 
-SCRIPT = Path(__file__).parents[1] / "support" / "trainer_run.py"
+SCRIPT = Path(__file__).parents[1] / "support" / "frameworks" / "trainer_run.py"
 
 
 def killed_and_resumed(folder: Path, how: str, **where: Any) -> tuple[Path, list[dict[str, Any]]]:

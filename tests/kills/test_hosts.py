@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.hosts import Host, hosts
+from tests.support.faults.hosts import Host, hosts
 from tests.support.limits import seconds
 
 SCRIPT = """

@@ -19,7 +19,7 @@ from smckpt.checkpoint.upkeep.repair import repair_checkpoint
 from smckpt.manager.retention import Newest, Retention
 from smckpt.storage import open_storage
 from tests.support import synthetic
-from tests.support.kills import SAMPLE_OR_ALL, copied, everything, fresh, killed_everywhere
+from tests.support.faults.kills import SAMPLE_OR_ALL, copied, everything, fresh, killed_everywhere
 from tests.support.saves import Group, State, hybrid, state_of
 from tests.support.synthetic import Step, kept, on_mesh
 

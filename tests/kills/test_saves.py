@@ -18,7 +18,7 @@ import smckpt
 from smckpt import CheckpointManager, find_checkpoints, verify_checkpoint
 from smckpt.checkpoint.upkeep.compare import compare_checkpoints
 from smckpt.storage import open_storage
-from tests.support.kills import SAMPLE_OR_ALL, everything, forked, fresh, killed_everywhere
+from tests.support.faults.kills import SAMPLE_OR_ALL, everything, forked, fresh, killed_everywhere
 from tests.support.process_state import end_saves
 
 WHERE = pytest.mark.parametrize("where", ["disk", pytest.param("s3", marks=pytest.mark.long)])

@@ -1,6 +1,6 @@
 """Clocks that are wrong: between runs, between hosts, during a run. None of them decides alone.
 
-Each process has a clock of its own that is off (`tests.support.clocks`), its worker too.
+Each process has a clock of its own that is off (`tests.support.faults.clocks`), its worker too.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import smckpt
 from smckpt import CheckpointManager, errors, find_checkpoints
-from tests.support import clocks
+from tests.support.faults import clocks
 from tests.support.launch import run_ranks
 from tests.support.limits import seconds
 

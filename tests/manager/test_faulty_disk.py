@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from smckpt import CheckpointManager, errors, find_checkpoints, verify_checkpoint
-from tests.support import kernel
-from tests.support.kernel import Kernel
+from tests.support.faults import kernel
+from tests.support.faults.kernel import Kernel
 from tests.support.launch import run_ranks
 from tests.support.limits import seconds
 

@@ -22,7 +22,7 @@ from smckpt import CheckpointManager, Memory, UsageError
 from smckpt.manager import schedule
 from smckpt.manager.memory import SERVICE
 from smckpt.storage import open_storage
-from tests.support.hosts import Host, hosts, keeper_service
+from tests.support.faults.hosts import Host, hosts, keeper_service
 from tests.support.limits import seconds
 
 SCRIPT = """

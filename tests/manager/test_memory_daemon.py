@@ -18,8 +18,8 @@ from smckpt.checkpoint.commits.discover import FoundCheckpoint
 from smckpt.integrations.kept import memory_of
 from smckpt.manager import record
 from smckpt.storage import open_storage
+from tests.support.frameworks.managed_tier import DAEMONS, ask
 from tests.support.limits import seconds
-from tests.support.managed_tier import DAEMONS, ask
 
 
 @pytest.fixture(params=DAEMONS)

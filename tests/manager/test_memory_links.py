@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.manager.test_memory import start
-from tests.support.hosts import Host, hosts
+from tests.support.faults.hosts import Host, hosts
 from tests.support.limits import seconds
 
 SCRIPT = """

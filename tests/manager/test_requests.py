@@ -9,8 +9,8 @@ import pytest
 from smckpt.checkpoint.commits.run_directory import RunDirectory, Template
 from smckpt.manager.retention import Newest, Retention
 from smckpt.storage import open_storage
-from tests.support.copies import contents
-from tests.support.proxy import faulty_proxy
+from tests.support.faults.copies import contents
+from tests.support.faults.proxy import faulty_proxy
 from tests.support.s3 import Server
 from tests.support.saves import Group
 

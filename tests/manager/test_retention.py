@@ -32,7 +32,7 @@ from smckpt.manager.retention import Best, Every, Newest, Retention, Rivals, pol
 from smckpt.storage import open_storage
 from smckpt.storage.disk.posix import PosixStorage
 from tests.support import synthetic
-from tests.support.copies import contents, killed_at
+from tests.support.faults.copies import contents, killed_at
 from tests.support.limits import seconds
 from tests.support.saves import Group, hybrid
 from tests.support.synthetic import Step, kept, on_mesh

@@ -10,9 +10,9 @@ import torch
 
 from smckpt import CheckpointManager, verify_checkpoint
 from smckpt.checkpoint.upkeep.compare import compare_checkpoints
-from tests.support.copies import contents
+from tests.support.faults.copies import contents
+from tests.support.faults.proxy import faulty_proxy
 from tests.support.launch import run_ranks
-from tests.support.proxy import faulty_proxy
 from tests.support.s3 import Server
 
 STEPS, KEPT = 4, 2

@@ -30,7 +30,7 @@ from smckpt.checkpoint.commits.run_directory import RunDirectory, Template
 from smckpt.cli.app import app
 from smckpt.manager.doctor import examine
 from smckpt.storage import Storage, open_storage
-from tests.support.failing import failing
+from tests.support.faults.failing import failing
 from tests.support.launch import run_ranks
 from tests.support.limits import seconds
 

@@ -20,7 +20,7 @@ from smckpt.errors import UsageError
 from smckpt.integrations import TESTED
 from smckpt.run import provide, run_script
 from smckpt.run.doors import DOORS
-from tests.support import door_names
+from tests.support.frameworks import door_names
 from tests.support.interpreters import run, torchtitan, torchtune
 from tests.support.launch import ROOT
 from tests.support.limits import seconds
@@ -225,4 +225,4 @@ def test_a_door_refuses_versions_tells_each_name_and_takes_all_back(door: str) -
 @pytest.mark.long
 @pytest.mark.parametrize(("door", "python"), [("torchtune", torchtune), ("torchtitan", torchtitan)])
 def test_so_do_the_doors_of_other_environments(door: str, python: Callable[[], str]) -> None:
-    run(python(), "-m", "tests.support.door_names", door)
+    run(python(), "-m", "tests.support.frameworks.door_names", door)

@@ -20,7 +20,7 @@ from smckpt.staging.arena import Arena
 from smckpt.staging.copies import stage
 from smckpt.staging.overlap import Flight
 from tests.staging.test_stage import any_bits, content, entry_of, files_in, raw
-from tests.support.late_stream import LateStream
+from tests.support.faults.late_stream import LateStream
 from tests.support.limits import seconds
 
 TEARS = 1000

@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 
 def described(*arguments: str) -> dict[str, Any]:
     done = subprocess.run(
-        [sys.executable, "-m", "tests.support.untouched_optimizers", *arguments],
+        [sys.executable, "-m", "tests.support.optimizers.untouched", *arguments],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,

@@ -13,10 +13,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import smckpt
-from tests.support import trainer_optimizers
 from tests.support.launch import run_ranks
-from tests.support.optimizer_table import bits, losses, table, trained
-from tests.support.optimizers import everyone, step
+from tests.support.optimizers import trainer as trainer_optimizers
+from tests.support.optimizers.people import everyone, step
+from tests.support.optimizers.table import bits, losses, table, trained
 
 OF_TORCH = [name for name in everyone() if name.startswith("torch.optim")]
 OTHERS = [

@@ -16,7 +16,7 @@ from torch import nn
 import smckpt
 from smckpt.errors import StateError
 from tests.support.launch import run_ranks
-from tests.support.optimizers import net, step
+from tests.support.optimizers.people import net, step
 
 KINDS = ("object", "dict", "LOCAL", "SHARDED", "FULL")
 

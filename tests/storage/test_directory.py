@@ -16,7 +16,7 @@ from smckpt.storage import Access, Storage, access_to, open_storage
 from smckpt.storage.disk import directory
 from smckpt.storage.disk.directory import Directory
 from smckpt.storage.urls import Below
-from tests.support.swaps import below, swap, swapped_at, swapping
+from tests.support.faults.swaps import below, swap, swapped_at, swapping
 
 TEMPORARY = f".file.{'0' * 16}.tmp"
 

@@ -19,7 +19,7 @@ from smckpt.errors import (
 )
 from smckpt.storage import FileInfo, Storage, open_storage
 from smckpt.storage.memory.hyperpod import RETAINED, daemon_url
-from tests.support.managed_tier import DAEMONS, ask, blob_of
+from tests.support.frameworks.managed_tier import DAEMONS, ask, blob_of
 
 
 @pytest.fixture(params=DAEMONS)

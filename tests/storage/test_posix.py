@@ -22,7 +22,8 @@ from smckpt.storage import FileInfo, open_storage
 from smckpt.storage.disk import posix_write
 from smckpt.storage.disk.linux import fallocate
 from smckpt.storage.disk.posix import PosixStorage
-from tests.support import child, refuse
+from tests.support import child
+from tests.support.faults import refuse
 
 
 def names(directory: Path) -> list[str]:

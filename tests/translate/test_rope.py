@@ -13,7 +13,7 @@ import pytest
 from smckpt.translate.config import read_config
 from tests.support import interpreters
 from tests.support.limits import seconds
-from tests.support.rope_forms import NEW, OLD, TINY
+from tests.support.models.rope_forms import NEW, OLD, TINY
 
 FREQUENCIES = """
 import json, sys

@@ -16,7 +16,7 @@ from smckpt import CheckpointError, StorageError
 from smckpt.checkpoint.upkeep.transfer import copy_checkpoint
 from smckpt.storage.s3.config import StoreOptions
 from smckpt.storage.s3.storage import S3Storage
-from tests.support.proxy import FaultyProxy, faulty_proxy
+from tests.support.faults.proxy import FaultyProxy, faulty_proxy
 from tests.support.s3 import Server
 
 MIB = 1 << 20

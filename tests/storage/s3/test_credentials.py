@@ -14,8 +14,8 @@ import pytest
 from smckpt.errors import CheckpointError, StorageError
 from smckpt.storage.s3.config import StoreOptions
 from smckpt.storage.s3.storage import S3Storage
+from tests.support.faults.proxy import FaultyProxy, faulty_proxy
 from tests.support.limits import seconds
-from tests.support.proxy import FaultyProxy, faulty_proxy
 from tests.support.s3 import KEY, SECRET, Server
 
 

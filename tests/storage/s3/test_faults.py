@@ -22,8 +22,8 @@ from smckpt.storage import open_storage
 from smckpt.storage.s3 import storage as s3
 from smckpt.storage.s3.config import StoreOptions
 from smckpt.storage.s3.storage import S3Storage
+from tests.support.faults.proxy import FaultyProxy, faulty_proxy
 from tests.support.limits import seconds
-from tests.support.proxy import FaultyProxy, faulty_proxy
 from tests.support.s3 import KEY, SECRET, Server
 
 MIB = 1 << 20

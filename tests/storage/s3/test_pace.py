@@ -18,7 +18,7 @@ from smckpt.storage.s3.config import StoreOptions
 from smckpt.storage.s3.requests import HostSignal, pace_of
 from smckpt.storage.s3.storage import S3Storage
 from tests.support import child
-from tests.support.proxy import FaultyProxy, faulty_proxy
+from tests.support.faults.proxy import FaultyProxy, faulty_proxy
 from tests.support.s3 import BUCKET, Server
 
 

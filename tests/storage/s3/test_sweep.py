@@ -13,7 +13,7 @@ from smckpt.errors import StorageError
 from smckpt.storage import Access, access_to
 from smckpt.storage.s3.config import StoreOptions
 from smckpt.storage.s3.storage import S3Storage
-from tests.support.proxy import FaultyProxy, faulty_proxy
+from tests.support.faults.proxy import FaultyProxy, faulty_proxy
 from tests.support.s3 import Server
 from tests.support.saves import Group, hybrid, state_of
 

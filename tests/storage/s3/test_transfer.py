@@ -18,9 +18,10 @@ from smckpt.storage.budget import Share
 from smckpt.storage.s3.config import StoreOptions
 from smckpt.storage.s3.requests import pace_of
 from smckpt.storage.s3.storage import S3Storage
-from tests.support import rebuilt, shards
-from tests.support.copies import contents
-from tests.support.proxy import FaultyProxy, faulty_proxy
+from tests.support.faults import rebuilt
+from tests.support.faults.copies import contents
+from tests.support.faults.proxy import FaultyProxy, faulty_proxy
+from tests.support.models import shards
 from tests.support.s3 import BUCKET, Server
 
 MIB = 1 << 20

@@ -16,8 +16,8 @@ from smckpt.errors import StorageError
 from smckpt.storage import access_to
 from smckpt.storage.s3.config import StoreOptions
 from smckpt.storage.s3.storage import S3Storage
-from tests.support.copies import contents
-from tests.support.proxy import FaultyProxy, faulty_proxy, secure_proxy
+from tests.support.faults.copies import contents
+from tests.support.faults.proxy import FaultyProxy, faulty_proxy, secure_proxy
 from tests.support.s3 import BUCKET, Server
 from tests.support.saves import Group, hybrid, state_of
 

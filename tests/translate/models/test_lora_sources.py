@@ -1,0 +1,165 @@
+"""lora= works on every source that an export reads, and a state that was saved merged is not merged
+again."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from peft import LoraConfig, PeftModel, get_peft_model_state_dict
+from safetensors.torch import load_file, save_file
+from torch.distributed import checkpoint as dcp
+
+from smckpt import Adapter, errors, export_hf
+from smckpt.cli.app import app
+from tests.translate.models.test_lora import State, assert_merged, base, llama, logits, saved
+
+KINDS = ("ours", "pt", "model key", "lightning", "safetensors", "dcp", "peft", "peft.bin",
+         "peft file", "deepspeed", "other key", "one rank")  # fmt: skip
+
+
+def plain(state: State) -> State:
+    return {name: tensor.detach().clone().contiguous() for name, tensor in state.items()}
+
+
+def source(folder: Path, kind: str, model: Any, *, whole: bool) -> Path:
+    state = plain(model.state_dict() if whole else get_peft_model_state_dict(model))
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "state.pt"
+    if kind == "ours":
+        return saved(folder, state)
+    if kind.startswith("peft"):
+        model.save_pretrained(folder / "peft", safe_serialization=kind != "peft.bin")
+        if kind == "peft.bin":
+            torch.save(state, folder / "peft" / "adapter_model.bin")
+            (folder / "peft" / "adapter_model.safetensors").unlink(missing_ok=True)
+        return folder / "peft" / ("adapter_model.safetensors" if kind == "peft file" else "")
+    if kind == "deepspeed":  # one tensor-parallel rank's file
+        path = folder / "global_step3" / "mp_rank_00_model_states.pt"
+        path.parent.mkdir()
+        torch.save({"module": state, "mp_world_size": 1}, path)
+        (folder / "latest").write_text("global_step3")
+        return folder
+    if kind == "one rank":
+        torch.save({"model": state}, folder / "rank0.pt")
+        return folder / "rank0.pt"
+    if kind == "dcp":
+        dcp.save({"model": state}, checkpoint_id=folder / "dcp", no_dist=True)
+        return folder / "dcp"
+    if kind == "safetensors":
+        path = folder / "state.safetensors"
+        save_file(state, path)
+    else:
+        named = {"pt": state, "model key": {"model": state, "step": 3},
+                 "lightning": {"state_dict": state, "epoch": 1},
+                 "other key": {"policy": {"net": state}, "step": 3}}  # fmt: skip
+        torch.save(named[kind], path)
+    return path
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_adapter_of_every_source_goes_out_and_into_its_base(tmp_path, kind):
+    model = llama()
+    base().save_pretrained(tmp_path / "base")
+    path = source(tmp_path / "source", kind, model, whole=False)
+    given = {} if kind.startswith("peft") else {"lora_config": model.peft_config}
+    export_hf(path, tmp_path / "adapter", adapter=Adapter(lora="adapter", **given))
+    loaded = PeftModel.from_pretrained(base(), tmp_path / "adapter")
+    assert torch.equal(logits(loaded), logits(model))
+    export_hf(path, tmp_path / "hf", adapter=Adapter(lora="merge", base=tmp_path / "base", **given))
+    assert_merged(tmp_path / "hf", model)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if not kind.startswith("peft")])
+def test_a_whole_state_of_every_source_is_merged(tmp_path, kind):
+    model = llama()
+    path = source(tmp_path / "source", kind, model, whole=True)
+    given = {"lora_config": model.peft_config}
+    report = export_hf(
+        path, tmp_path / "hf", config=model.config, adapter=Adapter(lora="merge", **given)
+    )
+    assert any("merge_adapter()" in note for note in report.notes), report.notes
+    assert_merged(tmp_path / "hf", model)
+
+
+@pytest.mark.parametrize("kind", ["pt", "safetensors", "dcp"])
+def test_without_lora_the_error_says_what_to_pass(tmp_path, kind):
+    model = llama()
+    path = source(tmp_path / "source", kind, model, whole=False)
+    with pytest.raises(errors.UsageError, match='lora="adapter" or lora="merge"'):
+        export_hf(path, tmp_path / "no", config=model.config)
+
+
+def test_the_command_takes_one_file(tmp_path):
+    model = llama()
+    base().save_pretrained(tmp_path / "base")
+    path = source(tmp_path / "source", "peft file", model, whole=False)
+    result = CliRunner().invoke(app, [
+        "export", str(path), str(tmp_path / "hf"), "--lora", "merge", "--base",
+        str(tmp_path / "base"),
+    ])  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert_merged(tmp_path / "hf", model)
+
+
+def several(*names: str) -> Any:
+    model = llama()
+    for name in names:
+        model.add_adapter(name, LoraConfig(r=4, target_modules=["q_proj"]))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.copy_(torch.randn(parameter.shape))
+    return model
+
+
+@pytest.mark.parametrize("merged", [["b"], ["default", "b"], ["other"]])
+def test_of_several_adapters_each_that_was_merged_is_seen(tmp_path, merged):
+    base().save_pretrained(tmp_path / "base")
+    model = several("b", "other")
+    for config in model.peft_config.values():
+        config.base_model_name_or_path = str(tmp_path / "base")
+    model.base_model.merge_adapter(merged)
+    path = source(tmp_path / "merged", "ours", model, whole=True)
+    given = Adapter(lora="merge", lora_config=model.peft_config, lora_adapter=("default", "b"))
+    if merged != ["other"]:
+        with pytest.raises(errors.TensorMismatchError, match=r"merge_adapter\(\) was active"):
+            export_hf(path, tmp_path / "no", config=model.config, adapter=given)
+        return
+    report = export_hf(path, tmp_path / "hf", config=model.config, adapter=given)
+    assert any("another adapter is merged into it" in note for note in report.notes), report.notes
+
+
+@pytest.mark.parametrize("dora", [False, True])
+@pytest.mark.parametrize("kind", ["ours", "pt"])
+def test_a_state_that_was_saved_merged_is_not_merged_again(tmp_path, kind, dora):
+    base().save_pretrained(tmp_path / "base")
+    model = llama(use_dora=dora)
+    model.peft_config["default"].base_model_name_or_path = str(tmp_path / "base")
+    given = {"lora": "merge", "lora_config": model.peft_config}
+    report = export_hf(
+        source(tmp_path / "apart", kind, model, whole=True),
+        tmp_path / "hf",
+        config=model.config,
+        adapter=Adapter(**given),
+    )
+    assert not any("merge_adapter()" in note for note in report.notes), report.notes
+    assert_merged(tmp_path / "hf", copy.deepcopy(model))
+    model.merge_adapter()
+    path = source(tmp_path / "merged", kind, model, whole=True)
+    with pytest.raises(errors.TensorMismatchError, match=r"merge_adapter\(\) was active"):
+        export_hf(path, tmp_path / "no", config=model.config, adapter=Adapter(**given))
+    assert not (tmp_path / "no").exists()
+    export_hf(
+        path,
+        tmp_path / "from base",
+        config=model.config,
+        adapter=Adapter(base=tmp_path / "base", **given),
+    )
+    model.unmerge_adapter()
+    assert_merged(tmp_path / "from base", model)
+    assert load_file(tmp_path / "from base" / "model.safetensors").keys()

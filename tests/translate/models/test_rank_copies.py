@@ -1,0 +1,192 @@
+"""A rank's file copied as another's is refused by its values; upcycled experts are named as the
+exception."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
+
+from smckpt import Parallel, errors, export_hf
+from smckpt.cli.app import app
+from smckpt.topology import ParallelState
+from tests.support.models import references as ref
+from tests.support.models import shards
+from tests.translate.layouts.test_layout_checkpoints import plain
+
+State = dict[str, torch.Tensor]
+
+
+def write(state: State, path: Path) -> None:
+    plain = {name: tensor.contiguous().clone() for name, tensor in state.items()}
+    save_file(plain, path) if path.suffix == ".safetensors" else torch.save(plain, path)
+
+
+def assert_same(directory: Path, wanted: State) -> None:
+    found = load_file(directory / "model.safetensors")
+    assert sorted(found) == sorted(wanted)
+    assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Callable[[str], tuple[Any, State]]:
+    known: dict[str, tuple[Any, State]] = {}
+
+    def get(family: str) -> tuple[Any, State]:
+        if family not in known:
+            model = ref.model(family, num_hidden_layers=4)
+            known[family] = model, ref.on_disk(model, tmp_path_factory.mktemp(family))
+        return known[family]
+
+    return get
+
+
+def cuts_of(family: str, state: State, tp: int, ep: int) -> list[State]:
+    return ref.each_rank(lambda r, e: ref.mcore(state, tp, r, ep, e), tp, ep)
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "pt"])
+@pytest.mark.parametrize(
+    ("family", "tp", "ep", "copied"),
+    [("llama", 2, 1, (0, 1)), ("llama", 4, 1, (3, 1)), ("mixtral", 1, 4, (1, 2)),
+     ("mixtral", 2, 2, (0, 3)), ("mixtral", 2, 2, (0, 2))],
+)  # fmt: skip
+def test_a_copied_file_is_refused(tmp_path, made, suffix, family, tp, ep, copied):
+    model, state = made(family)
+    files = [tmp_path / f"{letter}.{suffix}" for letter in "abcd"[: tp * ep]]
+    for path, cut in zip(files, cuts_of(family, state, tp, ep), strict=True):
+        write(cut, path)
+    export_hf(files, tmp_path / "hf", config=model.config, parallel=Parallel(tp=tp, ep=ep))
+    assert_same(tmp_path / "hf", state)
+    first, second = (files[number] for number in copied)
+    shutil.copy(first, second)
+    with pytest.raises(errors.UsageError, match="copy of another rank's") as caught:
+        export_hf(files, tmp_path / "no", config=model.config, parallel=Parallel(tp=tp, ep=ep))
+    assert first.name in str(caught.value) and second.name in str(caught.value)
+    assert not (tmp_path / "no").exists()
+
+
+def test_a_copied_stage_in_safetensors_is_refused(tmp_path, made):
+    model, state = made("llama")
+    files = [tmp_path / f"{letter}.safetensors" for letter in "abcd"]
+    for path, part in zip(files, of_stages(state, 4), strict=True):
+        write(part, path)
+    export_hf(files, tmp_path / "hf", config=model.config, parallel=Parallel(pp=4))
+    assert_same(tmp_path / "hf", state)
+    shutil.copy(files[1], files[2])
+    with pytest.raises(errors.UsageError, match="copy of another rank's"):
+        export_hf(files, tmp_path / "no", config=model.config, parallel=Parallel(pp=4))
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "pt"])
+def test_upcycled_experts_are_exported_on_request(tmp_path, suffix):
+    model = ref.model("mixtral")
+    with torch.no_grad():
+        for layer in model.model.layers:
+            for parameter in layer.mlp.experts.parameters():
+                parameter.copy_(parameter[:1].expand_as(parameter))
+    state = ref.on_disk(model, tmp_path / "own")
+    files = [tmp_path / f"{number}.{suffix}" for number in "ab"]
+    for path, cut in zip(files, cuts_of("mixtral", state, 1, 2), strict=True):
+        write(cut, path)
+    with pytest.raises(errors.UsageError, match=r"upcycled.*allow_equal_ranks=True"):
+        export_hf(files, tmp_path / "no", config=model.config, parallel=Parallel(ep=2))
+    export_hf(
+        files, tmp_path / "hf", config=model.config, parallel=Parallel(ep=2, allow_equal_ranks=True)
+    )
+    assert_same(tmp_path / "hf", state)
+    command = ["export", *map(str, files), str(tmp_path / "by command"), "--ep", "2",
+               "--config", str(tmp_path / "own"), "--allow-equal-ranks"]  # fmt: skip
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, result.output
+
+
+def test_a_checkpoint_of_ranks_that_hold_one_shard_is_refused(tmp_path, made):
+    model, state = made("llama")
+    topology = ParallelState(2, tensor_parallel_degree=2).to_json()
+    one = ref.te(state, 2, 0)
+    path = shards.write(
+        tmp_path / "c", 2, lambda r: list(plain([one, one], r)), topology=topology
+    )  # fmt: skip
+    with pytest.raises(errors.UsageError, match=r"rank 1 are those of rank 0"):
+        export_hf(path, tmp_path / "no", config=model.config)
+
+
+def test_that_an_order_cannot_be_told_is_noted(tmp_path, made):
+    model, state = made("llama")
+    for names, noted in ((("left", "right"), True), (("rank0", "rank1"), False)):
+        files = [tmp_path / f"{name}.safetensors" for name in names]
+        for path, cut in zip(files, cuts_of("llama", state, 2, 1), strict=True):
+            write(cut, path)
+        report = export_hf(files, tmp_path / names[0], config=model.config, parallel=Parallel(tp=2))
+        assert any("order" in note for note in report.notes) == noted, report.notes
+
+
+def stated(folder: Path, cuts: list[State], ranks: list[int], **args: Any) -> list[Path]:
+    """Files whose names tell nothing, of what Megatron writes on these ranks."""
+    files = [folder / f"{letter}.pt" for letter in "abcdefgh"[: len(cuts)]]
+    folder.mkdir()
+    for path, cut, rank in zip(files, cuts, ranks, strict=True):
+        said = argparse.Namespace(rank=rank, **args)
+        torch.save({"args": said, "iteration": 10, "model": cut}, path)
+    return files
+
+
+def of_stages(state: State, pp: int) -> list[State]:
+    whole = ref.mcore(state, 1, 0)
+    return [
+        {n.replace(f"layers.{p}.", "layers.0."): t for n, t in whole.items()
+         if f"layers.{p}." in n or (p == 0 and "embedding" in n)
+         or (p == pp - 1 and ("final" in n or "output_layer" in n))}
+        for p in range(pp)
+    ]  # fmt: skip
+
+
+# each: degrees; the ranks that wrote the files; two that change places; what else the files say
+MOVED = {
+    "tp": ({"tp": 4}, (0, 1, 2, 3), (1, 3), {}),
+    "ep": ({"tp": 2, "ep": 2}, (0, 1, 2, 3), (0, 2), {}),
+    "ep among data-parallel ranks": ({"ep": 4}, (4, 5, 6, 7), (1, 2), {}),
+    "ep with cp": ({"tp": 1, "ep": 4}, (0, 1, 2, 3), (0, 3), {"context_parallel_size": 2}),
+    "ep with cp, before core 0.10": (
+        {"tp": 1, "ep": 4}, (0, 2, 4, 6), (0, 3), {"context_parallel_size": 2}),
+    "etp": ({"tp": 2, "ep": 4, "etp": 1}, (0, 1, 2, 3), (0, 2), {}),
+    "inner stages": ({"pp": 4}, (0, 2, 4, 6), (1, 2), {"world_size": 8}),
+    "inner stages of a world that is not told": ({"pp": 4}, (0, 2, 4, 6), (1, 2), {}),
+    "inner stages before data parallelism": (
+        {"pp": 4}, (0, 1, 2, 3), (1, 2), {"world_size": 8, "use_tp_pp_dp_mapping": True}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", MOVED)
+def test_a_file_in_the_place_of_another_rank_is_refused(tmp_path, made, case):
+    degrees, ranks, swapped, args = MOVED[case]
+    model, state = made("mixtral" if "ep" in degrees else "llama")
+    tp, ep, etp = degrees.get("tp", 1), degrees.get("ep", 1), degrees.get("etp")
+    if "pp" in degrees:
+        cuts = of_stages(state, degrees["pp"])
+    elif etp is not None:  # a rank has all of its experts, beside its part of the layers
+        cuts = [
+            {**ref.mcore(state, tp, r % tp, ep, r),
+             **{n: t for n, t in ref.mcore(state, 1, 0, ep, r).items() if ".experts." in n}}
+            for r in range(ep)
+        ]  # fmt: skip
+    else:
+        cuts = ref.each_rank(lambda r, e: ref.mcore(state, tp, r, ep, e), tp, ep)
+    args = {"tensor_model_parallel_size": tp, **args}
+    files = stated(tmp_path / "files", cuts, list(ranks), **args)
+    export_hf(files, tmp_path / "hf", config=model.config, parallel=Parallel(**degrees))
+    assert_same(tmp_path / "hf", state)
+    one, two = swapped
+    files[one], files[two] = files[two], files[one]
+    with pytest.raises(errors.TopologyError, match=f"rank {ranks[two]} wrote it") as caught:
+        export_hf(files, tmp_path / "no", config=model.config, parallel=Parallel(**degrees))
+    assert files[one].name in str(caught.value)
+    assert not (tmp_path / "no").exists()

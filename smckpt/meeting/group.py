@@ -19,6 +19,7 @@ from typing import Any
 
 from smckpt.errors import CheckpointError, PeerError, UsageError
 from smckpt.meeting.keys import Keys, Store, client_of
+from smckpt.meeting.presence import gone, has_ended, own_process
 from smckpt.meeting.round import Meeting, Round, alone
 from smckpt.meeting.store import OverStore, agree
 
@@ -201,6 +202,8 @@ def ranks_digest(groups: Iterable[Sequence[int]]) -> str:
 
 log = logging.getLogger("smckpt")
 
+_ENDED = "ended"  # in place of a process, once its program has ended
+
 
 class Membership:
     """This process as a member of `group`, for one purpose (`name`).
@@ -238,9 +241,10 @@ class Membership:
         return self._agreed(prefix, mine, groups, timeout, name)
 
     def connect(self) -> None:
-        """Make this thread's connections to the job's store, for the first meeting."""
+        """Make this thread's connections to the job's store, for the first meeting, and post this
+        process: who waits for it to come hears of its end."""
         with self._agreeing:
-            self._connected()
+            self._lives(self._connected()).set(str(self.group.rank), own_process())
 
     def _connected(self) -> Store:
         """This thread's client of the job's store, for which another one says farewell."""
@@ -292,13 +296,13 @@ class Membership:
         if len(self.group.ranks) > 1 and os.getpid() == self._pid:
             try:
                 store = self._farewell or client_of(self.group.store)
-                self._ends(store).set(str(self.group.rank), {})
+                self._lives(store).set(str(self.group.rank), _ENDED)
             except CheckpointError as error:
                 log.debug("the job's store is gone: %s", error)
 
-    def _ends(self, store: Store) -> Keys:
-        """Who has ended, in this attempt of torchrun."""
-        return Keys(store, f"smckpt/ended/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '')}")
+    def _lives(self, store: Store) -> Keys:
+        """Each rank's process in this attempt of torchrun, or that its program has ended."""
+        return Keys(store, f"smckpt/lives/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '')}")
 
     def rank_name(self, member: int) -> str:
         return f"rank {self.group.ranks[member]}"
@@ -319,16 +323,17 @@ class Membership:
             store = self._connected()
             meeting = self._meetings.get(prefix)
             if meeting is None:
-                ends = self._ends(store)
-                ends.drop([str(self.group.rank)])  # of an earlier life on this store
+                lives = self._lives(store)
+                lives.set(str(self.group.rank), own_process())  # over that of an earlier life
 
                 def has_left(member: int) -> PeerError | None:
-                    if not ranks or ends.peek(str(ranks[member])) is None:
-                        return None
-                    return PeerError(
-                        f"{name(member)} has left: its program has ended",
-                        remedy="all ranks make the same saves and loads; look at its log",
-                    )
+                    life = lives.peek(str(ranks[member])) if ranks else None
+                    if life == _ENDED:
+                        return PeerError(
+                            f"{name(member)} has left: its program has ended",
+                            remedy="all ranks make the same saves and loads; look at its log",
+                        )
+                    return gone(name(member)) if life and has_ended(tuple(life)) else None
 
                 meeting = agree(
                     store,

@@ -28,7 +28,7 @@ from typing import Any
 from smckpt.errors import CheckpointError, PeerError, error_from_json
 from smckpt.meeting.keys import Keys
 
-__all__ = ["PAUSES", "Presence", "Pulse", "has_ended", "own_process"]
+__all__ = ["PAUSES", "Presence", "Pulse", "gone", "has_ended", "own_process"]
 
 
 class Presence:
@@ -127,11 +127,7 @@ class Presence:
                 os.close(fd)
 
     def _ended(self, member: int) -> None:
-        error = PeerError(
-            f"{self._name(member)} is gone: its process on host {socket.gethostname()} has ended",
-            remedy="look at its log, and at the kernel's (dmesg) for a process that was killed for "
-            "memory; then restart the job",
-        )
+        error = gone(self._name(member))
         with self._lock:
             error = self._gone.setdefault(member, error)
             self._seen.add(member)
@@ -153,6 +149,15 @@ class Presence:
                 self._answer(key, member, error)
             elif not leads:
                 self._tell(point, member, error)
+
+
+def gone(name: str) -> PeerError:
+    """What to raise of a member whose process on this host has ended."""
+    return PeerError(
+        f"{name} is gone: its process on host {socket.gethostname()} has ended",
+        remedy="look at its log, and at the kernel's (dmesg) for a process that was killed for "
+        "memory; then restart the job",
+    )
 
 
 def own_process() -> tuple[str, int, int] | None:
@@ -177,8 +182,10 @@ def has_ended(process: tuple[str, int, int] | None) -> bool:
 
 
 def _start(pid: int) -> int | None:
+    """When the process began; None if it has ended, though its parent may not know yet."""
     try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+        state, *numbers = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return None if state in "ZX" else int(numbers[18])
     except (OSError, ValueError, IndexError):
         return None
 

@@ -349,22 +349,24 @@ def _follow(
     keys.set(f"nonce/{member}", nonce)
     until += 5  # time for the leader to name the absent members
 
-    chosen, pause, look = None, PAUSES[0], 0.0
-    while chosen is None and time.monotonic() < until:
-        if time.monotonic() >= look:
-            look = time.monotonic() + slowest
-            gone = has_left(0)
-            if gone is not None:
-                raise gone
-        chosen = keys.peek(f"accept/{nonce}")
-        if chosen is None:  # the leader may end before it has opened this meeting
+    def awaited(key: str) -> Any:
+        """The leader's value; None if the time is up. The leader may end before it sets one."""
+        pause, look = PAUSES[0], 0.0
+        while (value := keys.peek(key)) is None and time.monotonic() < until:
+            if time.monotonic() >= look:
+                look = time.monotonic() + max(slowest, 1)
+                gone = has_left(0)
+                if gone is not None:
+                    raise gone
             time.sleep(pause)
             pause = min(2 * pause, slowest)
-    answer = None
+        return value
+
+    chosen, answer = awaited(f"accept/{nonce}"), None
     if chosen is not None:
         _present(keys.sub(chosen), member, process)
         keys.set(f"{chosen}/ack/{member}", nonce)
-        answer = keys.wait(f"{chosen}/go", until - time.monotonic())
+        answer = awaited(f"{chosen}/go")
     if answer is None:
         raise PeerError(
             f"{name(0)} did not agree on a session within {timeout:.0f} s",

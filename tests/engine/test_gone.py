@@ -128,6 +128,26 @@ def test_a_killed_coordinator_is_named(tmp_path: Path) -> None:
     assert "rank 0 is gone" in text, text
 
 
+@pytest.mark.parametrize("ending", ["os.kill(os.getpid(), signal.SIGKILL)", "os._exit(1)"])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_the_end_of_a_rank_is_noticed_before_the_ranks_have_met(
+    tmp_path: Path, victim: int, ending: str
+) -> None:
+    """In the first save of all; the follower's end and the leader's."""
+    first = SCRIPT.replace("smckpt.save(state, checkpoint_id=folder, step=1)\n", "").replace(
+        "def die(",
+        "from smckpt.meeting.group import Membership\n"
+        "connect = Membership.connect\n"
+        "def connected(self):\n"
+        "    connect(self)\n"
+        f"    if rank == victim: {ending}\n"
+        "Membership.connect = connected\n"
+        "def die(",
+    )
+    _, text = ranks(tmp_path, "", "", str(victim), str(tmp_path / "c"), "finalize", script=first)
+    assert f"rank {victim} is gone" in text, text
+
+
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_that_has_left_is_named_at_once(tmp_path: Path, victim: int) -> None:
     _, text = ranks(tmp_path, "before the save", "left", str(victim), str(tmp_path / "c"))

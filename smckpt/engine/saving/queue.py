@@ -101,11 +101,11 @@ class SaveQueue:
             self._calls += 1  # counted before anything can raise, because the peers count too
             handle = SaveHandle(call + self._skipped, request.directory, request.step)
             job = SaveJob(handle, request, Partition((self.group.ranks,), 0), call=call)
+            self._start_thread()
             commit, failed = self._saver.save(job, state_dict, refusal, self._wait_for_room)
             job.reported = failed is not None
             job.blocked = job.elapsed() + job.waited
             self.flying = job.handle
-            self._start_thread()
             self._inbox.put((job, commit))
             if failed is not None:
                 raise failed
@@ -260,7 +260,7 @@ class SaveQueue:
             self._thread.start()
 
     def _serve(self) -> None:
-        if not self._calls and self._stays:  # it was prepared, and no save waits
+        if self._stays:
             with contextlib.suppress(CheckpointError):
                 self.membership.connect()
         while (staged := self._next()) is not None:

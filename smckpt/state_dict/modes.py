@@ -17,11 +17,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.nn.modules.module import _IncompatibleKeys
 from torch.utils._python_dispatch import _disable_current_modes
 
 from smckpt.errors import StateError
@@ -33,6 +35,7 @@ __all__ = [
     "give_back",
     "give_extra_state",
     "is_extra_state",
+    "load_hooks",
     "mode_of",
     "neutral",
     "own_state_dict",
@@ -122,7 +125,7 @@ def _memory_of(tensor: torch.Tensor) -> int | None:
 
 def give_back(model: nn.Module, given: Mapping[str, Any], name_of: Callable[[str], str]) -> None:
     """Give modules their computed values: extra state to `set_extra_state`, other values to the
-    class's own `load_state_dict`, which reverts what hooks do.
+    class's own `load_state_dict`, which reverts what hooks do. Hooks that follow a load are called.
 
     Args:
         given: values under the names that `name_of` makes from the model's own.
@@ -131,6 +134,8 @@ def give_back(model: nn.Module, given: Mapping[str, Any], name_of: Callable[[str
     names = {name for name in computed_names(model, raw) if name_of(name) in given}
     if all(map(is_extra_state, names)):
         give_extra_state(model, given, name_of)
+        for call in load_hooks(model):  # they may compute what no state dict has
+            call()
         return
     for name in names:
         raw[name] = given[name_of(name)]
@@ -161,3 +166,12 @@ def give_extra_state(
             name = name_of(f"{raw}._extra_state" if raw else "_extra_state")
             if name in given:
                 module.set_extra_state(given[name])
+
+
+def load_hooks(model: nn.Module) -> list[Callable[[], object]]:
+    """Calls of the modules' hooks that follow a load, in torch's order."""
+    return [
+        partial(hook, module, _IncompatibleKeys([], []))
+        for module in reversed(list(model.modules()))
+        for hook in module._load_state_dict_post_hooks.values()
+    ]

@@ -189,11 +189,11 @@ class FullStateDict(RememberingDict):
 
 
 class ModelStateDict(RememberingDict):
-    """A model's state in which some values are not live: its modules computed them, or they are
-    copies.
+    """A model's state in which some values are not live (its modules computed them, or they are
+    copies), or of a model with hooks that follow a load.
 
-    give_back: gives those values of a dict to the modules, on this rank alone. put_through: as in
-        `FullStateDict`.
+    give_back: gives those values of a dict to the modules, and calls the hooks, on this rank alone.
+        put_through: as in `FullStateDict`.
     """
 
     give_back: Callable[[Any], object] | None = None

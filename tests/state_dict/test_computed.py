@@ -179,3 +179,57 @@ def test_a_value_that_the_model_does_not_take_back_is_named(tmp_path: Path, kind
     smckpt.save(state(nn.Sequential(Packing(2.0))), checkpoint_id=tmp_path)
     with pytest.raises(errors.StateError, match=r"0\.packed.*does not take them back"):
         smckpt.load(state(nn.Sequential(Packing(1.0))), checkpoint_id=tmp_path)
+
+
+class Deriving(nn.Module):
+    """Computes from its weights, after each load, what no state dict has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+        self.register_buffer("sums", None, persistent=False)
+        self.loads = 0
+        self.register_load_state_dict_post_hook(self.derive)
+
+    @staticmethod
+    def derive(module: nn.Module, keys: Any) -> None:
+        assert (keys.missing_keys, keys.unexpected_keys) == ([], [])
+        module.sums, module.loads = module.inner.weight.sum(0).detach(), module.loads + 1
+
+
+def wraps() -> dict[str, Any]:
+    from torch.distributed.fsdp import fully_shard
+
+    return {
+        "plain": lambda model: model,
+        "inside": lambda model: nn.Sequential(nn.Linear(2, 2), model),
+        "DDP": nn.parallel.DistributedDataParallel,
+        "FSDP2": fully_shard,
+    }
+
+
+def derived_by(wrap: str, kind: Any, path: str) -> tuple[int, bool]:
+    def state(model: nn.Module) -> dict[str, Any]:
+        if kind is None:
+            return {"model": model}
+        with smckpt.sm_state_dict_type(model, kind):
+            return {"model": model.state_dict()}
+
+    torch.manual_seed(0)
+    trained, fresh = Deriving(), Deriving()
+    sums = trained.inner.weight.sum(0).detach()
+    smckpt.save(state(wraps()[wrap](trained)), checkpoint_id=path)
+    smckpt.load(state(wraps()[wrap](fresh)), checkpoint_id=path)
+    return fresh.loads, wrap == "FSDP2" or torch.equal(fresh.sums, sums)
+
+
+@pytest.mark.parametrize("wrap", ["plain", "inside", "DDP", "FSDP2"])
+def test_hooks_that_follow_a_load_are_called_once(tmp_path: Path, wrap: str) -> None:
+    """Under FSDP2 they see shards, as in stock."""
+    for kind in (None, smckpt.LOCAL, smckpt.SHARDED):
+        path = str(tmp_path / str(kind))
+        if wrap in ("plain", "inside"):
+            assert derived_by(wrap, kind, path) == (1, True), kind
+        else:
+            for found in run_ranks(derived_by, 2, wrap, kind, path, timeout=60):
+                assert found == (1, True), kind

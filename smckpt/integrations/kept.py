@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import count
+from types import MappingProxyType
 from typing import Any
 
 import smckpt
@@ -76,17 +77,23 @@ class KeptSteps:
         self._begun = False
         self._rounds = count(1)  # the ranks call it alike
 
-    def save(self, step: int, state: Callable[[], dict[str, Any]]) -> SaveHandle | None:
+    def save(
+        self,
+        step: int,
+        state: Callable[[], dict[str, Any]],
+        metadata: Mapping[str, Any] = MappingProxyType({}),
+    ) -> SaveHandle | None:
         """Save a step that is due in memory. None: it is not due, or memory takes none.
 
         Args:
             state: makes what is saved.
+            metadata: of the checkpoint.
         """
         self.begin()
         if not self._tier.is_due(step):
             return None
         save = partial(smckpt.async_save, state(), step=step)
-        return self._tier.save(save, self._template.subpath(step), self._group, {})
+        return self._tier.save(save, self._template.subpath(step), self._group, dict(metadata))
 
     def resume(
         self,
@@ -111,6 +118,17 @@ class KeptSteps:
         found = resume(meeting, point, tiers, load, _SECONDS).found
         self.restored(max(after, 0) if found is None else found.step or 0)
         return found is not None
+
+    def newest(self, fits: Callable[[FoundCheckpoint], bool]) -> int:
+        """The newest whole step in memory that `fits`, the same on all ranks; -1: there is none."""
+        self.begin()
+
+        def look() -> int:
+            self._tier.discard_unfinished()
+            return next((one.step or 0 for one in self.newest_first() if fits(one)), -1)
+
+        meeting, point = self._membership.meeting(_SECONDS), f"newest/{next(self._rounds)}"
+        return meeting.round(point, lambda: None, lambda _: look(), timeout=_SECONDS)
 
     def newest_first(self) -> Iterator[FoundCheckpoint]:
         """The whole steps in memory; one rank may ask, after `begin`."""

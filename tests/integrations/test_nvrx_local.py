@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import smckpt
 from smckpt.errors import UsageError
 from smckpt.integrations.nvrx.async_ckpt.core import AsyncCallsQueue
 from smckpt.integrations.nvrx.async_ckpt.filesystem_async import FileSystemWriterAsync
@@ -22,6 +23,9 @@ from smckpt.integrations.nvrx.local.ckpt_managers.base_manager import (
 )
 from smckpt.integrations.nvrx.local.ckpt_managers.local_manager import LocalCheckpointManager
 from smckpt.integrations.nvrx.local.replication.strategies import CliqueReplicationStrategy
+from smckpt.manager.memory import SERVICE
+from tests.support import child
+from tests.support.faults.hosts import keeper_service
 from tests.support.frameworks import nvrx_ranks
 from tests.support.launch import run_ranks
 
@@ -157,3 +161,110 @@ def test_what_is_no_process_group_is_refused(wrong: Any) -> None:
 
 def test_no_jump_of_0_ranks_is_taken_for_another() -> None:
     assert all(run_ranks(nvrx_ranks.a_jump_of_no_ranks, 2))
+
+
+# -- in the memory of the hosts -------------------------------------------------------------------
+
+KEPT = """
+import hashlib, os, sys
+import torch, torch.distributed as dist
+from smckpt import Memory
+from smckpt.integrations.nvrx.async_ckpt.core import AsyncCallsQueue
+from smckpt.integrations.nvrx.local.basic_state_dict import BasicTensorAwareStateDict
+from smckpt.integrations.nvrx.local.ckpt_managers.local_manager import LocalCheckpointManager
+
+if __name__ == "__main__":
+    root, interval, is_async, die = sys.argv[1], *map(int, sys.argv[2:])
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    torch.manual_seed(rank)
+    live, done = {"w": torch.zeros(5), "half": [torch.zeros(3).bfloat16()]}, 0
+    memory = {"memory": Memory(interval)}
+    manager = LocalCheckpointManager(f"{root}/node{rank}", "s", smckpt_arguments=memory)
+    queue, began = AsyncCallsQueue(cpu_priority=None), manager.find_latest()
+    if began != -1:
+        state, named = manager.load()
+        assert named == (began, rank, "s")
+        live, done, random = (state.state_dict[each] for each in ("live", "done", "random"))
+        assert done == began
+        torch.set_rng_state(random)
+    for iteration in range(done + 1, 9):
+        live["w"] += torch.rand(5)
+        live["half"][0] += iteration
+        told = {"live": live, "done": iteration, "random": torch.get_rng_state()}
+        request = manager.save(BasicTensorAwareStateDict(told), iteration, is_async=bool(is_async))
+        assert (request is not None) == bool(is_async)
+        if request is not None:
+            queue.schedule_async_request(request)
+            queue.maybe_finalize_async_calls(blocking=True)
+        if iteration == die:
+            dist.barrier()
+            os._exit(9)
+    queue.close()
+    assert manager.find_latest() == 8
+    digest = hashlib.sha256(torch.cat([live["w"], live["half"][0].float()]).numpy().tobytes())
+    # one write: lines of ranks do not mix
+    os.write(1, f"{rank} {began} {digest.hexdigest()}\\n".encode())
+    dist.destroy_process_group()
+"""
+
+
+@pytest.fixture
+def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+    """Runs the script beside a keeper that outlives it: per rank, its number, the iteration that it
+    began from, and a digest of what it had at the end."""
+    script = tmp_path / "train.py"
+    script.write_text(KEPT)
+
+    def run(name: str, *words: int, ranks: int = 2) -> list[list[str]]:
+        root = str(tmp_path / name)
+        done = child.script(script, root, *map(str, words), ranks=ranks, torchrun=True)
+        assert (done.returncode != 0) == (words[-1] > 0), done.stderr[-4000:]
+        return sorted(line.split() for line in done.stdout.splitlines())
+
+    with keeper_service() as (service, _):
+        monkeypatch.setenv(SERVICE, service)
+        yield run
+
+
+@pytest.mark.parametrize("is_async", [1, pytest.param(0, marks=pytest.mark.long)])
+def test_a_job_goes_on_bit_for_bit_from_memory_alone(
+    tmp_path: Path, train: Callable[..., Any], is_async: int
+) -> None:
+    train("run", 1, is_async, 5)
+    assert [*tmp_path.rglob("*.pt")] == []  # nothing was on disk
+    resumed, straight = train("run", 1, is_async, 0), train("straight", 1, is_async, 0)
+    assert [began for _, began, _ in resumed] == ["5", "5"]
+    assert [began for _, began, _ in straight] == ["-1", "-1"]
+    assert [digest for *_, digest in resumed] == [digest for *_, digest in straight]
+
+
+def test_the_newest_of_memory_and_of_the_directories_counts_for_as_many_ranks(
+    tmp_path: Path, train: Callable[..., Any]
+) -> None:
+    assert train("run", 2, 1, 5) == []
+    assert {path.name[:12] for path in tmp_path.rglob("*.pt")} == {"iter_0000005"}
+    assert train("run", 2, 1, 6) == []
+    assert [began for _, began, _ in train("run", 2, 1, 0)] == ["6", "6"]
+    assert [began for _, began, _ in train("run", 2, 0, 0, ranks=1)] == ["7"]  # 8 is of two ranks
+
+
+@pytest.mark.parametrize(
+    ("kind", "copies", "more", "named"),
+    [
+        (Halves, None, {}, "with which _save would not be called"),
+        (LocalCheckpointManager, "some", {}, "memory beside repl_strategy"),
+        (LocalCheckpointManager, None, {"storage": {}}, "has storage, which is not honoured"),
+    ],
+)
+def test_what_memory_would_not_honour_is_refused(
+    tmp_path: Path, kind: Any, copies: Any, more: dict[str, Any], named: str
+) -> None:
+    arguments = {"memory": smckpt.Memory(1), **more}
+    with pytest.raises(UsageError, match=named):
+        kind(tmp_path, "s", copies, smckpt_arguments=arguments)
+
+
+def test_a_state_that_cannot_be_pickled_fails_the_save_on_all_ranks() -> None:
+    errors = run_ranks(nvrx_ranks.a_state_that_one_rank_cannot_pickle, 2)
+    assert all("cannot pickle '_thread.lock' object" in error for error in errors), errors

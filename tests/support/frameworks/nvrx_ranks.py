@@ -16,6 +16,7 @@ from torch.distributed.checkpoint import FileSystemReader, load
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.fsdp import fully_shard
 
+from smckpt import Memory
 from smckpt.errors import CheckpointError, SaveFailedError, UsageError
 from smckpt.integrations.nvrx.async_ckpt.cached_metadata_filesystem_reader import (
     CachedMetadataFileSystemReader,
@@ -268,6 +269,20 @@ def a_rank_that_lost_its_disk_gets_its_state_from_a_copy(folder: str, persistent
     except OSError as error:
         refused += f"os {error}"
     return names, alone, found, id_, values, refused
+
+
+def a_state_that_one_rank_cannot_pickle() -> str:
+    arguments = {"memory": Memory(1)}
+    manager = LocalCheckpointManager("/of/no/disk", "pickled", smckpt_arguments=arguments)
+    state: dict[str, Any] = {"w": torch.ones(3)}
+    if dist.get_rank() == 1:
+        state["odd"] = threading.Lock()
+    try:
+        manager.save(BasicTensorAwareStateDict(state), 1)
+    except CheckpointError as error:
+        dist.barrier()
+        return str(error)
+    return ""
 
 
 def a_jump_of_no_ranks() -> bool:

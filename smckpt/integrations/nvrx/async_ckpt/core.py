@@ -25,6 +25,7 @@ __all__ = [
     "AsyncCallsQueue",
     "AsyncRequest",
     "PersistentAsyncCaller",
+    "SaveUnderWay",
     "abort_nvrx_checkpoint",
 ]
 
@@ -110,9 +111,28 @@ class PersistentAsyncCaller(WorkerProcess):
         return self.running
 
 
+class SaveUnderWay:
+    """As the function of a request: waits for a save that this process makes, and no worker. It is
+    its own caller."""
+
+    def __init__(self, handle: SaveHandle) -> None:
+        self._handle = handle
+
+    def __call__(self) -> None:
+        self._handle.result()
+
+    def wait(self, call: Call, seconds: float | None) -> None:
+        if self._handle.ended(seconds):
+            call.ended, call.error = True, self._handle.error
+            self._handle.failure_seen = True
+
+    def close(self, *, abort: bool = False) -> None:
+        """The save ends by itself."""
+
+
 class _Active(NamedTuple):
     idx: int
-    async_caller: PersistentAsyncCaller | None
+    async_caller: PersistentAsyncCaller | SaveUnderWay | None
     async_request: AsyncRequest
     call: Call
 
@@ -183,8 +203,11 @@ class AsyncCallsQueue:
             request = AsyncRequest(**request._asdict())
         idx = self.call_idx + 1
         request = request.freeze()._replace(call_idx=idx)
-        caller, call = None, Call(ended=True)
-        if request.async_fn is not None:
+        caller: PersistentAsyncCaller | SaveUnderWay | None = None
+        call = Call(ended=True)
+        if isinstance(request.async_fn, SaveUnderWay):
+            caller, call = request.async_fn, Call()
+        elif request.async_fn is not None:
             caller = self._get_async_caller()
             call = caller.run(request._replace(finalize_fns=[]))
         self.call_idx = idx

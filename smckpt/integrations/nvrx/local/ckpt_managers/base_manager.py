@@ -140,11 +140,7 @@ class BaseCheckpointManager(ABC):
         Raises:
             CheckpointingException: there is a newer one; or not all ranks could write.
         """
-        if self.latest_iteration >= iteration:
-            raise CheckpointingException(
-                f"iteration {iteration} is not newer than {self.latest_iteration}",
-                remedy="save iterations in order",
-            )
+        self._refuse_older(iteration)
         mine = self._ckpt_id(iteration)
         states = {mine: state_dict}
         if self.repl_strategy is not None:
@@ -170,6 +166,13 @@ class BaseCheckpointManager(ABC):
         except CheckpointingException as error:
             raise error from failed
         return None
+
+    def _refuse_older(self, iteration: int) -> None:
+        if self.latest_iteration >= iteration:
+            raise CheckpointingException(
+                f"iteration {iteration} is not newer than {self.latest_iteration}",
+                remedy="save iterations in order",
+            )
 
     def _finalize(self, iteration: int, in_background: bool) -> None:
         began = time.monotonic()

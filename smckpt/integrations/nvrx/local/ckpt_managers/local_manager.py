@@ -1,17 +1,25 @@
-"""Local checkpoints as files: one for each state, in a directory of each rank."""
+"""Local checkpoints as files: one for each state, in a directory of each rank. What is due in the
+hosts' memory goes there in place of the directory (docs/recovery.md)."""
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import torch
 
+import smckpt
+from smckpt.checkpoint.commits.discover import FoundCheckpoint
 from smckpt.errors import UsageError
+from smckpt.integrations.kept import KeptSteps, memory_of
+from smckpt.integrations.nvrx.async_ckpt.core import AsyncRequest, SaveUnderWay
 from smckpt.integrations.nvrx.async_ckpt.torch_ckpt import save_whole, sweep_unfinished
 from smckpt.integrations.nvrx.local.base_state_dict import TensorAwareStateDict
 from smckpt.integrations.nvrx.local.ckpt_managers.base_manager import (
@@ -19,6 +27,7 @@ from smckpt.integrations.nvrx.local.ckpt_managers.base_manager import (
     CheckpointingException,
     CkptID,
 )
+from smckpt.integrations.nvrx.local.replication.group_utils import GroupWrapper
 from smckpt.integrations.nvrx.local.replication.strategies import ReplicationStrategy
 from smckpt.storage.disk.directory import Directory
 from smckpt.storage.urls import Below
@@ -38,6 +47,12 @@ class LocalCheckpointManager(BaseCheckpointManager):
         root_local_ckpt_dir: on a disk of each node, or in its memory (/dev/shm).
         session_id: a directory below it.
         repl_strategy: which ranks keep copies for each other; None: none do.
+        smckpt_arguments: `{"memory": smckpt.Memory(interval=1)}` keeps the iterations that are due
+            there in the hosts' memory, with copies on other hosts.
+
+    Raises:
+        UsageError: other arguments; or memory with a strategy, or with a `_save` or `_load` of the
+            user's own, which it would not call.
     """
 
     def __init__(
@@ -45,9 +60,87 @@ class LocalCheckpointManager(BaseCheckpointManager):
         root_local_ckpt_dir: str | Path,
         session_id: str = "",
         repl_strategy: ReplicationStrategy | None = None,
+        *,
+        smckpt_arguments: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         super().__init__(session_id, repl_strategy)
         self.root_local_ckpt_dir = root_local_ckpt_dir
+        self._memory = memory_of(smckpt_arguments)
+        self._kept: KeptSteps | None = None
+        self._in_memory = -1  # of the iterations that `find_latest` has found there
+        own = [each for each in ("_save", "_load") if getattr(type(self), each)
+               is not getattr(LocalCheckpointManager, each)]  # fmt: skip
+        refused = sorted(map(str, smckpt_arguments.keys() - {"memory"}))
+        if self._memory is not None:
+            refused += ["memory beside repl_strategy"] * (repl_strategy is not None)
+            refused += [f"memory, with which {each} would not be called" for each in own]
+        if refused:
+            raise UsageError(
+                f"smckpt_arguments has {', '.join(refused)}, which is not honoured",
+                remedy="leave it out; keepers make the copies of what is in memory",
+            )
+
+    def __getstate__(self) -> dict[str, Any]:  # to the worker, which writes files
+        return {**vars(self), "_kept": None}
+
+    def find_latest(self) -> int:
+        if self.latest_iteration == -1 and (kept := self._kept_steps()) is not None:
+            ranks = len(GroupWrapper().ranks)
+            self._in_memory = kept.newest(lambda one: one.metadata.get("ranks") == ranks)
+        self.latest_iteration = max(super().find_latest(), self._in_memory)
+        return self.latest_iteration
+
+    def load(self) -> tuple[TensorAwareStateDict, CkptID]:
+        kept, iteration = self._kept_steps(), self.latest_iteration
+        if kept is None or iteration == -1 or iteration != self._in_memory:
+            loaded = super().load()
+            if kept is not None:
+                kept.restored(iteration)
+            return loaded
+        found: dict[str, Any] = {}
+
+        def fill(step: FoundCheckpoint) -> None:
+            mine = smckpt.LoadOptions(only=[str(self.rank)])
+            found.update(smckpt.load(checkpoint_id=step, options=mine) or {})
+
+        if not kept.resume(fill, only=iteration):
+            raise _gone(f"iteration {iteration} in memory")
+        tensors, hollow = found[str(self.rank)]
+        # as of a file: the class of the state is the user's own
+        state: TensorAwareStateDict = torch.load(io.BytesIO(hollow.numpy()), weights_only=False)
+        state.insert_tensors(tensors)
+        state.restore_tensor_device(non_blocking=False)
+        return state, self._ckpt_id(iteration)
+
+    def save(
+        self, state_dict: TensorAwareStateDict, iteration: int, is_async: bool = False
+    ) -> AsyncRequest | None:
+        handle = None
+        if (kept := self._kept_steps()) is not None:
+            self._refuse_older(iteration)
+            ranks = {"ranks": len(GroupWrapper().ranks)}
+            mine = str(self._ckpt_id(iteration)[1])
+            handle = kept.save(iteration, lambda: {mine: _parts(state_dict)}, ranks)
+        if handle is None:
+            return super().save(state_dict, iteration, is_async)
+        self.latest_iteration = -1
+        if is_async:
+            return AsyncRequest(SaveUnderWay(handle), (), [])
+        if (failed := handle.exception()) is not None:
+            raise CheckpointingException(
+                f"iteration {iteration} is not kept in memory: {failed}",
+                remedy="see the log; the iterations that were kept before stay",
+            ) from failed
+        return None
+
+    def _kept_steps(self) -> KeptSteps | None:
+        """Those of the job; all ranks call it first together. A rank may name a root of its own:
+        that of rank 0 counts."""
+        if self._memory is not None and self._kept is None:
+            root = f"{os.path.abspath(self.root_local_ckpt_dir)}/{self.session_id}"
+            root = GroupWrapper().all_gather_object(root)[0]
+            self._kept = KeptSteps(self._memory, None, named=root)
+        return self._kept
 
     @property
     def local_ckpt_dir(self) -> Path:
@@ -79,9 +172,7 @@ class LocalCheckpointManager(BaseCheckpointManager):
             # the class of the state is the user's own, so only a full unpickler loads it
             found: TensorAwareStateDict = torch.load(path, weights_only=False)
         except FileNotFoundError as error:
-            raise CheckpointingException(
-                "the local checkpoint is gone", remedy="call find_latest() anew", path=str(path)
-            ) from error
+            raise _gone("the local checkpoint", str(path)) from error
         return found
 
     def _ensure_dir(self) -> None:
@@ -116,3 +207,21 @@ class LocalCheckpointManager(BaseCheckpointManager):
     def _local_ckpt_path_from_id(self, ckpt_id: CkptID, is_dirty: bool = False) -> Path:
         suffix = ".dirty" if is_dirty else ""
         return self.local_ckpt_dir / self._filename_from_template(ckpt_id[0], ckpt_id[1], suffix)
+
+
+def _parts(state: TensorAwareStateDict) -> list[Any]:
+    """The tensors of a state, and the rest of it, pickled. What cannot be pickled stays as it is:
+    the save refuses it, so that the peers hear of it."""
+    tensors, rest = list(state.pop_tensors()), io.BytesIO()
+    try:
+        torch.save(state, rest)
+    except Exception as error:
+        log.error("the state cannot be pickled: %s", error)
+        return [tensors, state]
+    finally:
+        state.insert_tensors(tensors)
+    return [tensors, torch.frombuffer(rest.getbuffer(), dtype=torch.uint8)]
+
+
+def _gone(what: str, path: str | None = None) -> CheckpointingException:
+    return CheckpointingException(f"{what} is gone", remedy="call find_latest() anew", path=path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import os
 import socket
 import threading
@@ -383,6 +384,47 @@ def test_a_keeper_that_hangs_costs_one_wait(
                 hangs.accept()[0].close()
                 calls += 1
         assert calls == 1
+
+
+@contextlib.contextmanager
+def link(peer: Peer, ends_after: int) -> Iterator[Peer]:
+    """A keeper behind a link that breaks off in the middle of an answer of so many bytes."""
+
+    def carry(source: socket.socket, to: socket.socket, most: float) -> None:
+        with contextlib.suppress(OSError):
+            while most > 0 and (data := source.recv(1 << 16)):
+                to.sendall(data)
+                most -= len(data)
+            for end in (source, to):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def serve(door: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                made = door.accept()[0]
+                behind = socket.create_connection((peer.address, peer.port))
+                for ends in ((made, behind, math.inf), (behind, made, ends_after)):
+                    threading.Thread(target=carry, args=ends, daemon=True).start()
+
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        thread = threading.Thread(target=serve, args=(door,))
+        thread.start()
+        yield replace(peer, port=door.getsockname()[1])
+        door.shutdown(socket.SHUT_RDWR)
+        thread.join(seconds(20))
+
+
+def test_a_load_goes_on_from_another_copy_where_a_keeper_breaks_off(three: list[Running]) -> None:
+    first, second, third = three
+    at = f"keeper://{first.job}/run/4"
+    saved = torch.rand(5 << 18)  # 5 MiB
+    smckpt.save({"w": saved}, checkpoint_id=at, step=4)
+    assert held(second) > 5 << 20 > held(third)
+    with link(first.peer, 5 << 19) as breaks:
+        joined([third], breaks, second.peer)
+        loaded = {"w": torch.zeros(5 << 18)}
+        smckpt.load(loaded, checkpoint_id=at.replace(first.job, third.job))
+    assert loaded["w"].equal(saved)
 
 
 def test_no_descriptor_is_left_open_by_reads(running: Running, store: Storage) -> None:

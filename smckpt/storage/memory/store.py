@@ -150,20 +150,22 @@ class KeeperStorage(Storage):
         seen: Callable[[memoryview], None] | None = None,
     ) -> None:
         self.refuse_name(name)
-        wanted = [b if b.format == "B" and b.ndim == 1 else b.cast("B") for b in buffers]
+        flat = [b if b.format == "B" and b.ndim == 1 else b.cast("B") for b in buffers]
+        wanted = [b for b in flat if b]
         here = self._descriptor(name)
         if here is not None:
             file, size = here
             self._refuse_end(name, size, offset, wanted)
-            Reading(offset, [b for b in wanted if b], seen).run(file)
+            Reading(offset, wanted, seen).run(file)
             return
+        end = offset + sum(map(len, wanted))
         known = self._peers()
         lost: OSError | None = None
         others = [*range(known.own + 1, len(known.peers)), *range(known.own)]
         for at in sorted(others, key=known.silent.__contains__):
             try:
                 with self._calling(known, at) as to:
-                    if self._read_from(to, name, offset, wanted, seen):
+                    if self._read_from(to, name, end, wanted, seen):
                         return
             except OSError as error:
                 lost = error
@@ -175,13 +177,14 @@ class KeeperStorage(Storage):
         self,
         other: socket.socket,
         name: str,
-        offset: int,
-        wanted: Sequence[memoryview],
+        end: int,
+        wanted: list[memoryview],
         seen: Callable[[memoryview], None] | None,
     ) -> bool:
-        """False: the keeper has no such file."""
-        length = sum(map(len, wanted))
-        send(other, {**self._at(name), "do": "read", "offset": offset, "length": length})
+        """Fill what is wanted of a file up to `end`, and take it from the list, so that another
+        keeper goes on where this one breaks off. False: it has no such file."""
+        offset = end - sum(map(len, wanted))
+        send(other, {**self._at(name), "do": "read", "offset": offset, "length": end - offset})
         try:
             reply_of(other)
         except FileNotFoundError:
@@ -190,14 +193,14 @@ class KeeperStorage(Storage):
             if error.errno != errno.ERANGE:
                 raise
             size = self.size(name)
-            raise too_short(name, size, offset + length, file_url(self.url, name)) from error
-        for buffer in wanted:
-            while buffer:
-                stretch = buffer[: STRETCH - offset % STRETCH]  # whole blocks, for `seen`
-                fill(other, stretch)
-                if seen is not None:
-                    seen(stretch)
-                buffer, offset = buffer[len(stretch) :], offset + len(stretch)
+            raise too_short(name, size, end, file_url(self.url, name)) from error
+        while wanted:
+            stretch = wanted[0][: STRETCH - offset % STRETCH]  # whole blocks, for `seen`
+            fill(other, stretch)
+            if seen is not None:
+                seen(stretch)
+            left, offset = wanted[0][len(stretch) :], offset + len(stretch)
+            wanted[:1] = [left] if left else []
         return True
 
     def _refuse_end(self, name: str, size: int, offset: int, wanted: Sequence[memoryview]) -> None:

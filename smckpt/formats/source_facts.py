@@ -26,6 +26,7 @@ __all__ = [
     "ETP",
     "PP",
     "TP",
+    "VPP",
     "ZERO_CENTRED_NORMS",
     "SourceFacts",
     "config_beside",
@@ -37,10 +38,12 @@ __all__ = [
 ]
 
 # The degrees, by Megatron's names.
-TP, PP, EP, ETP = (
+TP, PP, EP, ETP, VPP = (
     f"{kind}_parallel_size"
-    for kind in ("tensor_model", "pipeline_model", "expert_model", "expert_tensor")
-)
+    for kind in (
+        "tensor_model", "pipeline_model", "expert_model", "expert_tensor", "virtual_pipeline_model",
+    )
+)  # fmt: skip
 ZERO_CENTRED_NORMS = "apply_layernorm_1p"
 # Megatron's names of what GPT-NeoX, Megatron-DeepSpeed, NeMo and Megatron-core's own config call
 # otherwise.

@@ -21,6 +21,7 @@ from smckpt.errors import TensorMismatchError, TopologyError, UsageError
 from smckpt.formats.degrees import Degrees
 from smckpt.formats.readers.rank_files import open_stages
 from smckpt.formats.readers.rank_sources import RankFilesFound
+from smckpt.formats.source_facts import VPP
 from smckpt.formats.tensors import Block, RankTensors, TensorKey, TensorReader
 from smckpt.layout.entries import DTYPES
 from smckpt.translate.facts import refuse_other_ranks
@@ -154,8 +155,9 @@ def by_name(stages: Sequence[TensorReader]) -> JoinedTensors:
 
 
 def merged(
-    stages: Sequence[TensorReader], layers: int | None, vpp: int | None, where: str
-) -> JoinedTensors:
+    stages: Sequence[TensorReader], layers: int | None, vpp: int | None, where: str,
+    stated: int | None = None,
+) -> JoinedTensors:  # fmt: skip
     """The stages of a model as one reader.
 
     Args:
@@ -163,6 +165,7 @@ def merged(
         layers: how many layers the model has, if that is known.
         vpp: how many chunks each stage has; None: as many as the names show, or one. If the names
             show none, a stage's layers are cut into so many equal chunks.
+        stated: how many chunks the source says that each stage has, if it does.
 
     Raises:
         TopologyError: a stage or chunk is missing or in another place, or the layers are not those
@@ -192,6 +195,11 @@ def merged(
                     "numbered from 0 nor, with those of the other stages, all layers of a model",
                     where,
                 )  # fmt: skip
+    if vpp is None and stated not in (None, found):
+        _refuse(
+            f"the source says that each stage has {stated} chunks, but the names show {found}",
+            where,
+        )
     if vpp is not None and vpp != found and (found > 1 or names_are_global):
         raise UsageError(
             f"vpp={vpp}, but each stage has {found} chunks"
@@ -421,4 +429,6 @@ def open_ranks(
         refuse_equal_ranks(stages, degrees, [*found.states])
     if pp == 1:
         return stages[0]
-    return by_name(stages) if found.alone else merged(stages, layers, vpp, found.url)
+    if found.alone:
+        return by_name(stages)
+    return merged(stages, layers, vpp, found.url, found.degree(VPP))

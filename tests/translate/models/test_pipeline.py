@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from smckpt import Parallel, errors, export_hf
+from smckpt import ExportOptions, Parallel, errors, export_hf
 from smckpt.layout.entries import Entry
 from smckpt.layout.geometry import PerRankGeometry
 from smckpt.topology import ParallelState
@@ -23,6 +23,8 @@ from tests.support.models import families, shards
 from tests.support.models import references as ref
 
 State = dict[str, torch.Tensor]
+TP, PP = "tensor_model_parallel_size", "pipeline_model_parallel_size"
+VPP = "virtual_pipeline_model_parallel_size"
 L = 4  # layers
 FIRST, LAST = ("embed", "wte", "wpe"), ("final", "ln_f", "model.norm", "output_layer", "lm_head")
 
@@ -242,13 +244,13 @@ def test_files_of_ranks_in_stages_are_exported(tmp_path, llama):
             export_hf(paths, tmp_path / "no", config=model.config, parallel=Parallel(**given))
 
 
-def megatron_lm(folder: Path, ranks: list[list[State]], t: int, pp: int) -> Path:
+def megatron_lm(folder: Path, ranks: list[list[State]], t: int, pp: int, **said: Any) -> Path:
     """`torch.save` of what Megatron-LM's `save_checkpoint` puts together."""
     for number, chunks in enumerate(ranks):
         place = folder / "iter_0000010" / f"mp_rank_{number % t:02d}_{number // t:03d}"
         place.mkdir(parents=True)
         models = {f"model{v}": chunk for v, chunk in enumerate(chunks)}
-        args = argparse.Namespace(pipeline_model_parallel_size=pp)
+        args = argparse.Namespace(pipeline_model_parallel_size=pp, **said)
         held = models if len(chunks) > 1 else {"model": chunks[0]}
         torch.save({"args": args, "iteration": 10, **held}, place / "model_optim_rng.pt")
     (folder / "latest_checkpointed_iteration.txt").write_text("10\n")
@@ -270,10 +272,26 @@ def test_a_directory_of_megatron_in_stages_is_exported(tmp_path, llama, judged, 
     judged("llama", "Megatron-LM directory, stages", exports=["formulas"], at=str(t))
 
 
+@pytest.mark.parametrize(("vpp", "stated"), [(2, 4), (1, 2), (2, 1)])
+def test_chunks_that_are_not_those_that_the_files_say_are_refused(tmp_path, llama, vpp, stated):
+    model, state = llama
+    ranks = of_megatron(state, 2, vpp)
+    out, config = tmp_path / "hf", model.config
+    for said in (None, vpp, stated):
+        root = megatron_lm(tmp_path / str(said), ranks, 1, 2, **{TP: 1, VPP: said})
+        if said != stated:
+            export_hf(root, out, config=config, options=ExportOptions(overwrite=True))
+            assert_same(out, state)
+            continue
+        with pytest.raises(errors.TopologyError, match=f"each stage has {stated} chunks.*{vpp}"):
+            export_hf(root, tmp_path / "no", config=config)
+        export_hf(root, tmp_path / "told", config=config, parallel=Parallel(vpp=vpp))
+        assert_same(tmp_path / "told", state)
+
+
 # -- stages that Megatron-core cuts ----------------------------------------------------------------
 
 STAGES = Path(__file__).parents[2] / "support" / "models" / "megatron_stages.py"
-PP, VPP = "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
 JOBS = (
     {PP: 2, "num_layers": 8}, {PP: 4, "num_layers": 8},
     {PP: 2, VPP: 2, "num_layers": 8}, {PP: 2, VPP: 4, "num_layers": 8},

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -34,6 +35,7 @@ __all__ = [
     "refuse_outside",
     "refuse_size",
     "storage_error",
+    "temporary_error",
     "too_long",
     "too_short",
     "twice",
@@ -141,6 +143,12 @@ def storage_error(error: OSError, path: str, action: str) -> CheckpointError:
     )
     of_store = is_of_store(error)
     return StorageError(f"cannot {action}: {what}", remedy=remedy, path=path, of_store=of_store)
+
+
+def temporary_error(error: OSError, action: str) -> CheckpointError:
+    """The error to raise when the attempt to `action` in the temporary directory failed."""
+    where = os.environ.get("TMPDIR", "the temporary directory")
+    return storage_error(error, where, f"{action} in the temporary directory")
 
 
 # -- what a store refuses of a file ------------------------------------------------------------

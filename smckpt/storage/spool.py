@@ -19,7 +19,7 @@ from smckpt.storage.faults import (
     refuse_incomplete,
     refuse_outside,
     refuse_size,
-    storage_error,
+    temporary_error,
 )
 
 __all__ = ["SpooledWriter"]
@@ -98,5 +98,4 @@ class SpooledWriter(FileWriter):
             file.close()
 
     def _unspooled(self, error: OSError) -> Exception:
-        temporary = os.environ.get("TMPDIR", "the temporary directory")
-        return storage_error(error, temporary, f"gather {self._path} in the temporary directory")
+        return temporary_error(error, f"gather {self._path}")

@@ -47,6 +47,7 @@ from smckpt.layout.entries import Path as StatePath
 from smckpt.layout.geometry import BoxGeometry
 from smckpt.layout.strided import Box, Copy, Strided, row_major_strides
 from smckpt.storage import Storage, access_to
+from smckpt.storage.faults import temporary_error
 
 __all__ = ["ForeignCatalogue", "foreign_catalogue", "verify_foreign"]
 
@@ -259,11 +260,8 @@ class _ForeignReaders(Readers):
         else:
             # A part in another order (a transposed matrix) is read from a file with its elements in
             # row-major order. Memory: pages of both files, which the system drops.
-            if self._spool is None:
-                self._spool = tempfile.mkdtemp(prefix="smckpt-")
-                weakref.finalize(self, shutil.rmtree, self._spool, ignore_errors=True)
-            path, offset = os.path.join(self._spool, f"{len(self._places)}"), 0
-            target = np.memmap(path, np.uint8, "w+", shape=piece.box.numel * itemsize)
+            path, offset = self._spooled(max(nbytes, 1)), 0
+            target = np.memmap(path, np.uint8, "r+", shape=nbytes)
             copy = Copy(piece.part(piece.box), Strided.whole(piece.box.sizes))
             self._records.files.copy(stored.record, copy, itemsize, target.data)
             target.flush()
@@ -275,6 +273,20 @@ class _ForeignReaders(Readers):
             record = OtherFile(name, self._records.files.whole(path).nbytes)
             self._files[path] = SavedFile(f"{directory}/", record, 0)
         return self._files[path], slot
+
+    def _spooled(self, nbytes: int) -> str:
+        """A new file of this size in the temporary directory, which has room for it: a write
+        through its map would kill the process (SIGBUS) on a full disk."""
+        try:
+            if self._spool is None:
+                self._spool = tempfile.mkdtemp(prefix="smckpt-")
+                weakref.finalize(self, shutil.rmtree, self._spool, ignore_errors=True)
+            path = os.path.join(self._spool, f"{len(self._places)}")
+            with open(path, "xb") as file:
+                os.posix_fallocate(file.fileno(), 0, nbytes)
+        except OSError as error:
+            raise temporary_error(error, "order a tensor's elements") from error
+        return path
 
 
 class _Records:

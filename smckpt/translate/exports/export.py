@@ -280,7 +280,7 @@ def export_hf(
             base if config is None and base is not None else config,
             access,
             None if alone else checkpoint,
-            lambda: cleanup.enter_context(TemporaryDirectory()),
+            lambda: cleanup.enter_context(TemporaryDirectory(ignore_cleanup_errors=True)),
         )
         if generation is not None:
             if settings is None:

@@ -234,7 +234,10 @@ def import_hf(
     refuse_into_source(url, *files, directory=None if files else directory, config=config)
     with ExitStack() as cleanup:
         settings, config_notes = read_settings(
-            config, access, directory, lambda: cleanup.enter_context(TemporaryDirectory())
+            config,
+            access,
+            directory,
+            lambda: cleanup.enter_context(TemporaryDirectory(ignore_cleanup_errors=True)),
         )
         where = os.fspath(files[0]) if files else read[0]
         family = model_dims(settings, where).family

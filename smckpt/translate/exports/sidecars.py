@@ -29,6 +29,7 @@ from smckpt.errors import CorruptCheckpointError, StorageError, UsageError
 from smckpt.formats.names import CONFIG
 from smckpt.storage import Access, Storage
 from smckpt.storage.disk.directory import Directory
+from smckpt.storage.faults import temporary_error
 from smckpt.storage.urls import is_local, is_plain_name, local_path
 from smckpt.translate.cast import CASTABLE
 from smckpt.translate.config import (
@@ -101,7 +102,7 @@ def write_sidecars(
     if isinstance(tokenizer, Path):
         _copy(output, tokenizer, [*tokenizer_files(tokenizer), *code_files(tokenizer)])
     elif tokenizer is not None:  # by `put`, so that a failed export removes them too
-        with tempfile.TemporaryDirectory() as made:
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as made:
             tokenizer.save_pretrained(made)
             _copy(output, Path(made), sorted(filter(Path.is_file, Path(made).rglob("*"))))
 
@@ -173,6 +174,9 @@ def config_beside(
 
     Args:
         copies: makes a directory for copies of the files.
+
+    Raises:
+        StorageError: they cannot be copied there.
     """
     if is_local(storage.url) and not os.path.isdir(local_path(storage.url)):
         return None, ()  # a single file
@@ -193,6 +197,8 @@ def config_beside(
             for file in templates.list():
                 (folder / TEMPLATES).mkdir(exist_ok=True)
                 (folder / TEMPLATES / file.name).write_bytes(templates.read(file.name, most=_MOST))
+    except OSError as error:
+        raise temporary_error(error, f"copy the files beside {storage.url}") from error
     finally:
         strict.close()
     try:
@@ -317,7 +323,7 @@ class GgufConverter:
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
         begun = f".gguf.{secrets.token_hex(6)}{_UNFINISHED}"
         with (
-            tempfile.TemporaryFile() as output,
+            os.fdopen(os.memfd_create("smckpt"), "w+b") as output,
             Directory.open(at) as above,
             above.make(begun, 0o700) as made,  # the converter follows links: nobody puts one there
         ):

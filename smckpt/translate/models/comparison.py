@@ -16,7 +16,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -270,7 +269,7 @@ class _Child:
         # It gets this process's import path. `python -c` would first look in the current directory.
         path = {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
         path |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  # closed by `close`
+        self._errors = os.fdopen(os.memfd_create("smckpt"), "w+")  # closed by `close`
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _CHILD],

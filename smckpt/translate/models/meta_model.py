@@ -96,15 +96,15 @@ def _models(config: Mapping[str, Any]) -> Iterator[Any | str]:
     """The models that a config may mean, or a text that says why there is none."""
     import transformers
 
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder, CONFIG).write_text(json.dumps(config))
-        try:
+    try:
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+            Path(folder, CONFIG).write_text(json.dumps(config))
             known = transformers.AutoConfig.from_pretrained(
                 folder, local_files_only=True, trust_remote_code=False
             )
-        except Exception as error:  # a config's class may raise anything
-            yield f"transformers cannot read the config: {_first_line(error)}"
-            return
+    except Exception as error:  # a config's class may raise anything, and so may the directory
+        yield f"transformers cannot read the config: {_first_line(error)}"
+        return
     wanted = config.get("architectures") or ()
     yield f"transformers knows no class {', '.join(wanted)}"
     for name in wanted or _AUTO:

@@ -325,7 +325,11 @@ class _Publishing:
             {"source": self.model.url, "published_at": time.time_ns()},
         )  # fmt: skip
         sealed = made.sealed()
+        # From now on it may count, also where the store raises: then it keeps its files, and the
+        # record of them is left for a later publish.
+        files, self._made = self._made, []
         if not self.storage.put_exclusive(MANIFEST, sealed):
+            self._made = files
             raise self.overtaken()
         self.nbytes += len(sealed)
         self.storage.delete(FILES)  # now the manifest has the names

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -420,6 +421,60 @@ def test_a_kill_at_any_call_leaves_the_old_model_or_the_new(
     kills = _kills_of(what, served, moments, newer=newer, keep=1)
     print(f"{what}: {kills} kills")
     assert kills == len(moments) or (len(moments) > 100 and kills > 10)
+
+
+@pytest.mark.parametrize("what", ["publish", "apply"])
+def test_a_call_that_fails_once_leaves_the_old_model_or_the_new(
+    served: Served, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """Each call in turn, also after the manifest is there. The next try is without the fault."""
+    served.publish()
+    served.apply()
+    old = contents(served.host / "latest")
+    served.tensors["embed.weight"] *= 2
+    write(served.model, served.tensors)
+    act = served.publish
+    if what == "apply":
+        served.publish()
+        act = served.apply
+    kept = [(place, served.host.parent / f"{place.name}-before") for place in
+            (served.host, Path(served.root))]  # fmt: skip
+    for place, copy in kept:
+        shutil.copytree(place, copy, symlinks=True)
+    names, failed = ("pwrite", "rename", "link", "fsync", "unlink", "mkdir", "symlink"), 0
+    for at in range(1000):
+        for place, copy in kept:
+            shutil.rmtree(place)
+            shutil.copytree(copy, place, symlinks=True)
+        left = [at]
+        with monkeypatch.context() as patch:
+            for name in names:
+                patch.setattr(os, name, _failing_once(getattr(os, name), left))
+            try:
+                act()
+            except errors.CheckpointError:
+                failed += 1
+        if left[0] >= 0:  # it ended before so many calls
+            break
+        served.apply()
+        served.assert_same() if what == "apply" else None
+        assert contents(served.host / "latest") in (old, contents(served.model)), at
+        served.publish()
+        served.apply()
+        served.assert_same()
+    assert failed > 10
+
+
+def _failing_once(call: Any, left: list[int]) -> Any:
+    """The call, which fails once, after `left` calls of all that share it."""
+
+    def faulty(*args: Any, **options: Any) -> Any:
+        left[0] -= 1
+        if left[0] == -1:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return call(*args, **options)
+
+    return faulty
 
 
 def test_two_may_not_apply_to_one_directory(served: Served) -> None:

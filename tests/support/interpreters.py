@@ -103,4 +103,7 @@ def serving(python: str, script: str) -> Iterator[Callable[[dict[str, Any]], Non
 
 
 def _environment() -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    """The scripts import `limits`, which needs no package of ours."""
+    path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(Path(__file__).parent)]))
+    settings = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": path}
+    return {**os.environ, **settings}

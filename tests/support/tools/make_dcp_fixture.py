@@ -64,6 +64,7 @@ def save(rank: int, store: str, place: str) -> None:
 
 
 if __name__ == "__main__":
+    sys.path.append(str(Path(__file__).resolve().parents[1]))
     from limits import seconds
 
     folder = Path(sys.argv[1]).resolve() / f"dcp-{torch.__version__.partition('+')[0]}"

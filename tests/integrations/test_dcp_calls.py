@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import os
+import re
 import subprocess
 import sys
-from collections import defaultdict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterator
 from concurrent.futures import Future
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
+from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -410,6 +416,90 @@ def test_dcp_saves_streams_spans_and_paths_through_our_writer(tmp_path: Path) ->
     assert found is not None
     assert found["v"].pop("stream").getvalue() == values.pop("stream").getvalue()  # type: ignore[attr-defined]
     assert found["v"] == values
+
+
+VALUES = {
+    "range": range(1, 9, 2),
+    "slice": slice(None, 3),
+    "frozenset": frozenset({1, "a"}),
+    "complex": 1 - 2j,
+    "Decimal": Decimal("1.50"),
+    "Fraction": Fraction(1, 3),
+    "UUID": UUID(int=7),
+    "datetime": datetime(2026, 1, 2, tzinfo=UTC),
+    "deque": deque([1, (2,)], maxlen=4),
+    "numpy scalar": np.float32(0.1),
+    "numpy array": np.arange(4, dtype="int16"),
+    "numpy dtype": np.dtype("float16"),
+    "dtype": torch.bfloat16,
+    "nested": {"a": [{"b": frozenset({3})}], "c": ...},
+}
+
+
+@pytest.mark.parametrize("door", ["calls", "writer"])
+@pytest.mark.parametrize("name", list(VALUES))
+def test_values_of_pythons_library_and_numpy_come_back_as_from_dcp(
+    tmp_path: Path, name: str, door: str
+) -> None:
+    def blank() -> dict[str, Any]:
+        given = {"nested": {"a": [{"b": 0}], "c": 0}, "numpy array": np.zeros(4, "int16")}
+        return {"v": given.get(name, 0), "t": torch.zeros(1)}
+
+    state = {"v": VALUES[name], "t": torch.ones(1)}
+    stock, ours = blank(), blank()
+    dcp.save(state, checkpoint_id=tmp_path / "stock")
+    dcp.load(stock, checkpoint_id=tmp_path / "stock")
+    if door == "calls":
+        calls.save(state, checkpoint_id=tmp_path / "ours")
+        calls.load(ours, checkpoint_id=tmp_path / "ours")
+    else:
+        dcp.save(state, storage_writer=smckpt.DistributedFileSystemWriter(tmp_path / "ours"))
+        dcp.load(ours, storage_reader=smckpt.DistributedFileSystemReader(tmp_path / "ours"))
+    assert repr(ours) == repr(stock) and type(ours["v"]) is type(VALUES[name])
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        {"plain": {}},
+        {"plain": {"x": 0}},
+        {"both": {}},
+        {"both": {"inner": {}}},
+        {"ordered": OrderedDict(), "deep": {"m": {}}},
+        {"deep": {"m": {"k": 0}}, "list": []},
+        {"list": {}},
+        {"empty": {}},
+        {"empty": {"more": 1}},
+        {"deep": {"m": {"other": 1}}},
+        {"list": {"x": 0}},
+    ],
+    ids=str,
+)
+def test_a_dict_of_the_target_keeps_its_keys_as_in_dcp(tmp_path: Path, target: Any) -> None:
+    """A dict stays the same object too, and a key that is not saved is refused."""
+    state = {
+        "plain": {"x": 1, "y": 2},
+        "both": {"t": torch.ones(2), "inner": {"z": 3}},
+        "ordered": OrderedDict(b=4),
+        "deep": {"m": {"k": 5, "l": [6]}},
+        "list": [1, 2],
+        "empty": {},
+    }
+    found = []
+    for module in (dcp, calls):
+        given: Any = copy.deepcopy(target)
+        module.save(state, checkpoint_id=tmp_path / module.__name__)
+        inner = [value for key, value in given.items() if key != "list"]
+        try:
+            module.load(given, checkpoint_id=tmp_path / module.__name__)
+        except CheckpointException as error:
+            found.append(
+                re.findall(r"Missing key in checkpoint state_dict: ([\w.]+)\.", str(error))
+            )
+        else:
+            found.append(repr(given))
+            assert all(any(one is value for value in given.values()) for one in inner)
+    assert found[0] == found[1]
 
 
 @pytest.fixture

@@ -2,10 +2,11 @@
 
 These are stored as {"~": tag, "v": …}, because JSON cannot hold them: tuples, sets, bytes, complex
 numbers, non-finite floats, very large integers, dicts whose keys are not strings, deques, paths,
-dates, times, time spans, BytesIO, argparse's Namespace, numpy scalars and arrays, torch dtypes and
-sizes; and members of enums, named tuples and dataclasses, by the names of their classes. Anything
-else is refused, unless it reads back with `weights_only=True`, for which its type may be allowed by
-name. Nothing that is read is ever executed.
+dates, times, time spans, ranges, slices, decimals, fractions, UUIDs, BytesIO, argparse's Namespace,
+numpy scalars, arrays and dtypes, torch dtypes and sizes; and members of enums, named tuples and
+dataclasses, by the names of their classes. Anything else is refused, unless it reads back with
+`weights_only=True`, for which its type may be allowed by name. Nothing that is read is ever
+executed.
 """
 
 from __future__ import annotations
@@ -20,8 +21,11 @@ import struct
 import zipfile
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
+from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path, PurePath, PurePosixPath, PureWindowsPath
 from typing import IO, Any
+from uuid import UUID
 
 from smckpt.errors import CheckpointError, CorruptCheckpointError, StateError
 from smckpt.layout.containers import (
@@ -165,6 +169,9 @@ class _Encoder:
             return _tagged("timedelta", [value.days, value.seconds, value.microseconds])
         if type(value) is io.BytesIO:
             return _tagged("BytesIO", [base64.b64encode(value.getvalue()).decode(), value.tell()])
+        for name, (kind, arguments) in _BY_ARGUMENTS.items():
+            if type(value) is kind:
+                return _tagged("called", [name, self._items(arguments(value), path)])
         if f"{type(value).__module__}.{type(value).__qualname__}" == "argparse.Namespace":
             return _tagged("Namespace", self.encode(vars(value), path))
         return None
@@ -204,6 +211,17 @@ class _Encoder:
                 remedy=remedy,
             ) from error
         return buffer.getvalue()
+
+
+# Types whose constructor makes an equal value from these arguments.
+_BY_ARGUMENTS: dict[str, tuple[Any, Callable[[Any], Sequence[Any]]]] = {
+    "range": (range, lambda v: [v.start, v.stop, v.step]),
+    "slice": (slice, lambda v: [v.start, v.stop, v.step]),
+    "Decimal": (Decimal, lambda v: [str(v)]),
+    "Fraction": (Fraction, lambda v: [v.numerator, v.denominator]),
+    "UUID": (UUID, lambda v: [str(v)]),
+    "Ellipsis": (type(...), lambda v: []),
+}
 
 
 def _known_kind(value: Any) -> type | None:
@@ -248,6 +266,8 @@ def _float_text(value: float) -> str:
 def _numpy(value: Any) -> dict[str, Any] | None:
     import numpy
 
+    if isinstance(value, numpy.dtype) and value.kind in _NUMPY_KINDS and not value.metadata:
+        return _tagged("numpy.dtype", value.str)
     if type(value) is not numpy.ndarray and not isinstance(value, numpy.generic):
         return None
     if value.dtype.kind not in _NUMPY_KINDS or value.dtype.metadata:
@@ -370,13 +390,25 @@ def _decode_float(text: str) -> float:
     return value
 
 
+def _decode_called(data: Any) -> Any:
+    name, arguments = data
+    return _BY_ARGUMENTS[name][0](*_decoded(arguments))
+
+
+def _decode_numpy_dtype(kind: Any) -> Any:
+    import numpy
+
+    dtype = numpy.dtype(kind)
+    if dtype.kind not in _NUMPY_KINDS:
+        raise ValueError(f"numpy dtype {kind}")
+    return dtype
+
+
 def _decode_array(data: Any) -> Any:
     import numpy
 
     kind, text, shape = data
-    dtype = numpy.dtype(kind)
-    if dtype.kind not in _NUMPY_KINDS:
-        raise ValueError(f"numpy dtype {kind}")
+    dtype = _decode_numpy_dtype(kind)
     raw = base64.b64decode(text, validate=True)
     return numpy.frombuffer(bytearray(raw), dtype=dtype).reshape(shape)
 
@@ -449,11 +481,13 @@ _DECODERS: dict[str, Callable[[Any], Any]] = {
     "data": lambda v: _decode_named("data", v),
     "datetime": _decode_datetime,
     "path": lambda v: _PATHS[v[0]](v[1]),
+    "called": _decode_called,
     "timedelta": lambda v: datetime.timedelta(*v),
     "BytesIO": _decode_stream,
     "Namespace": _decode_namespace,
     "numpy": lambda v: _decode_array([*v, [1]])[0],
     "ndarray": _decode_array,
+    "numpy.dtype": _decode_numpy_dtype,
     "torch.dtype": _decode_dtype,
     "torch.Size": _decode_size,
     "torch.device": _decode_device,

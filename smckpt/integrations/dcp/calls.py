@@ -11,7 +11,8 @@ import inspect
 import logging
 import os
 import traceback
-from collections.abc import Callable, MutableMapping
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Mapping, MutableMapping
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -296,7 +297,7 @@ def load(
     if not ours or not _loads_by_engine(planner, checkpoint_id):
         by_dcp()
         return
-    before = dict(state_dict)
+    before, shape = dict(state_dict), _shape(state_dict)
     partly = planner is not None and planner.allow_partial_load
     location = _detected(checkpoint_id, storage_reader)
     try:
@@ -314,9 +315,47 @@ def load(
         if storage_reader is not None or not _has_extensions(location):
             raise dcp_error(error, _ranks(process_group)) from error
         by_dcp()
+    else:
+        missing = _cut_to(state_dict, shape, "")
+        if missing and not partly:
+            raise dcp_error(
+                KeysMismatchError(
+                    f"Missing key in checkpoint state_dict: {missing[0]}.",
+                    remedy="leave it out of the target, or plan with allow_partial_load=True",
+                ),
+                _ranks(process_group),
+            )
     for key, value in before.items():  # DCP sets what has no load_state_dict
         if not isinstance(value, Stateful):
             state_dict[key] = state_dict[key]
+
+
+_Shape = dict[Any, tuple[Any, Any]]
+
+
+def _shape(state: Mapping[Any, Any]) -> _Shape:
+    """Each key with its value, and the shape of a dict in it."""
+    return {key: (v, _shape(v) if type(v) in _DICTS else None) for key, v in state.items()}
+
+
+_DICTS = (dict, OrderedDict, defaultdict)
+
+
+def _cut_to(now: MutableMapping[Any, Any], shape: _Shape, at: str) -> list[str]:
+    """Give dicts without tensors the keys that the target had, as DCP, which fills leaf by leaf.
+    Our engine loads such a dict as one value. Returns the names that it lacks."""
+    missing = []
+    for key, (was, below) in shape.items():
+        if below is None or not isinstance(found := now.get(key), dict):
+            continue
+        missing += _cut_to(found, below, f"{at}{key}.")
+        missing += [f"{at}{key}.{inner}" for inner in below if inner not in found]
+        if found is not was:
+            filled = {inner: found.get(inner, old) for inner, (old, _) in below.items()}
+            was.clear()
+            was.update(filled)
+            now[key] = was
+    return missing
 
 
 class Upload(Future[Any]):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import datetime
 import io
 import logging
@@ -23,6 +24,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
@@ -344,10 +346,7 @@ class DistributedFileSystemWriter(StorageWriter):
             for item in (*self._own, *plan.items)
             if item.type == WriteItemType.BYTE_IO and item.index.fqn in ticket.objects
         }
-        values = {
-            _path_of(fqn, paths): _decoded(fqn, planner.resolve_data(item))
-            for fqn, item in items.items()
-        }
+        values = {_path_of(fqn, paths): _value(fqn, planner, item) for fqn, item in items.items()}
         tensors = {
             _path_of(item.index.fqn, paths)
             for item in (*self._own, *plan.items)
@@ -463,15 +462,21 @@ def _entries(
     return entries, tensors
 
 
-def _decoded(fqn: str, data: Any) -> Any:
-    """A value from the bytes of DCP's planner; nothing in them is executed."""
+def _value(fqn: str, planner: SavePlanner, item: WriteItem) -> Any:
+    """The value that DCP's planner would write, from its bytes; nothing in them is executed."""
+    data: Any = planner.resolve_data(item)
     raw = data.getvalue() if isinstance(data, io.BytesIO) else data
     try:
         with torch.serialization.safe_globals(_PLAIN):
             return torch.load(io.BytesIO(raw), weights_only=True, map_location="cpu")
     except Exception as error:  # pickle, zip and torch each have their own
+        with contextlib.suppress(CheckpointError):
+            if type(planner) is DefaultSavePlanner:  # its bytes are those of the value itself
+                value = planner.lookup_object(item.index)
+                encode_object(value)
+                return value
         raise StateError(
             f"the value {fqn} is not plain data: {str(error).splitlines()[0]}",
-            remedy="save numbers, strings, lists, dicts and tensors; convert NumPy arrays to "
-            "tensors, and leave functions and custom objects out",
+            remedy="save numbers, strings, lists, dicts, tensors, NumPy arrays and values of "
+            "Python's library, and leave functions and custom objects out",
         ) from error

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from smckpt.errors import KeysMismatchError, UsageError
-from smckpt.state_dict.modes import load_hooks
+from smckpt.state_dict.modes import has_own_pair, load_hooks
 from smckpt.state_dict.of_optimizers.bindings import bind, bound
 from smckpt.state_dict.of_optimizers.optimizers import copy_exactly, fill_optimizer
 from smckpt.state_dict.tags import ModelStateDict, RememberingDict, set_tag, tag_of
@@ -80,7 +80,8 @@ class Taker:
             out = ModelStateDict({fqn: _on_cpu(value) for fqn, value in tensors.items()})
             out.give_back = partial(self.load_model, strict=False)
             return out
-        if self.view.computed.isdisjoint(tensors) and not load_hooks(self.view.model):
+        model = self.view.model
+        if not (self.view.computed & tensors.keys() or load_hooks(model) or has_own_pair(model)):
             return tensors
         out = ModelStateDict(tensors)
         out.give_back = self.view.give_back

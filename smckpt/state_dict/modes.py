@@ -34,6 +34,7 @@ __all__ = [
     "concrete",
     "give_back",
     "give_extra_state",
+    "has_own_pair",
     "is_extra_state",
     "load_hooks",
     "mode_of",
@@ -132,7 +133,7 @@ def give_back(model: nn.Module, given: Mapping[str, Any], name_of: Callable[[str
     """
     raw = own_state_dict(model)
     names = {name for name in computed_names(model, raw) if name_of(name) in given}
-    if all(map(is_extra_state, names)):
+    if all(map(is_extra_state, names)) and not has_own_pair(model):
         give_extra_state(model, given, name_of)
         for call in load_hooks(model):  # they may compute what no state dict has
             call()
@@ -166,6 +167,16 @@ def give_extra_state(
             name = name_of(f"{raw}._extra_state" if raw else "_extra_state")
             if name in given:
                 module.set_extra_state(given[name])
+
+
+def has_own_pair(model: nn.Module) -> bool:
+    """Whether its class has a `state_dict` and a `load_state_dict` of its own, which may keep more
+    than tensors in step."""
+    kind: Any = type(model)
+    return all(
+        not str(getattr(method, "__module__", "")).startswith("torch.")
+        for method in (kind.state_dict, kind.load_state_dict)
+    )
 
 
 def load_hooks(model: nn.Module) -> list[Callable[[], object]]:

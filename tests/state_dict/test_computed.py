@@ -233,3 +233,32 @@ def test_hooks_that_follow_a_load_are_called_once(tmp_path: Path, wrap: str) -> 
         else:
             for found in run_ranks(derived_by, 2, wrap, kind, path, timeout=60):
                 assert found == (1, True), kind
+
+
+class Renaming(nn.Sequential):
+    """Its own two methods keep a number beside the names."""
+
+    step = 0
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        own = super().state_dict(*args, **kwargs)
+        return {f"step{self.step}.{name}": value for name, value in own.items()}
+
+    def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        self.loaded = len(state_dict)
+        own = {name.partition(".")[2]: value for name, value in state_dict.items()}
+        return super().load_state_dict(own, *args, **kwargs)
+
+
+@pytest.mark.parametrize("kind", [None, *KINDS])
+def test_a_class_with_both_methods_of_its_own_gets_its_state_by_them(
+    tmp_path: Path, kind: Any
+) -> None:
+    def state(model: nn.Module) -> dict[str, Any]:
+        with nullcontext() if kind is None else smckpt.sm_state_dict_type(model, kind):
+            return {"model": model if kind is None else model.state_dict()}
+
+    trained, fresh = Renaming(nn.Linear(3, 3)), Renaming(nn.Linear(3, 3))
+    smckpt.save(state(trained), checkpoint_id=tmp_path)
+    smckpt.load(state(fresh), checkpoint_id=tmp_path)
+    assert fresh.loaded == 2 and torch.equal(fresh[0].weight, trained[0].weight)

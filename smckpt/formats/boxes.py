@@ -126,7 +126,6 @@ class BoxTensors:
         for stored, copy, buffer in plan:
             itemsize = DTYPES[stored.dtype].itemsize
             self._source.copy(stored.record, copy, itemsize, buffers[buffer])
-        self._source.let_go(sum(len(buffer) for buffer in buffers))
 
     def close(self) -> None:
         self._source.close()

@@ -1,10 +1,9 @@
-"""Reads files of others: on a disk they are mapped and let go again, from a store ranges are read.
-Memory stays bounded. A directory of theirs is on a disk, in a store, or in an archive of tar."""
+"""Reads ranges of files of others, on a disk and in a store. Memory stays bounded. A directory of
+theirs is on a disk, in a store, or in an archive of tar."""
 
 from __future__ import annotations
 
 import io
-import mmap
 import os
 import tarfile
 import threading
@@ -14,14 +13,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any, NoReturn, TypeAlias
+from typing import NoReturn
 
-import numpy as np
 from awscrt import checksums
 
+from smckpt.checkpoint.records.sealed import at_once
 from smckpt.errors import CorruptCheckpointError, UsageError
 from smckpt.layout.strided import Box, Copy, elements, execute
 from smckpt.storage import Access, Storage
+from smckpt.storage.faults import storage_error
 from smckpt.storage.urls import file_url, is_local, join_url
 
 __all__ = [
@@ -34,13 +34,10 @@ __all__ = [
 
 
 _AT_ONCE = 16  # requests for headers
-_OPEN = 128  # files mapped at once; each takes a descriptor
-_WINDOW = 16 << 20  # bytes under one step of a checksum, and of a record that is kept whole
-_RESIDENT = (
-    128 << 20
-)  # bytes; after so many, mapped pages are released. So many are kept of a store
+_WINDOW = 16 << 20  # bytes that a store is asked for at once, and of a record that is kept whole
+_STEP = 1 << 20  # bytes that are read from a disk at once: they stay in the processor's cache
+_KEPT = 128 << 20  # bytes of small records of stores
 _SPARSE = 4  # a range of a store is read in parts if so many times more bytes would be read
-Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +68,10 @@ class SourceFiles:
 
     def __init__(self, access: Access | None = None) -> None:
         self.access = access or Access()
-        self._maps: OrderedDict[str, mmap.mmap] = OrderedDict()
         self._stores: dict[str, Storage] = {}
         self._kept: OrderedDict[ArchiveRecord, bytes] = OrderedDict()  # small ones of stores
         self._checked: dict[ArchiveRecord, threading.Lock | None] = {}
         self._lock = threading.Lock()
-        self._resident = 0
 
     def whole(self, path: str) -> ArchiveRecord:
         """All bytes of a file.
@@ -100,28 +95,29 @@ class SourceFiles:
             ) from error  # fmt: skip
 
     def read(self, record: ArchiveRecord, start: int = 0, stop: int | None = None) -> bytes:
-        """Bytes [start, stop) of a record; nothing is compared.
+        """Bytes [start, stop) of a record; nothing is compared. A file on a disk is read too, not
+        mapped: where another program cuts it short meanwhile, or its disk fails, a map would kill
+        the process (SIGBUS).
 
         Raises:
             CorruptCheckpointError: they are not all inside, or the file has become shorter.
+            StorageError: they cannot be read.
         """
         wanted = record.part(start, (record.nbytes if stop is None else stop) - start)
         if not is_local(record.path):
             storage, name = self._store(record.path)
             return storage.read(name, wanted.offset, wanted.nbytes) if wanted.nbytes else b""
-        parts = []
-        descriptor = os.open(record.path, os.O_RDONLY | os.O_CLOEXEC)
+        parts, at, end = [], wanted.offset, wanted.offset + wanted.nbytes
         try:
-            at, end = wanted.offset, wanted.offset + wanted.nbytes
-            while at < end:
-                part = os.pread(descriptor, end - at, at)
-                if not part:
-                    _shorter(record, at)
-                parts.append(part)
-                at += len(part)
-        finally:
-            os.close(descriptor)
-        return b"".join(parts)
+            with open(record.path, "rb", buffering=0, opener=at_once) as file:
+                while at < end:
+                    if not (part := os.pread(file.fileno(), end - at, at)):
+                        _shorter(record, os.fstat(file.fileno()).st_size)
+                    parts.append(part)
+                    at += len(part)
+        except OSError as error:
+            raise storage_error(error, record.path, "read") from error
+        return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def read_each(self, record: ArchiveRecord, starts: Sequence[int], nbytes: int) -> list[bytes]:
         """As many bytes at each of some places of a record. A store is asked for many at once."""
@@ -143,26 +139,11 @@ class SourceFiles:
         if not copy.numel:
             return
         to = elements(target, itemsize)
-        if is_local(record.path):
-            memory = self.bytes_of(record)
-            execute(copy, elements(memory[: len(memory) // itemsize * itemsize], itemsize), to)
-            return
         self.check(record)
-        for part in _parts(copy, itemsize):
+        for part in _parts(copy, itemsize, _STEP if is_local(record.path) else _WINDOW):
             low = part.source.start * itemsize
             data = self._range(record, low, low + part.source.extent * itemsize)
             execute(part.from_start(), elements(data, itemsize), to)
-
-    def bytes_of(self, record: ArchiveRecord) -> Array:
-        """The bytes of a record on a disk, compared with its CRC the first time.
-
-        Raises:
-            CorruptCheckpointError: they differ, or the file has become shorter.
-        """
-        if not record.nbytes:
-            return np.zeros(0, np.uint8)
-        self.check(record)
-        return np.frombuffer(self._map(record), np.uint8, record.nbytes, record.offset)
 
     def check(self, record: ArchiveRecord) -> None:
         """Compare the bytes with their CRC, if they have one and it is the first time.
@@ -180,18 +161,10 @@ class SourceFiles:
             if self._checked[record] is None:
                 return
             found = 0
-            mapped = self._map(record) if is_local(record.path) else None
-            for low in range(0, record.nbytes, _WINDOW):
-                high = min(low + _WINDOW, record.nbytes)
-                if mapped is None:
-                    found = checksums.crc32(self._range(record, low, high), found)
-                    continue
-                at, stop = record.offset + low, record.offset + high
-                with memoryview(mapped) as memory:
-                    found = checksums.crc32(memory[at:stop], found)
-                if record.nbytes - low > _WINDOW:
-                    page = at - at % mmap.PAGESIZE
-                    mapped.madvise(mmap.MADV_DONTNEED, page, stop - page)
+            step = _STEP if is_local(record.path) else _WINDOW
+            for low in range(0, record.nbytes, step):
+                high = min(low + step, record.nbytes)
+                found = checksums.crc32(self._range(record, low, high), found)
             if found != record.crc:
                 raise CorruptCheckpointError(
                     f"bytes {record.offset} to {record.offset + record.nbytes} differ from the "
@@ -200,22 +173,9 @@ class SourceFiles:
                 )  # fmt: skip
             self._checked[record] = None
 
-    def let_go(self, nbytes: int) -> None:
-        """Release mapped pages, after so many bytes were read from them. Otherwise all would count
-        as this process's memory."""
-        with self._lock:
-            self._resident += nbytes
-            if self._resident < _RESIDENT:
-                return
-            self._resident = 0
-            maps = list(self._maps.values())
-        for mapped in maps:
-            mapped.madvise(mmap.MADV_DONTNEED)
-
     def close(self) -> None:
         """It may be used again afterwards."""
         with self._lock:
-            self._maps.clear()  # what is still read keeps its own
             self._kept.clear()
             for storage in self._stores.values():
                 storage.close()
@@ -228,9 +188,9 @@ class SourceFiles:
             return self._stores[directory], name
 
     def _range(self, record: ArchiveRecord, start: int, stop: int) -> bytes | memoryview:
-        """Bytes of a record in a store. Small records are kept whole for a while: their tensors
-        are read in many parts."""
-        if record.nbytes > _WINDOW:
+        """Bytes of a record. Small ones of a store are kept whole for a while: their tensors are
+        read in many parts."""
+        if record.nbytes > _WINDOW or is_local(record.path):
             return self.read(record, start, stop)
         with self._lock:
             data = self._kept.get(record)
@@ -240,37 +200,16 @@ class SourceFiles:
             data = self.read(record)
             with self._lock:
                 self._kept[record] = data
-                while sum(map(len, self._kept.values())) > _RESIDENT:
+                while sum(map(len, self._kept.values())) > _KEPT:
                     self._kept.popitem(last=False)
         return memoryview(data)[start:stop]
 
-    def _map(self, record: ArchiveRecord) -> mmap.mmap:
-        with self._lock:
-            mapped = self._maps.get(record.path)
-            if mapped is None:
-                descriptor = os.open(record.path, os.O_RDONLY | os.O_CLOEXEC)
-                try:
-                    size = os.fstat(descriptor).st_size
-                    if record.offset + record.nbytes > size:
-                        _shorter(record, size)
-                    mapped = mmap.mmap(descriptor, size, access=mmap.ACCESS_READ)
-                finally:
-                    os.close(descriptor)
-                self._maps[record.path] = mapped
-                while len(self._maps) > _OPEN:
-                    self._maps.popitem(last=False)
-            else:
-                self._maps.move_to_end(record.path)
-        if record.offset + record.nbytes > len(mapped):
-            _shorter(record, len(mapped))
-        return mapped
 
-
-def _parts(copy: Copy, itemsize: int) -> Iterator[Copy]:
+def _parts(copy: Copy, itemsize: int, window: int) -> Iterator[Copy]:
     """A copy in parts whose source is read at once: none too large, none with much between."""
     extent = copy.source.extent
     if copy.numel == 1 or (
-        extent * itemsize <= _WINDOW
+        extent * itemsize <= window
         and (extent <= _SPARSE * copy.numel or extent * itemsize <= 1 << 20)
     ):
         yield copy
@@ -280,7 +219,7 @@ def _parts(copy: Copy, itemsize: int) -> Iterator[Copy]:
     for low, high in ((0, copy.sizes[dim] // 2), (copy.sizes[dim] // 2, copy.sizes[dim])):
         offsets = tuple(low if d == dim else 0 for d in range(len(strides)))
         sizes = tuple(high - low if d == dim else n for d, n in enumerate(copy.sizes))
-        yield from _parts(copy.part(Box(offsets, sizes)), itemsize)
+        yield from _parts(copy.part(Box(offsets, sizes)), itemsize, window)
 
 
 def _shorter(record: ArchiveRecord, size: int) -> NoReturn:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import io
 import json
 import os
 import sys
+import tarfile
 import types
 from pathlib import Path
 from typing import Any
@@ -15,13 +17,13 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.distributed import checkpoint as dcp
 
 import smckpt
 from smckpt import ExportOptions, Parallel, errors, export_hf
-from smckpt.formats import source_files
-from smckpt.formats.readers.torch_files import stored_state
 from smckpt.translate import import_hf
-from tests.support import interpreters
+from tests.support import child, interpreters
+from tests.support.faults.failing import failing
 from tests.support.models import families, hub_families, references
 from tests.support.models.references import each_rank, on_disk
 
@@ -355,34 +357,76 @@ def test_a_file_without_a_model_is_refused_with_the_keys_that_it_has(tmp_path, l
         assert not (tmp_path / "hf").exists()
 
 
-def test_pages_of_a_torch_file_are_let_go(tmp_path, monkeypatch):
-    """They count as this process's memory: 2.2 GB were resident where a few chunks are needed."""
-    path = tmp_path / "model.pt"
-    torch.save({f"w{i}": torch.full((4 << 20,), float(i)) for i in range(6)}, path)
-    monkeypatch.setattr(source_files, "_RESIDENT", 16 << 20)
-    source = source_files.SourceFiles()
-    tensors = stored_state(source, source.whole(str(path))).tensors
-    export_hf(path, tmp_path / "hf")
-    found = load_file(tmp_path / "hf" / "model.safetensors")
-    assert all((found[f"w{i}"] == i).all() for i in range(6))
-    arrays = [source.bytes_of(stored.record) for stored in tensors.values()]
-    for array in arrays:  # brings all of it in
-        assert array.sum() >= 0
-    assert _resident(path) > 64 << 20
-    source.let_go(32 << 20)
-    assert _resident(path) < 8 << 20
-    assert [a.view("f4")[7] for a in arrays] == [0, 1, 2, 3, 4, 5]
+CUT_SHORT = """
+import os, sys
+import smckpt
+from smckpt import errors
+from smckpt.formats import source_files
+execute = source_files.execute
+
+def late(*arguments):
+    os.truncate(sys.argv[2], 4096)
+    execute(*arguments)
+
+source_files.execute = late
+try:
+    smckpt.export_hf(sys.argv[1], sys.argv[3])
+except errors.CorruptCheckpointError as error:
+    print(error)
+"""
 
 
-def _resident(path: Path) -> int:
-    """Bytes of the file that are in this process's memory."""
-    total, ours = 0, False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        if "-" in line.split()[0]:
-            ours = line.endswith(str(path))
-        elif ours and line.startswith("Rss:"):
-            total += int(line.split()[1]) << 10
-    return total
+@pytest.mark.parametrize("kind", ["pt", "safetensors", "dcp"])
+def test_a_file_that_is_written_anew_while_it_is_read_is_an_error(tmp_path, kind):
+    """A write cuts it short first. Through a map, that killed the process (SIGBUS)."""
+    state = {f"w{i}.weight": torch.full((1 << 20,), float(i)) for i in range(4)}
+    path = file = tmp_path / f"model.{kind}"
+    if kind == "pt":
+        torch.save(state, path)
+    elif kind == "safetensors":
+        save_file(state, path)
+    else:
+        dcp.save(state, checkpoint_id=path, no_dist=True)
+        file = path / "__0_0.distcp"
+    text = child.run(CUT_SHORT, str(path), str(file), str(tmp_path / "hf"))
+    assert "the file has 4096 bytes" in text and file.name in text
+    assert not (tmp_path / "hf" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE])
+@pytest.mark.parametrize("call", ["open", "pread"])
+@pytest.mark.parametrize(
+    "name", ["model.pt", "model.safetensors", "hub", "dcp", "megatron", "deepspeed", "model.tar"]
+)
+def test_a_file_of_others_that_cannot_be_read_is_named(tmp_path, llama, name, call, code):
+    model, state = llama
+    path = file = tmp_path / name
+    if name == "model.pt":
+        torch.save(state, path)
+    elif name == "model.safetensors":
+        save_file(state, path)
+    elif name == "dcp":
+        dcp.save(state, checkpoint_id=path, no_dist=True)
+        file = path / ".metadata"
+    elif name == "model.tar":
+        model.save_pretrained(tmp_path / "hf")
+        with tarfile.open(path, "w") as archive:
+            archive.add(tmp_path / "hf", "hf")
+    elif name == "hub":
+        model.save_pretrained(path)
+        file = path / "model.safetensors"
+    else:
+        inside = {"megatron": "mp_rank_00/model_optim_rng.pt",
+                  "deepspeed": "mp_rank_00_model_states.pt"}  # fmt: skip
+        file = path / inside[name]
+        file.parent.mkdir(parents=True)
+        torch.save({"module": state} if name == "deepspeed" else {"model": state}, file)
+    for times in (1, -1):
+        with failing(call, code, file, times=times) as met:
+            with pytest.raises(errors.CheckpointError, match="cannot (read|open)") as caught:
+                export_hf(path, tmp_path / "o", config=model.config)
+            assert file.name in str(caught.value) and met
+    assert not (tmp_path / "o").exists()
 
 
 # -- released checkpoints as they are --------------------------------------------------------------

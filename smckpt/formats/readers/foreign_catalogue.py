@@ -319,7 +319,6 @@ class _Records:
         for record in found:
             if record.offset + record.nbytes > low:
                 self.files.check(record)
-                self.files.let_go(record.nbytes)
 
     def close(self) -> None:
         self.files.close()

@@ -19,6 +19,7 @@ from smckpt.manager.memory import SERVICE
 from smckpt.translate import Parallel, import_hf
 from tests.support import child
 from tests.support.faults.hosts import keeper_service
+from tests.support.faults.swaps import below
 from tests.support.interpreters import run, torchtitan
 from tests.translate.models.test_released import deepseek
 
@@ -195,6 +196,26 @@ def test_what_is_excluded_stays_as_it_was_and_a_step_that_is_absent_is_named(top
     assert set(begun[0]["losses"]) == {"5"}
     _, said = train(folder, fails=True, load_step=3)
     assert "--checkpoint.load_step=3 is not there" in said
+
+
+def test_what_is_behind_a_link_below_the_run_stays_as_it_is(top: Path) -> None:
+    """A step that is to be saved is somebody's directory; one that is to go was moved elsewhere."""
+    victim, folder = top / "somebody's", top / "links" / "checkpoint"
+    victim.mkdir()
+    (victim / "notes").write_text("precious")
+    folder.mkdir(parents=True)
+    (folder / "step-2").symlink_to(victim)
+    _, said = train(folder.parent, ranks=1, fails=True, steps=2)
+    assert "'step-2' below" in said and "is a symbolic link" in said
+    assert os.listdir(victim) == ["notes"]
+    (folder / "step-2").unlink()
+    train(folder.parent, ranks=1, steps=2)
+    moved = (folder / "step-2").rename(top / "moved")
+    (folder / "step-2").symlink_to(moved)
+    before = below(moved)
+    ran, _ = train(folder.parent, ranks=1, steps=7, keep_latest_k=2)
+    assert ran[0]["began"] == 2
+    assert below(moved) == before
 
 
 @pytest.mark.long

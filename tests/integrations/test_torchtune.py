@@ -85,6 +85,12 @@ def test_a_failed_save_is_told_and_removes_nothing(told: list[dict[str, Any]]) -
         assert its["later"] == ["dist_epoch_3", "dist_epoch_5"]
 
 
+def test_what_is_behind_a_link_below_the_run_stays_as_it_is(told: list[dict[str, Any]]) -> None:
+    for its in (rank["links"] for rank in told):
+        assert "'dist_epoch_0' below" in its["error"] and "is a symbolic link" in its["error"]
+        assert (its["victim"], its["moved"]) == (["notes"], True)
+
+
 def test_adapters_and_steps_have_directories_of_their_own(told: list[dict[str, Any]]) -> None:
     for its in (rank["adapters"] for rank in told):
         assert its["names"] == ["dist_epoch_1", "dist_epoch_1/adapter_model", "dist_step_40"]

@@ -275,6 +275,38 @@ def retention(out: Path) -> dict[str, Any]:
     return told
 
 
+def links(out: Path) -> dict[str, Any]:
+    """A step to save is a link to somebody's directory; one that is to go was moved elsewhere."""
+    made = DistributedCheckpointer(str(out), str(out), keep_last_n_checkpoints=1)
+    victim, step, moved = out / "victim", out / "dist_epoch_0", out / "moved"
+    if dist.get_rank() == 0:
+        victim.mkdir(parents=True)
+        (victim / "notes").touch()
+        step.symlink_to(victim)
+    dist.barrier()
+    told: dict[str, Any] = {}
+    try:
+        made.save_checkpoint(tiny(0), 0, save_async=False)
+    except smckpt.CheckpointError as error:
+        told["error"] = str(error)
+    told["victim"] = os.listdir(victim)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        step.unlink()
+    dist.barrier()
+    made.save_checkpoint(tiny(1), 0, save_async=False)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        step.rename(moved)
+        step.symlink_to(moved)
+    dist.barrier()
+    for epoch in (1, 2):
+        made.save_checkpoint(tiny(epoch), epoch, save_async=False)
+    dist.barrier()
+    told["moved"] = smckpt.verify_checkpoint(moved).ok
+    return told
+
+
 def adapters(out: Path) -> dict[str, Any]:
     made = DistributedCheckpointer(str(out), str(out), keep_last_n_checkpoints=1)
     for epoch in (0, 1):
@@ -462,6 +494,7 @@ def units(out: Path) -> dict[str, Any]:
     told: dict[str, Any] = {
         "calls": calls(str(out / "calls")),
         "retention": retention(out / "retention"),
+        "links": links(out / "links"),
         "adapters": adapters(out / "adapters"),
         "theirs": theirs(out / "theirs"),
         "by_rank_0": by_rank_0(out / "made", out / "by_rank_0"),

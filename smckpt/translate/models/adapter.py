@@ -267,45 +267,63 @@ def _refuse_merged(reader: TensorReader, adapters: Adapters, where: str) -> tupl
     )
     if directory is None:
         return unknown
-    compared, other = False, ""
     try:
-        there = {target.name: target for target in whole_tensors(directory)}
-        source = MergedSource(_both(reader, directory))
-        changes: dict[str, list[Change]] = {}
-        for parts, config in adapters:
-            shared = {n: t.shape for n, t in there.items() if n in parts.base}
-            for name, module in config.weights(parts.pairs, shared, where).items():
-                base = there[name]
-                if parts.base[name].shape == base.shape and len(base.shape) == 2:
-                    change = change_of_pair(parts, config, module, name, base.shape, where)
-                    if change.magnitude is None or not change.flip:
-                        changes.setdefault(name, []).append(change)
-        for name, found in changes.items():
-            own, base = adapters[0][0].base[name], there[name]
-            if {own.dtype, base.dtype} - CASTABLE.keys():
-                continue
-            compared = True
-            have, plain = (_first(source, each) for each in (own, base))
-            for some in _subsets(found):
-                added = _first(source, changed_tensor(base, some, None, where))
-                if 4 * abs(have - added).max() < abs(have - plain).max():
-                    raise TensorMismatchError(
-                        f"{name} is the base's weight with the adapter added: the state was saved "
-                        "while merge_adapter() was active, and a merge would add it twice",
-                        remedy="pass base= the directory of the base's weights, or save after "
-                        "unmerge_adapter()",
-                        path=where,
-                    )
-            if not other and own.dtype == base.dtype and (have != plain).any():
-                other = name
+        compared, merged, other = _compared(reader, directory, adapters, where)
     finally:
         directory.close()
+    if merged:
+        raise TensorMismatchError(
+            f"{merged} is the base's weight with the adapter added: the state was saved while "
+            "merge_adapter() was active, and a merge would add it twice",
+            remedy="pass base= the directory of the base's weights, or save after "
+            "unmerge_adapter()",
+            path=where,
+        )
     if other:
         return (
             f"{other} has other values than in {name_or_path}: training changed the base, or "
             "another adapter is merged into it; pass base= to take that directory's weights",
         )
     return () if compared else unknown
+
+
+def _compared(
+    reader: TensorReader, directory: TensorReader, adapters: Adapters, where: str
+) -> tuple[bool, str, str]:
+    """Compare the base's weights in a checkpoint, as far as adapters change them, with a directory.
+
+    Returns:
+        whether any could be compared; the name of one to which adapters are added already; that of
+        another one that differs.
+    """
+    compared, merged, other = False, "", ""
+    if not adapters[0][0].base:
+        return compared, merged, other
+    there = {target.name: target for target in whole_tensors(directory)}
+    source = MergedSource(_both(reader, directory))
+    changes: dict[str, list[Change]] = {}
+    for parts, config in adapters:
+        shared = {n: t.shape for n, t in there.items() if n in parts.base}
+        for name, module in config.weights(parts.pairs, shared, where).items():
+            base = there[name]
+            if parts.base[name].shape == base.shape and len(base.shape) == 2:
+                change = change_of_pair(parts, config, module, name, base.shape, where)
+                if change.magnitude is None or not change.flip:
+                    changes.setdefault(name, []).append(change)
+    for name, found in changes.items():
+        own, base = adapters[0][0].base[name], there[name]
+        if {own.dtype, base.dtype} - CASTABLE.keys():
+            continue
+        compared = True
+        have, plain = (_first(source, each) for each in (own, base))
+        added = (
+            _first(source, changed_tensor(base, some, None, where)) for some in _subsets(found)
+        )
+        if any(4 * abs(have - one).max() < abs(have - plain).max() for one in added):
+            merged = merged or name
+        elif own.dtype == base.dtype and (have != plain).any():
+            other = other or name
+    return compared, merged, other
 
 
 def _subsets(changes: Sequence[Change]) -> Iterator[tuple[Change, ...]]:
@@ -366,9 +384,15 @@ def _merged_there(
                 "base= out and pass config= with tie_word_embeddings=False",
                 path=url,
             )
+    *_, other = _compared(reader, directory, adapters, url)
+    differs = (
+        f"{other} has other values in the checkpoint than in base=, with the adapter and without: "
+        "base= was taken; leave it out to take the checkpoint's",
+    )
     notes = (
         *head_notes([*directory.held], settings),
         *(made.notes if settings is not None else ()),
+        *(differs if other else ()),
     )
     return ExportContents(
         MergedSource(_both(reader, directory)), made.targets, (), notes, made.naming

@@ -163,3 +163,22 @@ def test_a_state_that_was_saved_merged_is_not_merged_again(tmp_path, kind, dora)
     model.unmerge_adapter()
     assert_merged(tmp_path / "from base", model)
     assert load_file(tmp_path / "from base" / "model.safetensors").keys()
+
+
+@pytest.mark.parametrize("merged", [False, True])
+def test_a_base_that_is_not_the_checkpoints_is_noted(tmp_path, merged):
+    """Its weights are taken, because the caller says so; the tensors have the same shapes."""
+    model = llama()
+    base().save_pretrained(tmp_path / "base")
+    other = base()
+    with torch.no_grad():
+        other.model.layers[1].self_attn.q_proj.weight.add_(0.3)
+        other.model.layers[0].self_attn.q_proj.weight.add_(0.3)
+    other.save_pretrained(tmp_path / "other")
+    if merged:
+        model.merge_adapter()
+    path = source(tmp_path / "saved", "pt", model, whole=True)
+    for name, noted in (("base", False), ("other", True)):
+        given = Adapter(lora="merge", lora_config=model.peft_config, base=tmp_path / name)
+        report = export_hf(path, tmp_path / f"hf {name}", config=model.config, adapter=given)
+        assert any("base= was taken" in note for note in report.notes) == noted, report.notes

@@ -103,20 +103,31 @@ def check_tokenizer(tokenizer: Any, size: int, stored: int) -> None:
         )
 
 
-def note_on_ids(tokenizer: Any, shapes: Mapping[str, tuple[int, ...]]) -> tuple[str, ...]:
-    """A note if the tokenizer has ids for which the embedding has no row. A tokenizer that cannot
-    be read is ignored.
+def note_on_ids(
+    tokenizer: Any, generation: Mapping[str, Any] | None, shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[str, ...]:
+    """Notes if the tokenizer, or the generation config, has ids for which the embedding has no row.
+    A tokenizer that cannot be read is ignored.
 
     Args:
         shapes: of the tensors that are written.
     """
     rows = [shape[0] for name, shape in shapes.items() if name.endswith(_EMBEDDINGS)]
-    if tokenizer is None or len(set(rows)) != 1:
+    if len(set(rows)) != 1:
         return ()
-    beyond = [number for number in _ids(tokenizer) if number >= rows[0]]
+    notes = []
+    for key, given in (generation or {}).items():
+        ids = given if isinstance(given, (list, tuple)) else [given]
+        if key.endswith("_token_id") and any(type(n) is int and n >= rows[0] for n in ids):
+            notes.append(
+                f"{key} is {given}, but the embedding has {rows[0]} rows: the model never writes "
+                "such a token. Pass the model's own config, and generation_config="
+            )
+    beyond = [] if tokenizer is None else [n for n in _ids(tokenizer) if n >= rows[0]]
     if not beyond:
-        return ()
+        return tuple(notes)
     return (
+        *notes,
         f"the tokenizer has {len(set(beyond))} ids up to {max(beyond)}, but the embedding has "
         f"{rows[0]} rows: a text with one of them fails. Pass the model's own tokenizer, or resize "
         "the embedding before training",

@@ -108,6 +108,23 @@ def test_a_tokenizer_with_more_ids_than_rows_is_noted(tmp_path, model, given):
         assert not noted or "up to 123" in found[0]
 
 
+@pytest.mark.parametrize("where", ["config", "generation_config"])
+def test_a_token_that_the_model_has_no_row_for_is_noted(tmp_path, model, where):
+    """It would never end a text there."""
+    for ids, noted in (([2, 119], False), ([2, 120], True), (119, False), (4000, True)):
+        config, given = model.config.to_dict(), None
+        if where == "config":
+            config["eos_token_id"] = ids
+        else:
+            given = {"eos_token_id": ids}
+        report = export_hf(
+            tmp_path / "model.pt", tmp_path / "hf", config=config,
+            options=ExportOptions(generation_config=given, overwrite=True),
+        )  # fmt: skip
+        found = [note for note in report.notes if f"eos_token_id is {ids}" in note]
+        assert bool(found) == noted, report.notes
+
+
 CONFIG = """\
 from transformers import LlamaConfig
 from .sizes import SIZE

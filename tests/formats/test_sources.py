@@ -447,6 +447,25 @@ def test_buffers_of_older_releases_hold_no_weights(tmp_path):
     assert_same(tmp_path / "again", state)
 
 
+@pytest.mark.parametrize("kind", ["hub", "pt", "ours"])
+def test_buffers_of_older_releases_are_no_obstacle_to_an_export(tmp_path, llama, kind):
+    """The released Llama 2 has `rotary_emb.inv_freq`."""
+    model, state = llama
+    old = {**state, **{f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(8)
+                       for i in range(2)}}  # fmt: skip
+    path = tmp_path / kind
+    if kind == "hub":
+        model.save_pretrained(path)
+        save_file(old, path / "model.safetensors")
+    elif kind == "pt":
+        torch.save(old, path)
+    else:
+        smckpt.save({"model": old}, checkpoint_id=path, no_dist=True)
+    report = export_hf(path, tmp_path / "out", config=model.config)
+    assert_same(tmp_path / "out", state)
+    assert any("inv_freq and 1 more hold no weights" in note for note in report.notes)
+
+
 def test_a_release_without_the_outer_name_is_imported(tmp_path):
     """gpt2's files have `h.0…`, not `transformer.h.0…`."""
     model = families.model("gpt2")

@@ -24,7 +24,7 @@ from smckpt.translate.ranks.translated import Translated, TranslatedSource, whol
 from smckpt.translate.stream import ChunkSource, tied_names
 from smckpt.translate.tables.families import find_family
 from smckpt.translate.tables.hub import HubTensor
-from smckpt.translate.tables.pieces import prove_copies
+from smckpt.translate.tables.pieces import dropped, prove_copies
 from smckpt.translate.tables.table import Family
 
 __all__ = [
@@ -157,11 +157,16 @@ def _named(
     found = further_layers(reader.held, family, settings)
     predicting = kept_layers(found, family, settings, mtp, reader.url)
     everything = whole_tensors(reader)
+    buffers = [t.name for t in everything if family is not None and dropped(family.hub, t.name)]
+    everything = [target for target in everything if target.name not in buffers]
     targets = [target for target in everything if target.name not in found]
     further = [target for target in everything if target.name in found and predicting]
     comparison.further({t.name: t.shape for t in further}, predicting, reader.url)
     notes = list(head_notes([t.name for t in targets], settings))
     notes += () if predicting else left_out_note(found)
+    if buffers:  # of older releases
+        more = f" and {len(buffers) - 1} more" if buffers[1:] else ""
+        notes.append(f"{buffers[0]}{more} hold no weights, and are left out")
     kept = kept_of_family(settings, [*targets, *further])
     if naming == HUB:
         fit = comparison.names(targets, reader.url)

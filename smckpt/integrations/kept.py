@@ -7,6 +7,7 @@ not say otherwise.
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import count
@@ -26,6 +27,8 @@ from smckpt.meeting.group import Membership, group_of
 from smckpt.storage.urls import normal_url
 
 __all__ = ["KeptSteps", "memory_of"]
+
+log = logging.getLogger("smckpt")
 
 _SECONDS = 1800.0  # for each round of the ranks, as of the manager
 
@@ -115,7 +118,10 @@ class KeptSteps:
         meeting, point = self._membership.meeting(_SECONDS), f"restore/{next(self._rounds)}"
         self._tier.discard_unfinished()
         tiers = Tiers(self._disk, self._tier.steps, after, only)
-        found = resume(meeting, point, tiers, load, _SECONDS).found
+        resumed = resume(meeting, point, tiers, load, _SECONDS)
+        found = resumed.found
+        if resumed.lost and self._group.ranks[0] == self._membership.group.rank:
+            log.warning("resumed from %s; lost: %s", found, "; ".join(resumed.lost))
         self.restored(max(after, 0) if found is None else found.step or 0)
         return found is not None
 

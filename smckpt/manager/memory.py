@@ -385,6 +385,9 @@ class Tiers:
         assert found is not None  # only then is there a step
         return found.root
 
+    def is_in_memory(self, one: FoundCheckpoint) -> bool:
+        return self.memory is not None and one.path.startswith(self.memory.root.url)
+
     def newest_first(self) -> Iterator[FoundCheckpoint | Damaged]:
         """As `RunDirectory.newest_first`. Keepers that do not answer cost their steps."""
         on_disk = iter(()) if self.disk is None else self.disk.newest_first()

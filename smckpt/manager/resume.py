@@ -89,8 +89,8 @@ def resume(
     kinds: set[type[CheckpointError]] = set()
     trying: list[FoundCheckpoint] = []
 
-    def give_up(step: str, error: CheckpointError) -> None:
-        if isinstance(error, StorageError):
+    def give_up(step: str, error: CheckpointError, in_memory: bool = False) -> None:
+        if isinstance(error, StorageError) and not in_memory:
             steps.root.list_dirs()  # raises if the whole store fails, which may hold a newer step
         lost.append(f"{step} ({error})")
         kinds.add(StorageError if isinstance(error, StorageError) else CorruptCheckpointError)
@@ -111,7 +111,8 @@ def resume(
                 log.warning("%s is read again: %s", trying[-1], _error_of(failed[first]))
                 trying.append(trying[-1])
                 return Turn(trying[-1].to_json(), tuple(lost), PAUSE)
-            give_up(f"step {trying[-1].step}", _error_of(failed[first]))
+            at = trying[-1]
+            give_up(f"step {at.step}", _error_of(failed[first]), steps.is_in_memory(at))
         for page in remaining[0]:
             if isinstance(page, FoundCheckpoint):
                 trying.append(page)
@@ -151,18 +152,20 @@ def resume(
         except Exception as error:
             ours = as_checkpoint_error(error)
             passing = any(map(may_pass, _causes(ours)))
-            outcome = Outcome(True, is_damage(ours), passing, ours.to_json())
+            bad = is_damage(ours, steps.is_in_memory(found))
+            outcome = Outcome(True, bad, passing, ours.to_json())
 
 
-def is_damage(error: CheckpointError) -> bool:
+def is_damage(error: CheckpointError, in_memory: bool = False) -> bool:
     """Whether the checkpoint is at fault, or the files that make it. A program that does not fit it
-    fits no older one either. A store that does not answer at all may hold the newest step."""
+    fits no older one either. A store that does not answer at all may hold the newest step; but one
+    in memory went with its keeper."""
     bad = (CorruptCheckpointError, CheckpointNotFoundError, CheckpointReplacedError)
     for cause in _causes(error):
         if isinstance(cause, bad):
             return True
         if isinstance(cause, StorageError):
-            return not cause.of_store
+            return in_memory or not cause.of_store
         if isinstance(cause, OSError) and cause.errno == errno.EIO:  # of a disk: a bad sector
             return True
     return False

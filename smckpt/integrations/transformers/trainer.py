@@ -283,7 +283,9 @@ class SmckptTrainerMixin:
                 break
             except CheckpointError as error:
                 resumed = self._smckpt_resumed
-                if resumed is None or not self._smckpt_loading or not is_damage(error):
+                if resumed is None or not self._smckpt_loading:
+                    raise
+                if not is_damage(error, bool(resumed.chosen.url)):
                     raise
                 lost[resumed.chosen.directory] = error
                 if (handle := getattr(self, "neftune_hook_handle", None)) is not None:
@@ -336,7 +338,7 @@ class SmckptTrainerMixin:
             try:
                 self._bring(chosen)
             except CheckpointError as error:
-                if not is_damage(error):
+                if not is_damage(error, bool(chosen.url)):
                     raise
                 lost[chosen.directory] = error
                 continue

@@ -95,8 +95,10 @@ class KeptSteps:
         self.begin()
         if not self._tier.is_due(step):
             return None
-        save = partial(smckpt.async_save, state(), step=step)
-        return self._tier.save(save, self._template.subpath(step), self._group, dict(metadata))
+        save = partial(smckpt.async_save, step=step)
+        return self._tier.save(
+            save, state(), self._template.subpath(step), self._group, dict(metadata)
+        )
 
     def resume(
         self,

@@ -228,13 +228,14 @@ class CheckpointManager:
             self._prepared = True
         save = partial(
             async_save,
-            live,  # type: ignore[arg-type]
             process_group=group.process_group,
             step=step if type(step) is int else None,
         )
-        if memory is not None and (kept := memory.save(save, subpath, group, record)) is not None:
+        kept = None if memory is None else memory.save(save, live, subpath, group, record)
+        if kept is not None:
             return kept
         handle = save(
+            live,  # type: ignore[arg-type]
             checkpoint_id=Below(group.directory(self._directory(subpath)), self.root),
             options=replace(self._options, metadata=record, on_commit=self._committed(subpath)),
             storage=self._store_options,

@@ -35,8 +35,9 @@ from smckpt.errors import (
     StorageError,
     UsageError,
 )
-from smckpt.manager.retention import Newest, Retention
+from smckpt.manager.retention import Newest, Retention, Rivals
 from smckpt.manager.schedule import Interval, Schedule, refused
+from smckpt.manager.state import Failed
 from smckpt.meeting.group import Membership
 from smckpt.staging.arena import free_memory
 from smckpt.storage import open_storage
@@ -132,6 +133,7 @@ class MemoryTier:
         self.root = ""  # of the steps; "": the tier is off
         self.steps: RunDirectory | None = None
         self.retention: Retention | None = None
+        self._rivals: Rivals | None = None
         self._template, self._disk_root = template, root
         self._member = -1
         self._policy = _WhatFits(1)
@@ -158,7 +160,8 @@ class MemoryTier:
         self.root = root
         self.steps = RunDirectory(open_storage(self.root), self._template)
         self._policy = _WhatFits(memory.keep)
-        self.retention = Retention(self.steps, (self._policy,), None)
+        self._rivals = Rivals(self.steps)
+        self.retention = Retention(self.steps, (self._policy,), None, self._rivals)
         prepare_queue(MEMORY_QUEUE, process_group)
         if self._member == 0 and memory.daemon is not None:
             log.info("steps are kept in memory (interval %s) below %s", memory.interval, self.root)
@@ -254,12 +257,17 @@ class MemoryTier:
     def save(
         self,
         save: Callable[..., SaveHandle | None],
+        state: Any,
         subpath: str,
         group: ReplicationGroup,
         metadata: dict[str, Any],
     ) -> SaveHandle | None:
-        """Save a step into memory with `save`, an `async_save` that lacks where and how. None: the
-        tier is off or fails, and the step belongs on disk."""
+        """Save a step into memory with `save`, an `async_save` that lacks what, where and how.
+        None: the tier is off or fails, and the step belongs on disk.
+
+        Raises:
+            UsageError: a later job saves there. Rank 0 raises it, and the save fails on the others.
+        """
 
         def committed(handle: SaveHandle) -> None:
             if self._member == 0 and self.retention is not None and handle.timings is not None:
@@ -279,8 +287,17 @@ class MemoryTier:
             return None
         if self._failed:
             self._heal()
+        if self._member == 0 and self._rivals is not None:
+            try:
+                self._rivals.refuse_older()
+            except StorageError as error:
+                if not error.of_store:  # else the save itself finds no keeper
+                    state = Failed(UsageError(error.message, remedy=error.remedy, path=error.path))
+            claimed = {**metadata.get("manager", {}), "claim": self._rivals.claim()}
+            metadata = {**metadata, "manager": claimed}
         try:
             self._last = save(
+                state,
                 checkpoint_id=Below(group.directory(f"{self.root}/{subpath}"), self.root),
                 options=replace(self.options, metadata=metadata, on_commit=committed),
             )

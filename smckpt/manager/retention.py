@@ -162,12 +162,10 @@ class Rivals:
         """For the manifests."""
         return None if self._claim is None else asdict(self._claim)
 
-    def refuse(self, subpath: str, run: str) -> None:
-        """Refuse a save to this directory, if another job has the root, or another run the step.
-
+    def refuse_older(self) -> None:
+        """
         Raises:
-            StorageError: a later job saves below this root.
-            UsageError: a step of another run is there; it would be lost.
+            StorageError: a later job saves below this root; or its store fails.
         """
         if self._claim is None:
             subpaths = [subpath for _, subpath in self._steps.places()]
@@ -177,6 +175,15 @@ class Rivals:
             self._claim = Claim(generation, secrets.token_hex(6))
         if self._over is not None:
             raise self._over
+
+    def refuse(self, subpath: str, run: str) -> None:
+        """Refuse a save to this directory, if another job has the root, or another run the step.
+
+        Raises:
+            StorageError: a later job saves below this root.
+            UsageError: a step of another run is there; it would be lost.
+        """
+        self.refuse_older()
         owner = self._others.get(subpath)
         if subpath in self._before and subpath not in self._ours:
             found = self._found(subpath)

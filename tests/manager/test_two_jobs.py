@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from smckpt import CheckpointManager, errors, find_checkpoints, load, verify_checkpoint
+from smckpt import CheckpointManager, Memory, errors, find_checkpoints, load, verify_checkpoint
 from tests.support.launch import run_ranks
 from tests.support.limits import seconds
 
@@ -137,6 +137,35 @@ def test_a_process_that_outlived_its_restart_saves_and_deletes_no_more(tmp_path:
     assert [one.step for one in found] == [1, 2, 3, 4]
     claims = [one.metadata["manager"]["claim"]["generation"] for one in found]
     assert claims == [1, 2, 2, 1]  # no chance decides who is the later one
+
+
+def test_a_process_that_outlived_its_restart_saves_no_more_in_memory_either(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def manager() -> CheckpointManager:
+        memory = Memory(1, keep=9, replicas=0)
+        return CheckpointManager(tmp_path, interval=1000, memory=memory, signals=())
+
+    def save(by: CheckpointManager, job: int, step: int) -> None:
+        assert by.should_save(step)
+        by.save(step, state(job, step)).wait()
+
+    old = manager()
+    assert old.restore(into=state(0, 0)) == 0
+    save(old, 0, 1)
+    with manager() as new:
+        assert new.restore(into=state(1, 0)) == 1
+        save(new, 1, 2)
+        save(new, 1, 3)
+        save(old, 0, 4)  # it cannot know yet
+        until(lambda: "another job saves below keeper://" in caplog.text)
+        assert old.should_save(5)
+        with pytest.raises(errors.UsageError, match="a later job has saved step"):
+            old.save(5, state(0, 5))
+        save(new, 1, 5)
+        old.close()
+        found = find_checkpoints(old._memory.root)
+        assert [contents_of(one) for one in found] == [(0, 1), (1, 2), (1, 3), (0, 4), (1, 5)]
 
 
 def test_a_later_job_that_saves_to_the_same_directories_only_is_seen(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ from smckpt.state_dict.context import FULL, Taker
 from smckpt.state_dict.of_optimizers.bindings import Binding, bind, walked
 from smckpt.state_dict.of_optimizers.groups import fill_groups
 from smckpt.state_dict.of_optimizers.optimizers import in_common, of_no_parameter, put
-from smckpt.state_dict.of_optimizers.own_methods import hand_over
+from smckpt.state_dict.of_optimizers.own_methods import hand_over, hand_to_hooks
 from smckpt.state_dict.of_optimizers.slots import SavedSlot, room
 from smckpt.state_dict.parts import refuse_gathered
 from smckpt.state_dict.select import geometry_of
@@ -263,6 +263,7 @@ class FullTaker(Taker):
         self, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]
     ) -> None:
         load_full_optimizer(self.view, optimizer, state_dict)
+        hand_to_hooks(bind(optimizer, "SHARDED", self.view), state_dict)
 
 
 class StockFullTaker(FullTaker):

@@ -17,6 +17,7 @@ from smckpt.errors import KeysMismatchError, UsageError
 from smckpt.state_dict.modes import has_own_pair, load_hooks
 from smckpt.state_dict.of_optimizers.bindings import bind, bound
 from smckpt.state_dict.of_optimizers.optimizers import copy_exactly, fill_optimizer
+from smckpt.state_dict.of_optimizers.own_methods import hand_to_hooks
 from smckpt.state_dict.tags import ModelStateDict, RememberingDict, set_tag, tag_of
 from smckpt.state_dict.views import ModelView
 
@@ -123,7 +124,9 @@ class Taker:
     def load_optimizer(
         self, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]
     ) -> None:
-        fill_optimizer(bind(optimizer, self.kind.value, self.view), state_dict)
+        binding = bind(optimizer, self.kind.value, self.view)
+        fill_optimizer(binding, state_dict)
+        hand_to_hooks(binding, state_dict)
 
 
 @contextmanager

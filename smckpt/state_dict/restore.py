@@ -59,7 +59,7 @@ def restore(
     for path, tree, binding in optimizer_dicts(state_dict):
         if binding is not None:
             fill_groups(binding, tree["param_groups"])
-            if binding.kind != "FULL":  # there rank 0 holds it, and `put_through` fills all ranks
+            if binding.put_through is None:  # otherwise that fills the optimizers of all ranks
                 hand_over(binding, tree)
             with_own_numbers(tree, binding)
         elif not isinstance(tree, StatefulStateDict):  # its object loads it, when all is read

@@ -205,3 +205,110 @@ def test_a_model_whose_methods_are_not_torchs_loads_what_it_saved(tmp_path: Path
 
 def test_so_does_it_in_a_job(tmp_path: Path) -> None:
     run_ranks(on_a_rank, 1, str(tmp_path))
+
+
+def twice(groups: Any) -> Any:
+    return [{**group, "lr": 2 * group["lr"]} for group in groups]
+
+
+class Lifting(torch.optim.SGD):
+    def load_state_dict(self, state_dict: Any) -> None:
+        super().load_state_dict(state_dict)
+        self.param_groups[0]["lr"] *= 2
+
+
+class Setting(torch.optim.SGD):
+    def __setstate__(self, state: Any) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            group["made"] = group.get("made", 0) + 1
+
+
+def hooked_before(optimizer: Any) -> None:
+    optimizer.register_load_state_dict_pre_hook(
+        lambda optimizer, state: {**state, "param_groups": twice(state["param_groups"])}
+    )
+
+
+def hooked_after(optimizer: Any) -> None:
+    def lift(optimizer: Any) -> None:
+        optimizer.param_groups[0]["lr"] *= 2
+
+    optimizer.register_load_state_dict_post_hook(lift)
+
+
+LISTENING = {
+    "a hook before": (torch.optim.Adam, hooked_before),
+    "a hook after": (torch.optim.SGD, hooked_after),
+    "load_state_dict": (Lifting, lambda _: None),
+    "__setstate__": (Setting, lambda _: None),
+}
+
+
+def groups_after_a_load(what: str, kind: Any, how: str, wrap: Any, path: str) -> tuple[Any, Any]:
+    """Of stock's pair and of ours, of an optimizer that does something in each load."""
+    made, prepare = LISTENING[what]
+
+    def pair(seed: int) -> tuple[Any, Any]:
+        torch.manual_seed(seed)
+        model = wrap(nn.Linear(4, 4))
+        optimizer = made(model.parameters(), lr=0.25)
+        prepare(optimizer)
+        return model, optimizer
+
+    def block(model: Any) -> Any:
+        return nullcontext() if kind is None else smckpt.sm_state_dict_type(model, kind)
+
+    def state(model: Any, optimizer: Any) -> dict[str, Any]:
+        if kind is None:
+            return {"model": model, "optimizer": optimizer}
+        with block(model):
+            return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+
+    trained, stock, fresh = pair(0), pair(1), pair(2)
+    trained[0](torch.ones(4)).sum().backward()
+    trained[1].step()
+    stock[1].load_state_dict(trained[1].state_dict())
+    smckpt.save(state(*trained), checkpoint_id=path)
+    target = state(*fresh)
+    smckpt.load(target, checkpoint_id=path)
+    if how == "again":
+        with block(fresh[0]):
+            fresh[1].load_state_dict(target["optimizer"])
+    return tuple(
+        [
+            {key: value for key, value in group.items() if key != "params"}
+            for group in optimizer.param_groups
+        ]
+        for _, optimizer in (stock, fresh)
+    )
+
+
+@pytest.mark.parametrize("how", ["load alone", "again"])
+@pytest.mark.parametrize("kind", [None, smckpt.LOCAL, smckpt.SHARDED, smckpt.FULL])
+@pytest.mark.parametrize("what", list(LISTENING))
+def test_what_an_optimizer_does_in_each_load_is_done(
+    tmp_path: Path, what: str, kind: Any, how: str
+) -> None:
+    """By `smckpt.load`, and by `load_state_dict` in the block after it, as by stock."""
+    if kind is None and how == "again":
+        return
+    stock, ours = groups_after_a_load(what, kind, how, lambda model: model, str(tmp_path))
+    if how == "again" and what == "__setstate__":  # it has been called twice
+        assert [group.pop("made") for group in (*stock, *ours)] == [1, 2]
+    assert ours == stock
+
+
+def fully(model: nn.Module) -> Any:
+    from torch.distributed.fsdp import fully_shard
+
+    return fully_shard(model)
+
+
+@pytest.mark.parametrize("what", ["a hook before", "__setstate__"])
+def test_what_an_optimizer_does_in_each_load_is_done_under_fsdp2(tmp_path: Path, what: str) -> None:
+    for kind in (smckpt.SHARDED, smckpt.FULL):
+        path = str(tmp_path / kind.value)
+        arguments = (what, kind, "load alone", fully, path)
+        for stock, ours in run_ranks(groups_after_a_load, 2, *arguments, timeout=60):
+            assert ours == stock

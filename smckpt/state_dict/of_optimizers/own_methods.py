@@ -38,6 +38,7 @@ __all__ = [
     "copied",
     "exactly",
     "hand_over",
+    "hand_to_hooks",
     "hand_to_wrapper",
     "has_own_methods",
     "init_optim_state",
@@ -51,6 +52,7 @@ __all__ = [
 log = logging.getLogger("smckpt")
 
 _METHODS = ("state_dict", "load_state_dict")
+_STOCK = ("state", "param_groups")  # the keys of torch's dict
 _HOOKS = tuple(f"_optimizer_{m}_{when}_hooks" for m in _METHODS for when in ("pre", "post"))
 
 
@@ -86,9 +88,7 @@ def stock_methods() -> Iterator[None]:
 def hand_over(binding: Binding, tree: Mapping[str, Any]) -> None:
     """Give a loaded state dict to the own `load_state_dict` of its optimizer, or of the wrapper
     around it that added keys. The live state is filled already."""
-    more = {
-        key: _numbered(value) for key, value in tree.items() if key not in ("state", "param_groups")
-    }
+    more = {key: _numbered(value) for key, value in tree.items() if key not in _STOCK}
     optimizer = binding.optimizer
     numbers = {
         name: index
@@ -116,12 +116,33 @@ def hand_over(binding: Binding, tree: Mapping[str, Any]) -> None:
                 "object that added them, or put that object into the state",
                 ", ".join(map(str, more)),
             )
+        if sets_state(optimizer):
+            own = object.__getattribute__(optimizer, "__dict__")
+            optimizer.__setstate__({key: own[key] for key in _STOCK})
         return
     exact = {**_numbered(binding), **more}
     exact["state"] |= copied(other)
     with stock_methods():
         owner.load_state_dict(copied(exact))
         exactly(owner.state_dict(), exact)
+
+
+def sets_state(optimizer: Any) -> bool:
+    """Whether its class has a `__setstate__` of its own, which torch calls in each load."""
+    return not str(getattr(type(optimizer).__setstate__, "__module__", "")).startswith("torch.")
+
+
+def hand_to_hooks(binding: Binding, tree: Mapping[str, Any]) -> None:
+    """Load as torch's own `load_state_dict` does, for the hooks of an optimizer and its
+    `__setstate__`, in a call of that method. The live state is filled already."""
+    optimizer = binding.optimizer
+    own = object.__getattribute__(optimizer, "__dict__")
+    if not (any(map(own.get, _HOOKS)) or sets_state(optimizer)):
+        return
+    exact = {**_numbered(binding), **{k: v for k, v in tree.items() if k not in _STOCK}}
+    with stock_methods():
+        torch.optim.Optimizer.load_state_dict(optimizer, copied(exact))
+        exactly(torch.optim.Optimizer.state_dict(optimizer), exact)
 
 
 def _with_numbers(value: Any, numbers: Mapping[str, int]) -> Any:
@@ -135,7 +156,7 @@ def _numbered(value: Any) -> Any:
     """The live state of a binding, or of the dicts in a value that have one, as torch numbers it;
     any other value unchanged."""
     if isinstance(value, dict) and is_optimizer_dict(value) and bound(value) is not None:
-        more = {k: _numbered(v) for k, v in value.items() if k not in ("state", "param_groups")}
+        more = {k: _numbered(v) for k, v in value.items() if k not in _STOCK}
         return {**_numbered(bound(value)), **more}
     if not isinstance(value, Binding):
         pairs = items_of(value)

@@ -8,8 +8,9 @@ import os
 import tarfile
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
@@ -72,6 +73,7 @@ class SourceFiles:
         self._kept: OrderedDict[ArchiveRecord, bytes] = OrderedDict()  # small ones of stores
         self._checked: dict[ArchiveRecord, threading.Lock | None] = {}
         self._lock = threading.Lock()
+        self._own = threading.local()
 
     def whole(self, path: str) -> ArchiveRecord:
         """All bytes of a file.
@@ -107,17 +109,10 @@ class SourceFiles:
         if not is_local(record.path):
             storage, name = self._store(record.path)
             return storage.read(name, wanted.offset, wanted.nbytes) if wanted.nbytes else b""
-        parts, at, end = [], wanted.offset, wanted.offset + wanted.nbytes
-        try:
-            with open(record.path, "rb", buffering=0, opener=at_once) as file:
-                while at < end:
-                    if not (part := os.pread(file.fileno(), end - at, at)):
-                        _shorter(record, os.fstat(file.fileno()).st_size)
-                    parts.append(part)
-                    at += len(part)
-        except OSError as error:
-            raise storage_error(error, record.path, "read") from error
-        return parts[0] if len(parts) == 1 else b"".join(parts)
+        data = bytearray(wanted.nbytes)
+        with _opened(record) as fill:
+            fill(start, memoryview(data))
+        return bytes(data)
 
     def read_each(self, record: ArchiveRecord, starts: Sequence[int], nbytes: int) -> list[bytes]:
         """As many bytes at each of some places of a record. A store is asked for many at once."""
@@ -140,10 +135,22 @@ class SourceFiles:
             return
         to = elements(target, itemsize)
         self.check(record)
-        for part in _parts(copy, itemsize, _STEP if is_local(record.path) else _WINDOW):
-            low = part.source.start * itemsize
-            data = self._range(record, low, low + part.source.extent * itemsize)
-            execute(part.from_start(), elements(data, itemsize), to)
+        if not is_local(record.path):
+            for part in _parts(copy, itemsize, _WINDOW):
+                low = part.source.start * itemsize
+                data = self._range(record, low, low + part.source.extent * itemsize)
+                execute(part.from_start(), elements(data, itemsize), to)
+            return
+        source, there = copy.source, copy.target
+        with _opened(record) as fill:
+            if source.strides == there.strides and source.extent == source.numel:
+                low, nbytes = there.start * itemsize, copy.numel * itemsize
+                fill(source.start * itemsize, target[low : low + nbytes])
+                return
+            for part in _parts(copy, itemsize, _STEP):
+                data = self._buffer(part.source.extent * itemsize)
+                fill(part.source.start * itemsize, data)
+                execute(part.from_start(), elements(data, itemsize), to)
 
     def check(self, record: ArchiveRecord) -> None:
         """Compare the bytes with their CRC, if they have one and it is the first time.
@@ -161,10 +168,16 @@ class SourceFiles:
             if self._checked[record] is None:
                 return
             found = 0
-            step = _STEP if is_local(record.path) else _WINDOW
-            for low in range(0, record.nbytes, step):
-                high = min(low + step, record.nbytes)
-                found = checksums.crc32(self._range(record, low, high), found)
+            if is_local(record.path):
+                with _opened(record) as fill:
+                    for low in range(0, record.nbytes, _STEP):
+                        data = self._buffer(min(_STEP, record.nbytes - low))
+                        fill(low, data)
+                        found = checksums.crc32(data, found)
+            else:
+                for low in range(0, record.nbytes, _WINDOW):
+                    high = min(low + _WINDOW, record.nbytes)
+                    found = checksums.crc32(self._range(record, low, high), found)
             if found != record.crc:
                 raise CorruptCheckpointError(
                     f"bytes {record.offset} to {record.offset + record.nbytes} differ from the "
@@ -187,10 +200,16 @@ class SourceFiles:
                 self._stores[directory] = self.access.open(f"{directory}/")
             return self._stores[directory], name
 
+    def _buffer(self, nbytes: int) -> memoryview:
+        """Memory of this thread, for what is read from a disk."""
+        if len(getattr(self._own, "buffer", b"")) < nbytes:
+            self._own.buffer = bytearray(nbytes)
+        return memoryview(self._own.buffer)[:nbytes]
+
     def _range(self, record: ArchiveRecord, start: int, stop: int) -> bytes | memoryview:
-        """Bytes of a record. Small ones of a store are kept whole for a while: their tensors are
-        read in many parts."""
-        if record.nbytes > _WINDOW or is_local(record.path):
+        """Bytes of a store's record. Small ones are kept whole for a while: their tensors are read
+        in many parts."""
+        if record.nbytes > _WINDOW:
             return self.read(record, start, stop)
         with self._lock:
             data = self._kept.get(record)
@@ -203,6 +222,30 @@ class SourceFiles:
                 while sum(map(len, self._kept.values())) > _KEPT:
                     self._kept.popitem(last=False)
         return memoryview(data)[start:stop]
+
+
+@contextmanager
+def _opened(record: ArchiveRecord) -> Iterator[Callable[[int, memoryview], None]]:
+    """A function that fills memory with the bytes of a record on a disk from `start` on.
+
+    Raises:
+        CorruptCheckpointError: the file has become shorter.
+        StorageError: it cannot be read.
+    """
+    try:
+        with open(record.path, "rb", buffering=0, opener=at_once) as file:
+
+            def fill(start: int, memory: memoryview) -> None:
+                done = 0
+                while done < len(memory):
+                    got = os.preadv(file.fileno(), [memory[done:]], record.offset + start + done)
+                    if not got:
+                        _shorter(record, os.fstat(file.fileno()).st_size)
+                    done += got
+
+            yield fill
+    except OSError as error:
+        raise storage_error(error, record.path, "read") from error
 
 
 def _parts(copy: Copy, itemsize: int, window: int) -> Iterator[Copy]:

@@ -145,22 +145,24 @@ def show(checkpoint: str, tensors: str | None, stats: bool, as_json: bool) -> No
 
     Of a checkpoint that others wrote: its format, tensors and files.
     """
-    from smckpt.checkpoint.reading.committed import open_catalogue
+    from smckpt.checkpoint.reading.committed import CommittedCatalogue, open_catalogue
+    from smckpt.checkpoint.reading.readers import open_any
     from smckpt.cli.show import describe, describe_foreign, print_description, print_foreign
     from smckpt.storage import open_storage
 
     try:
-        catalogue = open_catalogue(open_storage(checkpoint))
+        source: Any = open_catalogue(open_storage(checkpoint))
     except CheckpointError:
         from smckpt.formats.readers.rank_sources import open_source
 
-        if (source := open_source(checkpoint)) is None:
-            raise
-        if stats:
-            raise click.UsageError("--stats is for checkpoints of smckpt") from None
-        facts, print_tables = describe_foreign(source, tensors), print_foreign
+        # where no reader of ours knows it, one of the user's may
+        source = open_source(checkpoint) or open_any(open_storage(checkpoint))
+    if isinstance(source, CommittedCatalogue):
+        facts, print_tables = describe(source, tensors, stats), print_description
+    elif stats:
+        raise click.UsageError("--stats is for checkpoints of smckpt")
     else:
-        facts, print_tables = describe(catalogue, tensors, stats), print_description
+        facts, print_tables = describe_foreign(source, tensors), print_foreign
     if as_json:
         print_json(facts)
     else:

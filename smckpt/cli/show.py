@@ -8,6 +8,7 @@ import json
 import math
 from typing import TYPE_CHECKING, Any
 
+from smckpt.checkpoint.reading.catalogue import Catalogue
 from smckpt.checkpoint.records.objects import decode_object
 from smckpt.cli.output import (
     SHOWN,
@@ -221,10 +222,27 @@ def _pairs(values: dict[str, Any] | None) -> str | None:
 # -- of others ---------------------------------------------------------------------------------
 
 
-def describe_foreign(source: ForeignCheckpoint | RankFilesFound, pattern: str | None) -> Any:
+def describe_foreign(
+    source: ForeignCheckpoint | RankFilesFound | Catalogue, pattern: str | None
+) -> Any:
     """All facts, as JSON values. `pattern` selects tensors, as for ours."""
     from smckpt.formats.boxes import ForeignCheckpoint
 
+    if isinstance(source, Catalogue):  # of a reader of the user's
+        return {
+            "path": source.url,
+            "format": "what a registered reader knows",
+            "facts": {"step": source.step},
+            "bytes": source.nbytes,
+            "files": [],
+            "tensors": [
+                _tensor(name, t.dtype, t.shape, "")
+                for name, t in sorted(source.logical.items())
+                if picked(name, pattern)
+            ],
+            "objects": sorted(source.part(source.object_ranks[0])["objects"]),
+            "optimizers": sorted(source.optimizers),
+        }
     if not isinstance(source, ForeignCheckpoint):
         return _facts_of_files(source, pattern)
     return {

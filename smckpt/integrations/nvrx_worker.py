@@ -72,7 +72,7 @@ class Run:
 
     number: int
     arena: int
-    place: SnapshotRanges
+    ranges: SnapshotRanges
     size: int | None
     gone: tuple[int, ...]
 
@@ -406,7 +406,7 @@ def _serve(
 
 def _answer(call: Run, memory: mmap.mmap) -> CallEnded | CallFailed:
     try:
-        request, outboxes = restored(memory, call.place)
+        request, outboxes = restored(memory, call.ranges)
         arguments = list(request.async_fn_args)
         if request.preload_fn is not None:
             arguments[1] = request.preload_fn()  # NVRx's contract: the second argument

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file
 
 import smckpt
 from smckpt.checkpoint.reading.readers import Reader, open_any, register_reader
+from smckpt.cli.app import app
 from smckpt.errors import CheckpointNotFoundError, UsageError
 from smckpt.storage import Storage, open_storage
 from tests.support.limits import seconds
@@ -52,6 +57,26 @@ def test_the_reader_of_the_docs_works_as_printed(tmp_path: Path) -> None:
     smckpt.save({"weight": torch.arange(3.0)}, checkpoint_id=tmp_path / "step-2")
     (tmp_path / "latest.txt").write_text("step-2\n")
     assert smckpt.load(checkpoint_id=tmp_path)["weight"].tolist() == [0.0, 1.0, 2.0]
+
+
+def test_what_a_readers_catalogue_holds_is_shown_and_exported(tmp_path: Path) -> None:
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    (theirs / "kept.pile").write_text("elsewhere")
+    model = {"model.embed_tokens.weight": torch.arange(6.0).reshape(3, 2)}
+    torch.save({"model": model, "epoch": 4}, tmp_path / "state.pt")
+    kept = open_any(open_storage(os.fspath(tmp_path / "state.pt")))
+    assert not kept.ours
+    register_reader(
+        "pile", Reader(lambda storage: kept if "kept.pile" in storage.names() else None)
+    )
+    done = CliRunner().invoke(app, ["show", "--json", os.fspath(theirs)])
+    facts = json.loads(done.output)
+    assert [one["name"] for one in facts["tensors"]] == ["model.model.embed_tokens.weight"]
+    assert facts["objects"] == ["epoch"]
+    smckpt.export_hf(theirs, tmp_path / "hf", config={"model_type": "unheard_of"})
+    exported = load_file(tmp_path / "hf" / "model.safetensors")
+    assert exported["model.embed_tokens.weight"].equal(model["model.embed_tokens.weight"])
 
 
 def test_a_name_is_taken_once_and_only_by_a_reader() -> None:

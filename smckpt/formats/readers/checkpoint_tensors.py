@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from smckpt.checkpoint.reading.catalogue import Catalogue, LogicalTensor, SavedPiece, Stored
 from smckpt.checkpoint.reading.plan import plan_logical
-from smckpt.checkpoint.reading.read import Readers, ReadPlan, StoredCopy, execute
+from smckpt.checkpoint.reading.read import ReadPlan, StoredCopy, execute
 from smckpt.errors import CorruptCheckpointError, TensorMismatchError, TopologyError, UsageError
 from smckpt.formats.boxes import cut
 from smckpt.formats.degrees import Degrees
@@ -121,7 +121,7 @@ class CheckpointTensors:
         """stage: of a checkpoint in pipeline stages, the one whose tensors this is a reader of."""
         self.url = catalogue.url
         self._catalogue = catalogue
-        self._readers = Readers(catalogue.readers.access)
+        self._readers = catalogue.readers
         self._rows: dict[TensorKey, _Rows] = {}
         self._slots: dict[tuple[int, tuple[int, ...]], list[Stored]] = {}
         self._state: ParallelState | None = None
@@ -336,7 +336,7 @@ class LogicalTensors:
         }
         self._catalogue = catalogue
         self._tensors = tensors
-        self._readers = Readers(catalogue.readers.access)
+        self._readers = catalogue.readers
         self._stored: dict[str, list[tuple[StoredCopy, Piece]]] = {}
 
     def plan(self, blocks: Sequence[Block]) -> ReadPlan:

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from smckpt.checkpoint.reading.catalogue import Catalogue
-from smckpt.checkpoint.reading.committed import open_catalogue
+from smckpt.checkpoint.reading.readers import open_any
 from smckpt.errors import CheckpointError, UsageError
 from smckpt.formats.boxes import ForeignCheckpoint
 from smckpt.formats.degrees import Degrees, check_counts, check_flags
@@ -204,7 +204,7 @@ def open_model(
     elif isinstance(found, ForeignCheckpoint):
         made = opener.foreign(found)
     else:
-        made = opener.ours(open_catalogue(access.open(checkpoint)))
+        made = opener.ours(open_any(access.open(checkpoint)))
     if peft:
         return made
     made = _compared(made, settings, _beside(access, checkpoint))
@@ -289,7 +289,7 @@ class _Opener:
     packed: bool
 
     def ours(self, catalogue: Catalogue) -> ModelSource:
-        """A checkpoint of smckpt."""
+        """A checkpoint of smckpt, or what a reader of a user's gives."""
         given, identity = self.given, catalogue.identity
         pp = stages_of(catalogue, given.pp)
         if pp == 1:

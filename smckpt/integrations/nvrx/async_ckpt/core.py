@@ -24,8 +24,8 @@ __all__ = [
     "AsyncCallFailedError",
     "AsyncCallsQueue",
     "AsyncRequest",
+    "PendingSave",
     "PersistentAsyncCaller",
-    "SaveUnderWay",
     "abort_nvrx_checkpoint",
 ]
 
@@ -111,7 +111,7 @@ class PersistentAsyncCaller(WorkerProcess):
         return self.running
 
 
-class SaveUnderWay:
+class PendingSave:
     """As the function of a request: waits for a save that this process makes, and no worker. It is
     its own caller."""
 
@@ -132,7 +132,7 @@ class SaveUnderWay:
 
 class _Active(NamedTuple):
     idx: int
-    async_caller: PersistentAsyncCaller | SaveUnderWay | None
+    async_caller: PersistentAsyncCaller | PendingSave | None
     async_request: AsyncRequest
     call: Call
 
@@ -203,9 +203,9 @@ class AsyncCallsQueue:
             request = AsyncRequest(**request._asdict())
         idx = self.call_idx + 1
         request = request.freeze()._replace(call_idx=idx)
-        caller: PersistentAsyncCaller | SaveUnderWay | None = None
+        caller: PersistentAsyncCaller | PendingSave | None = None
         call = Call(ended=True)
-        if isinstance(request.async_fn, SaveUnderWay):
+        if isinstance(request.async_fn, PendingSave):
             caller, call = request.async_fn, Call()
         elif request.async_fn is not None:
             caller = self._get_async_caller()

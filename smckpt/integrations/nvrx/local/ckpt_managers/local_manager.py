@@ -19,7 +19,7 @@ import smckpt
 from smckpt.checkpoint.commits.discover import FoundCheckpoint
 from smckpt.errors import UsageError
 from smckpt.integrations.kept import KeptSteps, memory_of
-from smckpt.integrations.nvrx.async_ckpt.core import AsyncRequest, SaveUnderWay
+from smckpt.integrations.nvrx.async_ckpt.core import AsyncRequest, PendingSave
 from smckpt.integrations.nvrx.async_ckpt.torch_ckpt import save_whole, sweep_unfinished
 from smckpt.integrations.nvrx.local.base_state_dict import TensorAwareStateDict
 from smckpt.integrations.nvrx.local.ckpt_managers.base_manager import (
@@ -125,7 +125,7 @@ class LocalCheckpointManager(BaseCheckpointManager):
             return super().save(state_dict, iteration, is_async)
         self.latest_iteration = -1
         if is_async:
-            return AsyncRequest(SaveUnderWay(handle), (), [])
+            return AsyncRequest(PendingSave(handle), (), [])
         if (failed := handle.exception()) is not None:
             raise CheckpointingException(
                 f"iteration {iteration} is not kept in memory: {failed}",

@@ -236,6 +236,7 @@ def _opened(record: ArchiveRecord) -> Iterator[Callable[[int, memoryview], None]
         with open(record.path, "rb", buffering=0, opener=at_once) as file:
 
             def fill(start: int, memory: memoryview) -> None:
+                record.part(start, len(memory))
                 done = 0
                 while done < len(memory):
                     got = os.preadv(file.fileno(), [memory[done:]], record.offset + start + done)

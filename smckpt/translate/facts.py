@@ -182,6 +182,7 @@ def _refuse_swapped(
     if len(set(ranks)) == 1:
         return
     in_order = sorted(rank for rank in ranks if type(rank) is int)
+    turns = {rank: at for at, rank in reversed([*enumerate(in_order)])}  # the first of equal ones
     for number, ((file, facts), rank) in enumerate(zip(found, ranks, strict=True)):
         if facts is None or type(rank) is not int:
             continue
@@ -197,7 +198,7 @@ def _refuse_swapped(
             "expert": (expert, experts),
         }
         if len(in_order) == len(ranks):  # stages are outermost among the ranks that write
-            wanted["pipeline"] = (stage, {in_order.index(rank) // degrees.ranks})
+            wanted["pipeline"] = (stage, {turns[rank] // degrees.ranks})
         for kind, (have, stated) in wanted.items():
             if have not in stated:
                 raise TopologyError(

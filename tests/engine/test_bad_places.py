@@ -71,7 +71,7 @@ def test_a_mount_that_cannot_create_exclusively_commits_nothing_and_says_so(tmp_
         """
         import errno, sys
         import torch, smckpt
-        from tests.support import refuse
+        from tests.support.faults import refuse
         place = sys.argv[1]
         refuse.refuse({"link": errno.EPERM, "linkat": errno.EPERM, "renameat2": errno.EINVAL})
         smckpt.save({"a": torch.ones(10)}, checkpoint_id=place)  # under a guard file

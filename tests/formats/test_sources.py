@@ -21,6 +21,7 @@ from torch.distributed import checkpoint as dcp
 
 import smckpt
 from smckpt import ExportOptions, Parallel, errors, export_hf
+from smckpt.formats.readers.foreign_catalogue import verify_foreign
 from smckpt.translate import import_hf
 from tests.support import child, interpreters
 from tests.support.faults.failing import failing
@@ -391,6 +392,17 @@ def test_a_file_that_is_written_anew_while_it_is_read_is_an_error(tmp_path, kind
     text = child.run(CUT_SHORT, str(path), str(file), str(tmp_path / "hf"))
     assert "the file has 4096 bytes" in text and file.name in text
     assert not (tmp_path / "hf" / "model.safetensors").exists()
+
+
+def test_each_transposed_tensor_is_verified_though_one_before_it_is_damaged(tmp_path):
+    state = {name: torch.arange(6.0).reshape(2, 3).t() + at for at, name in enumerate("abc")}
+    torch.save(state, path := tmp_path / "state.pt")
+    data = bytearray(path.read_bytes())
+    at = data.index(state["a"].t().contiguous().numpy().tobytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+    report = verify_foreign(path)
+    assert [problem.what.partition(":")[0] for problem in report.problems] == ["a"]
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE])

@@ -306,7 +306,7 @@ import json, sys
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
-from tests.support import lightning_run
+from tests.support.frameworks import lightning_run
 
 # without random numbers, which Lightning itself does not bring back
 torch.nn.Dropout = lambda rate: torch.nn.Identity()

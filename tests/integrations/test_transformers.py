@@ -127,7 +127,7 @@ def test_an_export_finds_config_and_tokenizer_beside_a_checkpoint(
     from tokenizers.models import WordLevel
     from transformers import PreTrainedTokenizerFast, TrainingArguments
     from smckpt.integrations.transformers import SmckptTrainer
-    from tests.support import hub_families
+    from tests.support.models import hub_families
     out, root = sys.argv[1:]
     words = Tokenizer(WordLevel({"a": 0, "b": 1, "[UNK]": 2}, "[UNK]"))
     tokenizer = PreTrainedTokenizerFast(

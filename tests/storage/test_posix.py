@@ -197,7 +197,7 @@ def test_a_guard_left_by_a_dead_process_is_named_and_not_waited_for_forever(
     out = child.run(
         """
         import errno, sys, time
-        from tests.support import refuse
+        from tests.support.faults import refuse
         from tests.support.limits import seconds
         from smckpt.errors import StorageError
         from smckpt.storage import open_storage
@@ -220,7 +220,7 @@ def test_a_mount_that_refuses_every_exclusive_way_gets_a_clear_error(tmp_path: P
     out = child.run(
         """
         import errno, sys
-        from tests.support import refuse
+        from tests.support.faults import refuse
         from smckpt.errors import StorageError
         from smckpt.storage import open_storage
         no = {"link": errno.ENOSYS, "linkat": errno.ENOSYS, "renameat2": errno.ENOSYS,
@@ -265,7 +265,7 @@ def test_a_failing_fsync_means_that_nothing_was_created(tmp_path: Path) -> None:
     child.run(
         """
         import errno, sys
-        from tests.support import refuse
+        from tests.support.faults import refuse
         from smckpt.errors import StorageError
         from smckpt.storage import open_storage
         refuse.refuse({"fsync": errno.EIO, "fallocate": errno.EOPNOTSUPP})

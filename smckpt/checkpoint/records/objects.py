@@ -169,7 +169,7 @@ class _Encoder:
             return _tagged("timedelta", [value.days, value.seconds, value.microseconds])
         if type(value) is io.BytesIO:
             return _tagged("BytesIO", [base64.b64encode(value.getvalue()).decode(), value.tell()])
-        for name, (kind, arguments) in _BY_ARGUMENTS.items():
+        for name, (kind, arguments, _) in _BY_ARGUMENTS.items():
             if type(value) is kind:
                 return _tagged("called", [name, self._items(arguments(value), path)])
         if f"{type(value).__module__}.{type(value).__qualname__}" == "argparse.Namespace":
@@ -213,14 +213,15 @@ class _Encoder:
         return buffer.getvalue()
 
 
-# Types whose constructor makes an equal value from these arguments.
-_BY_ARGUMENTS: dict[str, tuple[Any, Callable[[Any], Sequence[Any]]]] = {
-    "range": (range, lambda v: [v.start, v.stop, v.step]),
-    "slice": (slice, lambda v: [v.start, v.stop, v.step]),
-    "Decimal": (Decimal, lambda v: [str(v)]),
-    "Fraction": (Fraction, lambda v: [v.numerator, v.denominator]),
-    "UUID": (UUID, lambda v: [str(v)]),
-    "Ellipsis": (type(...), lambda v: []),
+# Types whose constructor makes an equal value from these arguments, and what those are: a Fraction
+# of a text like "1e9999999999", or of such a Decimal, would compute for hours.
+_BY_ARGUMENTS: dict[str, tuple[Any, Callable[[Any], Sequence[Any]], Sequence[type]]] = {
+    "range": (range, lambda v: [v.start, v.stop, v.step], [int] * 3),
+    "slice": (slice, lambda v: [v.start, v.stop, v.step], [object] * 3),
+    "Decimal": (Decimal, lambda v: [str(v)], [str]),
+    "Fraction": (Fraction, lambda v: [v.numerator, v.denominator], [int] * 2),
+    "UUID": (UUID, lambda v: [str(v)], [str]),
+    "Ellipsis": (type(...), lambda v: [], []),
 }
 
 
@@ -391,14 +392,18 @@ def _decode_float(text: str) -> float:
 
 
 def _decode_called(data: Any) -> Any:
-    name, arguments = data
-    return _BY_ARGUMENTS[name][0](*_decoded(arguments))
+    name, given = data
+    kind, _, types = _BY_ARGUMENTS[name]
+    arguments = _decoded(given)
+    if len(arguments) != len(types) or not all(map(isinstance, arguments, types)):
+        raise ValueError(f"a {name} of {arguments!r:.80}")
+    return kind(*arguments)
 
 
 def _decode_numpy_dtype(kind: Any) -> Any:
     import numpy
 
-    dtype = numpy.dtype(kind)
+    dtype = numpy.dtype(str(kind))
     if dtype.kind not in _NUMPY_KINDS:
         raise ValueError(f"numpy dtype {kind}")
     return dtype

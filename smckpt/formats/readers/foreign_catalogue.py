@@ -281,9 +281,14 @@ class _ForeignReaders(Readers):
             if self._spool is None:
                 self._spool = tempfile.mkdtemp(prefix="smckpt-")
                 weakref.finalize(self, shutil.rmtree, self._spool, ignore_errors=True)
-            path = os.path.join(self._spool, f"{len(self._places)}")
-            with open(path, "xb") as file:
-                os.posix_fallocate(file.fileno(), 0, nbytes)
+            file, path = tempfile.mkstemp(dir=self._spool)
+            try:
+                os.posix_fallocate(file, 0, nbytes)
+            except OSError:
+                os.unlink(path)
+                raise
+            finally:
+                os.close(file)
         except OSError as error:
             raise temporary_error(error, "order a tensor's elements") from error
         return path

@@ -195,7 +195,7 @@ def merged(
                     "numbered from 0 nor, with those of the other stages, all layers of a model",
                     where,
                 )  # fmt: skip
-    if vpp is None and stated not in (None, found):
+    if vpp is None and stated not in (None, found) and not names_are_global:
         _refuse(
             f"the source says that each stage has {stated} chunks, but the names show {found}",
             where,
@@ -431,4 +431,5 @@ def open_ranks(
         return stages[0]
     if found.alone:
         return by_name(stages)
-    return merged(stages, layers, vpp, found.url, found.degree(VPP))
+    stated = None if layers is None else found.degree(VPP)  # what is shown may be of any model
+    return merged(stages, layers, vpp, found.url, stated)

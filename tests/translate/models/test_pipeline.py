@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from smckpt import ExportOptions, Parallel, errors, export_hf
+from smckpt.cli.show import describe_foreign
+from smckpt.formats.readers.rank_sources import open_source
 from smckpt.layout.entries import Entry
 from smckpt.layout.geometry import PerRankGeometry
 from smckpt.topology import ParallelState
@@ -25,6 +28,7 @@ from tests.support.models import references as ref
 State = dict[str, torch.Tensor]
 TP, PP = "tensor_model_parallel_size", "pipeline_model_parallel_size"
 VPP = "virtual_pipeline_model_parallel_size"
+LAYER = re.compile(r"layers\.(\d+)\.")
 L = 4  # layers
 FIRST, LAST = ("embed", "wte", "wpe"), ("final", "ln_f", "model.norm", "output_layer", "lm_head")
 
@@ -285,8 +289,21 @@ def test_chunks_that_are_not_those_that_the_files_say_are_refused(tmp_path, llam
             continue
         with pytest.raises(errors.TopologyError, match=f"each stage has {stated} chunks.*{vpp}"):
             export_hf(root, tmp_path / "no", config=config)
+        shown = describe_foreign(open_source(root), None)  # what may be of any model is shown
+        assert len(shown["tensors"]) > 4
         export_hf(root, tmp_path / "told", config=config, parallel=Parallel(vpp=vpp))
         assert_same(tmp_path / "told", state)
+
+
+def test_names_with_the_model_s_layers_need_no_chunks(tmp_path, llama):
+    model, state = llama
+    stages = of_megatron(state, 2, 1)
+    layers = [{int(m[1]) for n in stage[0] if (m := LAYER.search(n))} for stage in stages]
+    own = {LAYER.sub(lambda m: f"layers.{int(m[1]) + len(layers[0])}.", n): v
+           for n, v in stages[1][0].items()}  # fmt: skip
+    root = megatron_lm(tmp_path / "m", [stages[0], [own]], 1, 2, **{TP: 1, VPP: 2})
+    export_hf(root, tmp_path / "hf", config=model.config)
+    assert_same(tmp_path / "hf", state)
 
 
 # -- stages that Megatron-core cuts ----------------------------------------------------------------

@@ -23,6 +23,7 @@ from smckpt.errors import UsageError
 from smckpt.manager.memory import Memory, MemoryTier, Tiers
 from smckpt.manager.resume import resume
 from smckpt.manager.schedule import Schedule
+from smckpt.manager.state import Failed
 from smckpt.meeting.group import Membership, group_of
 from smckpt.storage.urls import normal_url
 
@@ -89,16 +90,24 @@ class KeptSteps:
         """Save a step that is due in memory. None: it is not due, or memory takes none.
 
         Args:
-            state: makes what is saved.
+            state: makes what is saved. If it raises on a rank, the save fails on all of them.
             metadata: of the checkpoint.
+
+        Raises:
+            UsageError: a later job saves there. Rank 0 raises it, and the save fails on the others.
+            Exception: what `state` raised on this rank, likewise.
         """
         self.begin()
         if not self._tier.is_due(step):
             return None
+        live: Mapping[str, Any]
+        try:
+            live = state()
+        except Exception as error:
+            live = Failed(error)  # async_save tells the peers, who count this save too, and raises
         save = partial(smckpt.async_save, step=step)
-        return self._tier.save(
-            save, state(), self._template.subpath(step), self._group, dict(metadata)
-        )
+        subpath = self._template.subpath(step)
+        return self._tier.save(save, live, subpath, self._group, dict(metadata))
 
     def resume(
         self,

@@ -265,6 +265,28 @@ def test_what_memory_would_not_honour_is_refused(
         kind(tmp_path, "s", copies, smckpt_arguments=arguments)
 
 
-def test_a_state_that_cannot_be_pickled_fails_the_save_on_all_ranks() -> None:
-    errors = run_ranks(nvrx_ranks.a_state_that_one_rank_cannot_pickle, 2)
-    assert all("cannot pickle '_thread.lock' object" in error for error in errors), errors
+@pytest.mark.parametrize(
+    ("is_stuck", "named"),
+    [(False, "cannot pickle '_thread.lock' object"), (True, "the tensors are stuck")],
+)
+def test_a_state_that_a_rank_cannot_take_apart_fails_the_save_on_all_ranks(
+    is_stuck: bool, named: str
+) -> None:
+    errors = run_ranks(nvrx_ranks.a_state_that_one_rank_cannot_take_apart, 2, is_stuck)
+    assert all(named in error for error in errors), errors
+
+
+def test_an_iteration_in_memory_does_not_count_for_one_that_a_rank_did_not_write(
+    tmp_path: Path,
+) -> None:
+    ranks = nvrx_ranks.a_rank_does_not_write_before_a_newer_one_is_in_memory
+    for error, newest in run_ranks(ranks, 2, str(tmp_path)):
+        assert "iteration 11 is not whole: the newest that is, is 9" in error
+        assert newest == 9
+
+
+def test_where_memory_does_not_load_the_next_older_iteration_is_found(tmp_path: Path) -> None:
+    for outcome in run_ranks(nvrx_ranks.what_memory_has_does_not_load, 2, str(tmp_path)):
+        found, error, older, values = outcome
+        assert (found, older, values) == (2, 1, [1])
+        assert "iteration 2 in memory is gone" in error

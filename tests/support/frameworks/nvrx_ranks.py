@@ -38,6 +38,7 @@ from smckpt.integrations.nvrx.local.replication.strategies import (
     CliqueReplicationStrategy,
     LazyCliqueReplicationStrategy,
 )
+from smckpt.storage import open_storage
 
 
 def schedule(
@@ -271,18 +272,79 @@ def a_rank_that_lost_its_disk_gets_its_state_from_a_copy(folder: str, persistent
     return names, alone, found, id_, values, refused
 
 
-def a_state_that_one_rank_cannot_pickle() -> str:
+class Stuck(BasicTensorAwareStateDict):
+    def pop_tensors(self) -> Any:
+        raise RuntimeError("the tensors are stuck")
+
+
+def a_state_that_one_rank_cannot_take_apart(is_stuck: bool) -> str:
     arguments = {"memory": Memory(1)}
     manager = LocalCheckpointManager("/of/no/disk", "pickled", smckpt_arguments=arguments)
-    state: dict[str, Any] = {"w": torch.ones(3)}
+    state, error = BasicTensorAwareStateDict({"w": torch.ones(3)}), ""
     if dist.get_rank() == 1:
-        state["odd"] = threading.Lock()
+        odd = {"odd": threading.Lock()}
+        state = Stuck({"w": torch.ones(3)}) if is_stuck else BasicTensorAwareStateDict(odd)
     try:
-        manager.save(BasicTensorAwareStateDict(state), 1)
+        manager.save(state, 1)
+    except Exception as failed:
+        error = str(failed)
+    dist.barrier()
+    return error
+
+
+def a_rank_does_not_write_before_a_newer_one_is_in_memory(folder: str) -> tuple[str, int]:
+    """The error of that iteration, and the one that is found without memory afterwards."""
+
+    def state() -> BasicTensorAwareStateDict:
+        return BasicTensorAwareStateDict({"w": torch.ones(3)})
+
+    memory = {"memory": Memory(2)}
+    manager = LocalCheckpointManager(folder, "s", smckpt_arguments=memory)
+    manager.save(state(), 9)
+    request = manager.save(state(), 11, is_async=True)
+    assert request is not None and request.async_fn is not None
+    if dist.get_rank() == 0:
+        request.async_fn(*request.async_fn_args)
+    manager.save(state(), 12)
+    error = ""
+    try:
+        for finalize in request.finalize_fns:
+            finalize()
+    except CheckpointError as failed:
+        error = str(failed)
+    for thread in threading.enumerate():
+        if thread.name == "smckpt-local":
+            thread.join()
+    dist.barrier()
+    return error, LocalCheckpointManager(folder, "s").find_latest()
+
+
+def what_memory_has_does_not_load(folder: str) -> list[Any]:
+    """What is found, before and after a load that fails; and what is loaded then."""
+    memory = {"memory": Memory(2)}
+    manager = LocalCheckpointManager(folder, "s", smckpt_arguments=memory)
+    for iteration in (1, 2):
+        manager.save(BasicTensorAwareStateDict({"w": torch.full((999,), iteration)}), iteration)
+    assert manager._kept is not None
+    if dist.get_rank() == 0:
+        store = open_storage(manager._kept._tier.root)
+        for directory, names in store.tree().items():  # type: ignore[attr-defined]
+            for name in names:
+                if name.endswith(".safetensors"):
+                    there = store.join(directory)
+                    size = there.size(name)
+                    there.delete(name)
+                    there.put(name, bytes(size))
+    dist.barrier()
+    found: list[Any] = [manager.find_latest()]
+    try:
+        manager.load()
     except CheckpointError as error:
-        dist.barrier()
-        return str(error)
-    return ""
+        found.append(str(error))
+    found.append(manager.find_latest())
+    state, _ = manager.load()
+    assert isinstance(state, BasicTensorAwareStateDict)
+    return [*found, state.state_dict["w"].unique().tolist()]
 
 
 def a_jump_of_no_ranks() -> bool:

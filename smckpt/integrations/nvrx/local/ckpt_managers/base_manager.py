@@ -91,8 +91,13 @@ class BaseCheckpointManager(ABC):
     def find_latest(self) -> int:
         """The newest iteration of which every rank can have its state, or -1; all ranks call
         this."""
-        if self.latest_iteration != -1:
-            return self.latest_iteration
+        if self.latest_iteration == -1:
+            self.latest_iteration = self._newest_written()
+        return self.latest_iteration
+
+    def _newest_written(self) -> int:
+        """The newest iteration that `_save` has written for every rank, or -1; all ranks call
+        this."""
         mine = list(self._my_ckpt_ids())
         if self.repl_strategy is None:
             mine = [one for one in mine if one[1] == self.rank]
@@ -103,8 +108,7 @@ class BaseCheckpointManager(ABC):
             ranks_of[iteration].add(rank)
         # states of ranks that the job does not have are parts of a larger job's
         whole = [it for it, ranks in ranks_of.items() if ranks == set(everyone.ranks)]
-        self.latest_iteration = max(whole, default=-1)
-        return self.latest_iteration
+        return max(whole, default=-1)
 
     def load(self) -> tuple[TensorAwareStateDict, CkptID]:
         """This rank's state of the iteration that `find_latest` has found, and its id; all ranks
@@ -176,7 +180,7 @@ class BaseCheckpointManager(ABC):
 
     def _finalize(self, iteration: int, in_background: bool) -> None:
         began = time.monotonic()
-        found, self.latest_iteration = self.find_latest(), -1
+        found, self.latest_iteration = self._newest_written(), -1
         remove = self._cleanup if found >= iteration else self._cleanup_failed_save
         if in_background:
             threading.Thread(target=remove, args=(iteration,), name="smckpt-local").start()

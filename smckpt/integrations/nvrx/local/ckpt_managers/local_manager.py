@@ -17,7 +17,7 @@ import torch
 
 import smckpt
 from smckpt.checkpoint.commits.discover import FoundCheckpoint
-from smckpt.errors import UsageError
+from smckpt.errors import CheckpointError, CorruptCheckpointError, StorageError, UsageError
 from smckpt.integrations.kept import KeptSteps, memory_of
 from smckpt.integrations.nvrx.async_ckpt.core import AsyncRequest, PendingSave
 from smckpt.integrations.nvrx.async_ckpt.torch_ckpt import save_whole, sweep_unfinished
@@ -68,6 +68,7 @@ class LocalCheckpointManager(BaseCheckpointManager):
         self._memory = memory_of(smckpt_arguments)
         self._kept: KeptSteps | None = None
         self._in_memory = -1  # of the iterations that `find_latest` has found there
+        self._lost: set[int] = set()  # iterations there that did not load
         own = [each for each in ("_save", "_load") if getattr(type(self), each)
                is not getattr(LocalCheckpointManager, each)]  # fmt: skip
         refused = sorted(map(str, smckpt_arguments.keys() - {"memory"}))
@@ -86,7 +87,9 @@ class LocalCheckpointManager(BaseCheckpointManager):
     def find_latest(self) -> int:
         if self.latest_iteration == -1 and (kept := self._kept_steps()) is not None:
             ranks = len(GroupWrapper().ranks)
-            self._in_memory = kept.newest(lambda one: one.metadata.get("ranks") == ranks)
+            self._in_memory = kept.newest(
+                lambda one: one.metadata.get("ranks") == ranks and one.step not in self._lost
+            )
         self.latest_iteration = max(super().find_latest(), self._in_memory)
         return self.latest_iteration
 
@@ -98,13 +101,20 @@ class LocalCheckpointManager(BaseCheckpointManager):
                 kept.restored(iteration)
             return loaded
         found: dict[str, Any] = {}
+        failed: CheckpointError | None = None
 
         def fill(step: FoundCheckpoint) -> None:
             mine = smckpt.LoadOptions(only=[str(self.rank)])
             found.update(smckpt.load(checkpoint_id=step, options=mine) or {})
 
-        if not kept.resume(fill, only=iteration):
-            raise _gone(f"iteration {iteration} in memory")
+        try:
+            is_loaded = kept.resume(fill, only=iteration)
+        except (CorruptCheckpointError, StorageError) as error:
+            is_loaded, failed = False, error
+        if not is_loaded:
+            self._lost.add(iteration)  # `find_latest` passes over it, to an older one
+            self.latest_iteration = -1
+            raise _gone(f"iteration {iteration} in memory") from failed
         tensors, hollow = found[str(self.rank)]
         # as of a file: the class of the state is the user's own
         state: TensorAwareStateDict = torch.load(io.BytesIO(hollow.numpy()), weights_only=False)
@@ -120,6 +130,7 @@ class LocalCheckpointManager(BaseCheckpointManager):
             self._refuse_older(iteration)
             ranks = {"ranks": len(GroupWrapper().ranks)}
             mine = str(self._ckpt_id(iteration)[1])
+            self._lost.discard(iteration)
             handle = kept.save(iteration, lambda: {mine: _parts(state_dict)}, ranks)
         if handle is None:
             return super().save(state_dict, iteration, is_async)
@@ -210,14 +221,10 @@ class LocalCheckpointManager(BaseCheckpointManager):
 
 
 def _parts(state: TensorAwareStateDict) -> list[Any]:
-    """The tensors of a state, and the rest of it, pickled. What cannot be pickled stays as it is:
-    the save refuses it, so that the peers hear of it."""
+    """The tensors of a state, and the rest of it, pickled."""
     tensors, rest = list(state.pop_tensors()), io.BytesIO()
     try:
         torch.save(state, rest)
-    except Exception as error:
-        log.error("the state cannot be pickled: %s", error)
-        return [tensors, state]
     finally:
         state.insert_tensors(tensors)
     return [tensors, torch.frombuffer(rest.getbuffer(), dtype=torch.uint8)]

@@ -34,6 +34,7 @@ from smckpt.errors import (
     SaveFailedError,
     StorageError,
     UsageError,
+    as_checkpoint_error,
 )
 from smckpt.manager.retention import Newest, Retention, Rivals
 from smckpt.manager.schedule import Interval, Schedule, refused
@@ -138,8 +139,11 @@ class MemoryTier:
         self._member = -1
         self._policy = _WhatFits(1)
         self._newest = ""  # of the commits
-        self._last: SaveHandle | None = None
+        # an error: the call itself failed on this rank, and a handle fails on the others
+        self._last: SaveHandle | CheckpointError | None = None
+        self._saves = False  # whether a save of this process has begun
         self._failed = self._left_out = 0  # saves in a row; of those that are due from now on
+        self._without_room = 0  # of those that failed in a row
         self._joins = 0  # the ranks count alike
         self._join: Callable[[], tuple[str, list[list[Any]], str]]
         self._run = hashlib.sha256(f"{root}\0{template.text}".encode()).hexdigest()[:12]
@@ -267,6 +271,7 @@ class MemoryTier:
 
         Raises:
             UsageError: a later job saves there. Rank 0 raises it, and the save fails on the others.
+            Exception: a rank's state cannot be taken, likewise.
         """
 
         def committed(handle: SaveHandle) -> None:
@@ -277,10 +282,12 @@ class MemoryTier:
 
         if not self.root:
             return None
-        before, self._last = self._last, None
-        if before is not None:
+        before, self._last, self._saves = self._last, None, True
+        if isinstance(before, SaveHandle):
             before.ended()  # this save would wait for it anyway
             self._count(before.error)
+        elif before is not None:
+            self._count(before)
         if self._failed and (error := self._join()[-1]):
             log.warning("the step in %s is not saved to memory: %s", subpath, error)
             self._count(StorageError(error))
@@ -302,7 +309,10 @@ class MemoryTier:
                 options=replace(self.options, metadata=metadata, on_commit=committed),
             )
             return self._last
-        except StorageError as error:
+        except Exception as error:
+            self._last = as_checkpoint_error(error)  # counted when the others count their handles
+            if not isinstance(error, StorageError):
+                raise
             log.warning("the step in %s is not saved to memory: %s", subpath, error)
             return None
 
@@ -311,7 +321,8 @@ class MemoryTier:
         are due: a keeper that hangs would hold training up in each of them."""
         self._failed = 0 if error is None else self._failed + 1
         self._left_out = min(2**self._failed, MOST_LEFT_OUT) - 1
-        if isinstance(error, MemoryBudgetError):
+        self._without_room = self._without_room + 1 if isinstance(error, MemoryBudgetError) else 0
+        if self._without_room and not self._member:
             self._make_room()
         if self._left_out and self._member == 0:
             text = "%d saves to memory have failed in a row: the next %d are left out"
@@ -319,7 +330,16 @@ class MemoryTier:
 
     def _make_room(self) -> None:
         """Keep one step from now on: without room for another one, none would ever be deleted."""
-        if self.retention is None or self.steps is None or self._policy.short or self._member:
+        if self.retention is None or self.steps is None:
+            return
+        if self._policy.short:
+            if self._without_room == 3:  # the second may have come before the deletion
+                log.warning(
+                    "memory has no room for a second step while the first is there: the step in %s "
+                    "stays, and no newer one is saved there. Give Memory(budget=) room for two "
+                    "steps, or save less in memory",
+                    self._newest,
+                )
             return
         if not self._newest and (found := self.steps.all()):
             self._newest = self.steps.subpath_of(found[-1])
@@ -329,9 +349,10 @@ class MemoryTier:
             self.retention.committed(self._newest)
 
     def discard_unfinished(self) -> None:
-        """Delete what a job left there that ended in the middle of a save. No save of this one has
-        begun: all ranks are at their first restore."""
-        if self.steps is None or self._member or self._last is not None:
+        """Delete what a job left there that ended in the middle of a save. Once this one has begun
+        a save, nothing is deleted: that may be its own, under way. The caller lets no rank begin
+        one meanwhile."""
+        if self.steps is None or self._member or self._saves:
             return
         store = open_storage(self.root)
         assert isinstance(store, KeeperStorage | HyperPodStorage)

@@ -197,7 +197,8 @@ class Rivals:
             )
 
     def look(self, subpath: str) -> bool:
-        """After a commit of ours: whether this job may go on saving and deleting here.
+        """After a commit of ours: whether this job may go on saving and deleting here. Without a
+        claim it cannot know, and deletes nothing; its next save claims.
 
         Raises:
             StorageError: the store fails to list the root.
@@ -209,13 +210,14 @@ class Rivals:
         self._others = {
             other: run for other, run in self._others.items() if other in {*present, subpath}
         }
+        if self._claim is None:
+            return False
         fresh = [other for other in present if other not in self._before]
         known = {*self._ours, *self._others}
         for other in [*again, subpath, *(other for other in fresh if other not in known)]:
             if (found := self._found(other)) is None:
                 continue
             claim = Claim(*claim_of(found))
-            assert self._claim is not None
             if not claim.name or claim == self._claim:
                 continue
             if other not in self._others:

@@ -332,10 +332,13 @@ def test_what_a_job_left_in_the_middle_of_a_save_is_deleted(
         first.restore(into=state)
         assert first.should_save(5)
         first.save(5, state).wait()
-    (run,) = open_storage(f"keeper://{name}").list_dirs()
-    root = open_storage(f"keeper://{name}/{run}")
-    root.join("6/part").put("data-0773ea0c5872-00000002-r00000-0.safetensors", b"half")
-    root.join("50").put("data-0773ea0c5872-00000003-r00000-0.safetensors", b"half")
+        (run,) = open_storage(f"keeper://{name}").list_dirs()
+        root = open_storage(f"keeper://{name}/{run}")
+        root.join("6/part").put("data-0773ea0c5872-00000002-r00000-0.safetensors", b"half")
+        root.join("50").put("data-0773ea0c5872-00000003-r00000-0.safetensors", b"half")
+        for _ in range(2):  # that may be a save of its own, under way
+            assert first.restore(into=state) == 5
+        assert sorted(root.list_dirs()) == ["5", "50", "6"]
     with manager() as second:
         assert second.restore(into=state) == 5
     assert list(root.list_dirs()) == ["5"]
@@ -365,6 +368,23 @@ def test_with_room_for_two_steps_the_newest_one_stays_and_the_next_is_written(
                 saved.append(step)
         assert manager.restore(into=state) == saved[-1]
     assert caplog.text.count("it holds one step from now on") == 1
+
+
+def test_where_the_next_step_never_fits_beside_the_first_the_log_says_so_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = {"w": torch.ones(1 << 18)}  # 1 MiB
+    with CheckpointManager(
+        str(tmp_path), memory=Memory(interval=1, budget=3 << 19), signals=(), random=False
+    ) as manager:
+        outcomes = [
+            manager.save(step, state).exception() is None
+            for step in range(1, 25)
+            if manager.should_save(step)
+        ]
+        assert outcomes == [True] + [False] * 5
+        assert manager.restore(into=state) == 1
+    assert caplog.text.count("memory has no room for a second step while the first is there") == 1
 
 
 def test_without_room_in_memory_the_step_is_saved_on_disk_and_the_log_says_why(

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from smckpt import CheckpointManager, Memory, errors, find_checkpoints, load, verify_checkpoint
+from smckpt.manager.retention import Rivals
 from tests.support.launch import run_ranks
 from tests.support.limits import seconds
 
@@ -166,6 +167,62 @@ def test_a_process_that_outlived_its_restart_saves_no_more_in_memory_either(
         old.close()
         found = find_checkpoints(old._memory.root)
         assert [contents_of(one) for one in found] == [(0, 1), (1, 2), (1, 3), (0, 4), (1, 5)]
+
+
+def saves_on_in_memory(folder: str) -> list[str]:
+    """The errors of a job of two ranks that goes on after a later one has saved there."""
+    import torch.distributed as dist
+
+    def manager() -> CheckpointManager:
+        memory = Memory(1, keep=9, replicas=0)
+        return CheckpointManager(
+            folder, interval=1000, memory=memory, signals=(), timeout=seconds(20)
+        )
+
+    old, told = manager(), []
+    assert old.restore(into=state(0, 0)) == 0
+    assert old.should_save(1)
+    old.save(1, state(0, 1)).wait()
+    new = manager()
+    assert new.restore(into=state(1, 0)) == 1
+    for step in (2, 3):
+        assert new.should_save(step)
+        new.save(step, state(1, step)).wait()
+    assert old.should_save(4)
+    old.save(4, state(0, 4)).wait()  # it cannot know yet
+    rivals = old._memory._rivals
+    until(lambda: dist.get_rank() or (rivals is not None and rivals._over is not None))
+    dist.barrier()
+    for step in range(5, 10):
+        if not old.should_save(step):
+            told.append("left out")
+            continue
+        try:
+            old.save(step, state(0, step)).wait()
+        except errors.CheckpointError as error:
+            told.append(str(error))
+    for one in (old, new):
+        with contextlib.suppress(errors.SaveFailedError):
+            one.close()
+    return told
+
+
+def test_ranks_that_go_on_after_a_later_job_has_memory_leave_out_the_same_saves(
+    tmp_path: Path,
+) -> None:
+    for told in run_ranks(saves_on_in_memory, 2, str(tmp_path)):
+        refused = ["a later job has saved step" in error for error in told]
+        assert refused == [True, True, False, True, False], told
+        assert told[2] == told[4] == "left out"
+
+
+def test_without_a_claim_nothing_is_deleted_until_the_next_save_claims(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path, signals=()) as other:
+        other.save(1, state(1, 1)).wait()
+        rivals = Rivals(other._steps)
+        assert not rivals.look("1")
+        rivals.refuse_older()
+        assert rivals.look("1")
 
 
 def test_a_later_job_that_saves_to_the_same_directories_only_is_seen(tmp_path: Path) -> None:

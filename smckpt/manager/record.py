@@ -169,7 +169,7 @@ class Uncommitted:
     @property
     def failed(self) -> int:
         """Those that are known to have ended. The last one counts if this system has seen it."""
-        return self.count - (self.count > 0 and not has_ended(self.process))
+        return self.count - (self.count > 0 and not has_ended(self.process, own_process()))
 
 
 def uncommitted_at(step: Storage, identity: str) -> Uncommitted:

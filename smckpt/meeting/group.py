@@ -13,13 +13,13 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from smckpt.errors import CheckpointError, PeerError, UsageError
-from smckpt.meeting.keys import Keys, Store, client_of
-from smckpt.meeting.presence import gone, has_ended, own_process
+from smckpt.meeting.keys import Store, client_of
+from smckpt.meeting.presence import Lives
 from smckpt.meeting.round import Meeting, Round, alone
 from smckpt.meeting.store import OverStore, agree
 
@@ -202,8 +202,6 @@ def ranks_digest(groups: Iterable[Sequence[int]]) -> str:
 
 log = logging.getLogger("smckpt")
 
-_ENDED = "ended"  # in place of a process, once its program has ended
-
 
 class Membership:
     """This process as a member of `group`, for one purpose (`name`).
@@ -244,7 +242,7 @@ class Membership:
         """Make this thread's connections to the job's store, for the first meeting, and post this
         process: who waits for it to come hears of its end."""
         with self._agreeing:
-            self._lives(self._connected()).set(str(self.group.rank), own_process())
+            Lives(self._connected()).post(self.group.rank)
 
     def _connected(self) -> Store:
         """This thread's client of the job's store, for which another one says farewell."""
@@ -296,13 +294,9 @@ class Membership:
         if len(self.group.ranks) > 1 and os.getpid() == self._pid:
             try:
                 store = self._farewell or client_of(self.group.store)
-                self._lives(store).set(str(self.group.rank), _ENDED)
+                Lives(store).post(self.group.rank, over=True)
             except CheckpointError as error:
                 log.debug("the job's store is gone: %s", error)
-
-    def _lives(self, store: Store) -> Keys:
-        """Each rank's process in this attempt of torchrun, or that its program has ended."""
-        return Keys(store, f"smckpt/lives/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '')}")
 
     def rank_name(self, member: int) -> str:
         return f"rank {self.group.ranks[member]}"
@@ -323,17 +317,11 @@ class Membership:
             store = self._connected()
             meeting = self._meetings.get(prefix)
             if meeting is None:
-                lives = self._lives(store)
-                lives.set(str(self.group.rank), own_process())  # over that of an earlier life
+                lives = Lives(store)
+                lives.post(self.group.rank)
 
-                def has_left(member: int) -> PeerError | None:
-                    life = lives.peek(str(ranks[member])) if ranks else None
-                    if life == _ENDED:
-                        return PeerError(
-                            f"{name(member)} has left: its program has ended",
-                            remedy="all ranks make the same saves and loads; look at its log",
-                        )
-                    return gone(name(member)) if life and has_ended(tuple(life)) else None
+                def first_end(members: Collection[int]) -> PeerError | None:
+                    return lives.first_end([ranks[member] for member in members])
 
                 meeting = agree(
                     store,
@@ -344,7 +332,7 @@ class Membership:
                     name=name,
                     rank=self.group.rank,
                     sideways=self._farewell,
-                    has_left=has_left,
+                    first_end=first_end if ranks else None,
                 )
                 with self._lock:
                     self._meetings[prefix] = meeting

@@ -6,6 +6,9 @@ members' processes on the same host, without asking anybody. It answers, in thei
 in which somebody waits for them: here, and through the store on other hosts. A process that is
 stopped, or slow, has not ended.
 
+Before the ranks have met, each posts its process in the job's store (`Lives`), for those that wait
+for it to come.
+
 Signs of life, for rounds without a time limit.
 
 A member reports its progress about once a second. The others give it up after `timeout` seconds
@@ -21,14 +24,16 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from smckpt.decoding import decode
 from smckpt.errors import CheckpointError, PeerError, error_from_json
-from smckpt.meeting.keys import Keys
+from smckpt.meeting.keys import Keys, Store
 
-__all__ = ["PAUSES", "Presence", "Pulse", "gone", "has_ended", "own_process"]
+__all__ = ["PAUSES", "Lives", "Presence", "Pulse", "has_ended", "own_process"]
 
 
 class Presence:
@@ -127,7 +132,7 @@ class Presence:
                 os.close(fd)
 
     def _ended(self, member: int) -> None:
-        error = gone(self._name(member))
+        error = _gone(self._name(member))
         with self._lock:
             error = self._gone.setdefault(member, error)
             self._seen.add(member)
@@ -151,7 +156,60 @@ class Presence:
                 self._tell(point, member, error)
 
 
-def gone(name: str) -> PeerError:
+@dataclass(frozen=True)
+class Life:
+    """What a rank posts of itself. process: `own_process`. posted: when, by the clock of its host.
+    over: its program has ended."""
+
+    process: tuple[str, int, int] | None
+    posted: float
+    over: bool = False
+
+
+class Lives:
+    """Each rank's process, or that its program has ended, in this attempt of torchrun.
+
+    The store may hold those of killed ranks that are just starting again: torchrun keeps it, and
+    counts no attempt when hosts come or go. So an end counts only of a life that was posted after
+    this process began, or that this process has seen. The end of an earlier one says nothing.
+    """
+
+    def __init__(self, store: Store) -> None:
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
+        self._keys = Keys(store, f"smckpt/lives/{attempt}")
+        self._own = own_process()
+        self._began = _time_of(self._own[2]) if self._own is not None else 0.0  # 0: untold
+        self._seen: set[int] = set()  # ranks that were alive at an earlier look
+
+    def post(self, rank: int, *, over: bool = False) -> None:
+        """Post this process, over an earlier life of its rank."""
+        self._keys.set(str(rank), Life(self._own, time.time(), over))
+
+    def first_end(self, ranks: Iterable[int]) -> PeerError | None:
+        """What to raise of the first of these ranks that has ended."""
+        for rank, data in self._keys.peek_each(ranks, str):
+            try:
+                life = decode(Life, data)
+            except ValueError as error:
+                raise PeerError(
+                    f"what rank {rank} posts of its process cannot be read: {error}",
+                    remedy="all ranks must run one version of smckpt",
+                ) from error
+            if not (life.over or has_ended(life.process, self._own)):
+                self._seen.add(rank)
+            elif life.posted >= self._began or rank in self._seen:
+                return _left(rank) if life.over else _gone(f"rank {rank}")
+        return None
+
+
+def _left(rank: int) -> PeerError:
+    return PeerError(
+        f"rank {rank} has left: its program has ended",
+        remedy="all ranks make the same saves and loads; look at its log",
+    )
+
+
+def _gone(name: str) -> PeerError:
     """What to raise of a member whose process on this host has ended."""
     return PeerError(
         f"{name} is gone: its process on host {socket.gethostname()} has ended",
@@ -173,12 +231,17 @@ def own_process() -> tuple[str, int, int] | None:
     return None if started is None else (name, os.getpid(), started)
 
 
-def has_ended(process: tuple[str, int, int] | None) -> bool:
-    """Whether this system, which could see a process, sees it no more."""
-    own = own_process()
+def has_ended(process: tuple[str, int, int] | None, own: tuple[str, int, int] | None) -> bool:
+    """Whether this system, which could see a process, sees it no more. own: `own_process`."""
     if process is None or own is None or own[0] != process[0]:
         return False
     return _start(process[1]) != process[2]
+
+
+def _time_of(start: int) -> float:
+    """A process's start, in the system's ticks, by this host's clock."""
+    ago = time.clock_gettime(time.CLOCK_BOOTTIME) - start / os.sysconf("SC_CLK_TCK")
+    return time.time() - ago
 
 
 def _start(pid: int) -> int | None:

@@ -28,9 +28,11 @@ from smckpt.meeting.round import Meeting, Message, Round, Transport
 __all__ = ["OverStore", "agree"]
 
 _ASKED = 4000  # how many members may ask the store, one process, in a second
+_SLICE = 10.0  # seconds of a wait for the leader, at least; c10d logs a warning after each
 _STAGES = 6  # for gathering and deciding, and for two further rounds that gather and decide
 
 Name = Callable[[int], str]
+FirstEnd = Callable[[Collection[int]], PeerError | None]
 
 
 class OverStore(Transport):
@@ -269,7 +271,7 @@ def agree(
     rank: int | None = None,
     silence: float | None = None,
     sideways: Store | None = None,
-    has_left: Callable[[int], PeerError | None] | None = None,
+    first_end: FirstEnd | None = None,
 ) -> Meeting:
     """Agree on a meeting of `count` members; see the module's text.
 
@@ -284,7 +286,7 @@ def agree(
             limit. None: each round has its `timeout`.
         sideways: a client on which nobody waits, to answer for members that are gone. None: only
             the members' own words count.
-        has_left: the error of a member whose program has ended.
+        first_end: what to raise of the first of these members whose program has ended.
 
     Raises:
         PeerError: members did not come; names them.
@@ -292,11 +294,11 @@ def agree(
     keys = Keys(store, prefix)
     nonce = uuid.uuid4().hex[:12]
     until = time.monotonic() + timeout
-    has_left = has_left or (lambda _: None)
+    first_end = first_end or (lambda _: None)
     process = None if sideways is None else own_process()
     if member == 0:
         _present(keys.sub(nonce), member, process)
-        _lead(keys, nonce, count, until, name, has_left)
+        _lead(keys, nonce, count, until, name, first_end)
         chosen = nonce
     else:
         chosen = _follow(
@@ -307,7 +309,7 @@ def agree(
             timeout,
             name,
             process,
-            has_left,
+            first_end,
             max(PAUSES[1], count / _ASKED),
         )
     own = keys.sub(chosen)
@@ -343,30 +345,31 @@ def _follow(
     timeout: float,
     name: Name,
     process: tuple[str, int, int] | None,
-    has_left: Callable[[int], PeerError | None],
+    first_end: FirstEnd,
     slowest: float,
 ) -> str:
     keys.set(f"nonce/{member}", nonce)
     until += 5  # time for the leader to name the absent members
 
-    def awaited(key: str) -> Any:
-        """The leader's value; None if the time is up. The leader may end before it sets one."""
-        pause, look = PAUSES[0], 0.0
-        while (value := keys.peek(key)) is None and time.monotonic() < until:
-            if time.monotonic() >= look:
-                look = time.monotonic() + max(slowest, 1)
-                gone = has_left(0)
-                if gone is not None:
-                    raise gone
-            time.sleep(pause)
-            pause = min(2 * pause, slowest)
-        return value
+    def refuse_ended() -> None:
+        error = first_end([0])
+        if error is not None:
+            raise error
 
-    chosen, answer = awaited(f"accept/{nonce}"), None
+    pause, due, answer = slowest / 20, time.monotonic() + 1, None
+    while (chosen := keys.peek(f"accept/{nonce}")) is None and time.monotonic() < until:
+        if time.monotonic() >= due:
+            refuse_ended()
+            due = time.monotonic() + max(slowest, 1)
+        time.sleep(pause)
+        pause = min(2 * pause, slowest)
     if chosen is not None:
         _present(keys.sub(chosen), member, process)
         keys.set(f"{chosen}/ack/{member}", nonce)
-        answer = awaited(f"{chosen}/go")
+        while answer is None and (seconds := until - time.monotonic()) > 0:
+            answer = keys.wait(f"{chosen}/go", min(seconds, max(_SLICE, 4 * slowest)))
+            if answer is None:
+                refuse_ended()
     if answer is None:
         raise PeerError(
             f"{name(0)} did not agree on a session within {timeout:.0f} s",
@@ -383,10 +386,10 @@ def _lead(
     count: int,
     until: float,
     name: Name,
-    has_left: Callable[[int], PeerError | None],
+    first_end: FirstEnd,
 ) -> None:
     away = dict.fromkeys(range(1, count), "")  # member → its accepted nonce
-    pause, look = PAUSES[0], 0.0
+    pause, due = PAUSES[0], time.monotonic() + 1
     while away:
         late = time.monotonic() >= until
         for member, nonce in keys.peek_each(away, lambda m: f"nonce/{m}"):
@@ -398,9 +401,9 @@ def _lead(
             if nonce == away[member]:
                 del away[member]
         error: PeerError | None = None
-        if away and time.monotonic() >= look:
-            look = time.monotonic() + 1
-            error = next((e for e in map(has_left, away) if e is not None), None)
+        if away and time.monotonic() >= due:
+            error = first_end(away)
+            due = time.monotonic() + 1
         if away and late:
             error = _absent(list(away), name, "agreeing on a session")
         if error is not None:

@@ -15,6 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from smckpt.meeting.presence import Lives
+from smckpt.meeting.store import agree
 from tests.support.limits import seconds
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -120,26 +121,46 @@ def test_a_rank_that_was_seen_alive_is_gone_although_it_began_long_before(store:
 
 
 class Counted(dist.TCPStore):
-    """A client that counts its requests."""
+    """A client that keeps what it has asked for, in its order."""
 
-    requests = 0
+    def __init__(self, store: Any) -> None:
+        super().__init__("127.0.0.1", store.port, None, False)
+        self.asked: list[str] = []
 
     def check(self, keys: Any) -> bool:
-        self.requests += 1
+        self.asked.append(f"check {keys[0]}")
         return super().check(keys)
 
     def get(self, key: str) -> bytes:
-        self.requests += 1
+        self.asked.append(f"get {key}")
         return super().get(key)
 
     def multi_get(self, keys: Any) -> list[bytes]:
-        self.requests += 1
+        self.asked.append(f"get {keys[0]}")
         return super().multi_get(keys)
 
 
 def test_a_look_at_many_ranks_asks_the_store_seldom(store: Any) -> None:
-    lives = Lives(client := Counted("127.0.0.1", store.port, None, False))
+    lives = Lives(client := Counted(store))
     for rank in range(640):
         lives.post(rank)
     assert lives.first_end(range(640)) is None
-    assert client.requests == 20
+    assert len(client.asked) == 20
+
+
+def test_a_rank_waits_for_the_start_without_asking_again(store: Any) -> None:
+    """Where thousands of ranks ask again and again, the store answers them late."""
+    clients = [Counted(store) for _ in range(3)]
+
+    def join(member: int) -> None:
+        limit = seconds(30)
+        agree(clients[member], "p", member=member, count=3, timeout=limit, name="rank {}".format)
+
+    threads = [threading.Thread(target=join, args=(member,)) for member in range(3)]
+    for thread in threads:
+        if thread is threads[2]:
+            threading.Event().wait(2)  # the others wait for it
+        thread.start()
+    for thread in threads:
+        thread.join(seconds(60))
+    assert [line.split()[0] for line in clients[1].asked if line.endswith("/go")] == ["get"]

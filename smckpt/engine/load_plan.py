@@ -18,7 +18,7 @@ from smckpt.checkpoint.reading.plan_local import ParallelCoordinates, differing_
 from smckpt.engine.load_memory import LoadMemory, memory_of, whole_state
 from smckpt.engine.load_rounds import Choice, Common
 from smckpt.errors import CheckpointError, KeysMismatchError, TopologyError, UsageError
-from smckpt.layout.containers import FACTS, made_again
+from smckpt.layout.containers import FACTS, lacking_keys, made_again
 from smckpt.layout.entries import Entry, Path, dotted
 from smckpt.meeting.group import Group
 from smckpt.state_dict.of_optimizers.bindings import optimizer_dicts
@@ -456,9 +456,10 @@ def _check_objects(
     missing = sorted(here - objects.keys())
     extra = sorted(objects.keys() - here)
     if request.keys == "target":
-        for key in extra:
-            del objects[key]
-        extra = []
+        for leaf in selection.objects:
+            missing += lacking_keys(leaf.value, objects.get(leaf.key, ((), None))[1], leaf.key)
+        while extra:
+            del objects[extra.pop()]
     if request.strict and (missing or extra):
         raise KeysMismatchError(
             f"values that are not tensors differ: missing in the checkpoint {missing[:8]}, "

@@ -25,6 +25,7 @@ from smckpt.registry import Registry
 __all__ = [
     "FACTORIES",
     "FACTS",
+    "PLAIN_DICTS",
     "Unmade",
     "class_name",
     "class_of_name",
@@ -32,6 +33,7 @@ __all__ = [
     "flattened",
     "items_of",
     "joined",
+    "lacking_keys",
     "like",
     "made",
     "made_again",
@@ -47,6 +49,8 @@ __all__ = [
 
 # The key of what is no tensor in a tensor that holds others, beside its parts.
 FACTS = "__tensor__"
+
+PLAIN_DICTS = (dict, OrderedDict, defaultdict)  # not those of a class of the user's
 
 FACTORIES: dict[str, Any] = {
     "": None,
@@ -150,6 +154,17 @@ def renewed(value: Any, items: Mapping[Any, Any]) -> Any:
         except AttributeError:  # a frozen one
             pass
     return like(value, {**dict(items_of(value) or ()), **items})
+
+
+def lacking_keys(wanted: Any, saved: Any, at: str) -> Iterator[str]:
+    """Names in a dict that is wanted, and in dicts in it, that the saved dict there lacks."""
+    if type(wanted) not in PLAIN_DICTS or not isinstance(saved, dict):
+        return
+    for key, value in wanted.items():
+        if key in saved:
+            yield from lacking_keys(value, saved[key], f"{at}.{key}")
+        else:
+            yield f"{at}.{key}"
 
 
 def _is_data(value: Any) -> bool:

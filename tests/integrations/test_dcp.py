@@ -379,6 +379,24 @@ def test_a_save_that_fails_on_one_rank_leaves_the_older_commit(tmp_path: Path) -
         assert said[1] == "[1.0, 1.0]"
 
 
+def one_rank_wants_more(folder: str) -> tuple[str, Any]:
+    calls.save({"w": torch.ones(2), "plain": {"x": 1}}, checkpoint_id=folder)
+    target: dict[str, Any] = {"w": torch.zeros(2), "plain": {"x": 0}}
+    if dist.get_rank():
+        target["plain"]["y"] = 0
+    try:
+        calls.load(target, checkpoint_id=folder)
+    except CheckpointException as error:
+        return str(error), (target["w"].tolist(), target["plain"]["x"])
+    return "loaded", target
+
+
+def test_a_key_that_one_rank_lacks_fails_on_all_before_a_change(tmp_path: Path) -> None:
+    for text, target in run_ranks(one_rank_wants_more, 2, str(tmp_path), timeout=60):
+        assert "Missing key in checkpoint state_dict: plain.y." in text
+        assert target == ([0.0, 0.0], 0)
+
+
 class Custom:
     """A class of the user's: reading it back would run its code."""
 

@@ -11,7 +11,6 @@ import inspect
 import logging
 import os
 import traceback
-from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, MutableMapping
 from concurrent.futures import Future
 from typing import Any, TypeVar
@@ -29,6 +28,7 @@ from smckpt.errors import CheckpointError, KeysMismatchError, TensorMismatchErro
 from smckpt.integrations.dcp.foreign import CopyStager, set_whole_values
 from smckpt.integrations.dcp.reader import DistributedFileSystemReader
 from smckpt.integrations.dcp.writer import DistributedFileSystemWriter
+from smckpt.layout.containers import PLAIN_DICTS
 from smckpt.meeting.group import group_of, torch_group_of
 from smckpt.storage import open_storage
 from smckpt.storage.urls import is_local, local_path
@@ -316,15 +316,7 @@ def load(
             raise dcp_error(error, _ranks(process_group)) from error
         by_dcp()
     else:
-        missing = _cut_to(state_dict, shape, "")
-        if missing and not partly:
-            raise dcp_error(
-                KeysMismatchError(
-                    f"Missing key in checkpoint state_dict: {missing[0]}.",
-                    remedy="leave it out of the target, or plan with allow_partial_load=True",
-                ),
-                _ranks(process_group),
-            )
+        _cut_to(state_dict, shape)
     for key, value in before.items():  # DCP sets what has no load_state_dict
         if not isinstance(value, Stateful):
             state_dict[key] = state_dict[key]
@@ -335,27 +327,21 @@ _Shape = dict[Any, tuple[Any, Any]]
 
 def _shape(state: Mapping[Any, Any]) -> _Shape:
     """Each key with its value, and the shape of a dict in it."""
-    return {key: (v, _shape(v) if type(v) in _DICTS else None) for key, v in state.items()}
+    return {key: (v, _shape(v) if type(v) in PLAIN_DICTS else None) for key, v in state.items()}
 
 
-_DICTS = (dict, OrderedDict, defaultdict)
-
-
-def _cut_to(now: MutableMapping[Any, Any], shape: _Shape, at: str) -> list[str]:
+def _cut_to(now: MutableMapping[Any, Any], shape: _Shape) -> None:
     """Give dicts without tensors the keys that the target had, as DCP, which fills leaf by leaf.
-    Our engine loads such a dict as one value. Returns the names that it lacks."""
-    missing = []
+    Our engine loads such a dict as one value."""
     for key, (was, below) in shape.items():
         if below is None or not isinstance(found := now.get(key), dict):
             continue
-        missing += _cut_to(found, below, f"{at}{key}.")
-        missing += [f"{at}{key}.{inner}" for inner in below if inner not in found]
+        _cut_to(found, below)
         if found is not was:
             filled = {inner: found.get(inner, old) for inner, (old, _) in below.items()}
             was.clear()
             was.update(filled)
             now[key] = was
-    return missing
 
 
 class Upload(Future[Any]):

@@ -120,8 +120,12 @@ class SourceFiles:
         def read(start: int) -> bytes:
             return self.read(record, start, start + nbytes)
 
-        if is_local(record.path):
-            return list(map(read, starts))
+        if is_local(record.path):  # the file is opened once for all
+            with _opened(record) as fill:
+                found = [bytearray(record.part(start, nbytes).nbytes) for start in starts]
+                for start, data in zip(starts, found, strict=True):
+                    fill(start, memoryview(data))
+            return list(map(bytes, found))
         with ThreadPoolExecutor(_AT_ONCE, "smckpt-read") as pool:
             return list(pool.map(read, starts))
 

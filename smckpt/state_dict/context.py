@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from smckpt.errors import KeysMismatchError, UsageError
-from smckpt.state_dict.modes import has_own_pair, load_hooks
+from smckpt.state_dict.modes import has_load_hooks, has_own_pair
 from smckpt.state_dict.of_optimizers.bindings import bind, bound
 from smckpt.state_dict.of_optimizers.optimizers import copy_exactly, fill_optimizer
 from smckpt.state_dict.of_optimizers.own_methods import hand_to_hooks
@@ -82,7 +82,9 @@ class Taker:
             out.give_back = partial(self.load_model, strict=False)
             return out
         model = self.view.model
-        if not (self.view.computed & tensors.keys() or load_hooks(model) or has_own_pair(model)):
+        if not (
+            self.view.computed & tensors.keys() or has_load_hooks(model) or has_own_pair(model)
+        ):
             return tensors
         out = ModelStateDict(tensors)
         out.give_back = self.view.give_back

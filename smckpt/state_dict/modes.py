@@ -17,7 +17,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -30,13 +29,14 @@ from smckpt.errors import StateError
 from smckpt.state_dict.tensors import dtensor_parts, is_dtensor
 
 __all__ = [
+    "call_load_hooks",
     "computed_names",
     "concrete",
     "give_back",
     "give_extra_state",
+    "has_load_hooks",
     "has_own_pair",
     "is_extra_state",
-    "load_hooks",
     "mode_of",
     "neutral",
     "own_state_dict",
@@ -135,8 +135,7 @@ def give_back(model: nn.Module, given: Mapping[str, Any], name_of: Callable[[str
     names = {name for name in computed_names(model, raw) if name_of(name) in given}
     if all(map(is_extra_state, names)) and not has_own_pair(model):
         give_extra_state(model, given, name_of)
-        for call in load_hooks(model):  # they may compute what no state dict has
-            call()
+        call_load_hooks(model)  # they may compute what no state dict has
         return
     for name in names:
         raw[name] = given[name_of(name)]
@@ -179,10 +178,15 @@ def has_own_pair(model: nn.Module) -> bool:
     )
 
 
-def load_hooks(model: nn.Module) -> list[Callable[[], object]]:
-    """Calls of the modules' hooks that follow a load, in torch's order."""
-    return [
-        partial(hook, module, _IncompatibleKeys([], []))
-        for module in reversed(list(model.modules()))
-        for hook in module._load_state_dict_post_hooks.values()
-    ]
+def has_load_hooks(model: nn.Module) -> bool:
+    return any(module._load_state_dict_post_hooks for module in model.modules())
+
+
+def call_load_hooks(module: nn.Module) -> None:
+    """Call the modules' hooks that follow a load, in torch's order: those of children first, and
+    those of a shared module under each of its names."""
+    for child in module._modules.values():
+        if child is not None:
+            call_load_hooks(child)
+    for hook in module._load_state_dict_post_hooks.values():
+        hook(module, _IncompatibleKeys([], []))

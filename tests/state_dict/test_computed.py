@@ -235,6 +235,30 @@ def test_hooks_that_follow_a_load_are_called_once(tmp_path: Path, wrap: str) -> 
                 assert found == (1, True), kind
 
 
+def test_hooks_that_follow_a_load_are_called_in_torchs_order(tmp_path: Path) -> None:
+    """Those of children from left to right, and of a shared module each time."""
+
+    def model() -> tuple[nn.Module, list[str]]:
+        shared, called = nn.Linear(2, 2), list[str]()
+        out = nn.ModuleDict(
+            {
+                "first": nn.Sequential(nn.Linear(2, 2), shared),
+                "second": nn.ModuleDict({"again": shared, "empty": nn.Identity()}),
+            }
+        )
+        out["second"].register_module("none", None)
+        for name, module in out.named_modules():
+            module.register_load_state_dict_post_hook(lambda *_, name=name: called.append(name))
+        return out, called
+
+    (trained, _), (stock, expected), (fresh, called) = model(), model(), model()
+    stock.load_state_dict(trained.state_dict())
+    for call, each in ((smckpt.save, trained), (smckpt.load, fresh)):
+        with smckpt.sm_state_dict_type(each, smckpt.SHARDED):
+            call({"model": each.state_dict()}, checkpoint_id=tmp_path)
+    assert called == expected and called.count("first.1") == 2
+
+
 class Renaming(nn.Sequential):
     """Its own two methods keep a number beside the names."""
 

@@ -299,6 +299,18 @@ def test_what_an_optimizer_does_in_each_load_is_done(
     assert ours == stock
 
 
+def test_hooks_of_saving_alone_cost_a_load_no_copies_of_the_state(tmp_path: Path) -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.Adam(model.parameters())
+    optimizer.register_state_dict_post_hook(lambda optimizer, state: None)
+    model(torch.ones(4)).sum().backward()
+    optimizer.step()
+    before = optimizer.state
+    with smckpt.sm_state_dict_type(model, smckpt.SHARDED):
+        optimizer.load_state_dict(optimizer.state_dict())
+    assert optimizer.state is before, "torch's load_state_dict makes another"
+
+
 def fully(model: nn.Module) -> Any:
     from torch.distributed.fsdp import fully_shard
 

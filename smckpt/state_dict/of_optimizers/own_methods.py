@@ -54,6 +54,7 @@ log = logging.getLogger("smckpt")
 _METHODS = ("state_dict", "load_state_dict")
 _STOCK = ("state", "param_groups")  # the keys of torch's dict
 _HOOKS = tuple(f"_optimizer_{m}_{when}_hooks" for m in _METHODS for when in ("pre", "post"))
+_LOAD_HOOKS = _HOOKS[2:]  # of `load_state_dict`
 
 
 def is_optimizer(value: Any) -> bool:
@@ -137,8 +138,8 @@ def hand_to_hooks(binding: Binding, tree: Mapping[str, Any]) -> None:
     `__setstate__`, in a call of that method. The live state is filled already."""
     optimizer = binding.optimizer
     own = object.__getattribute__(optimizer, "__dict__")
-    if not (any(map(own.get, _HOOKS)) or sets_state(optimizer)):
-        return
+    if not (any(map(own.get, _LOAD_HOOKS)) or sets_state(optimizer)):
+        return  # without two more copies of the state
     exact = {**_numbered(binding), **{k: v for k, v in tree.items() if k not in _STOCK}}
     with stock_methods():
         torch.optim.Optimizer.load_state_dict(optimizer, copied(exact))

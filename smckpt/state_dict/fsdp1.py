@@ -206,8 +206,18 @@ class Fsdp1View(ModelView):
                     out[self.name(f"{prefix}{buffer}")] = dtype
         return out
 
+    def hooked(self) -> list[str]:
+        """Without FSDP1's own hooks, which end what its loads begin."""
+        from torch.distributed.fsdp import FullyShardedDataParallel
+
+        modules = dict(self.model.named_modules())
+        named = super().hooked()
+        return [raw for raw in named if not isinstance(modules[raw], FullyShardedDataParallel)]
+
     def give_back(self, given: Mapping[str, Any]) -> None:
         give_extra_state(self.model, given, self.name)
+        for raw in self.hooked():  # torch gathers whole parameters for them, by collectives
+            _say_not_called(self.name(raw))
 
     def held(self) -> dict[int, Held]:
         out: dict[int, Held] = {}
@@ -254,6 +264,16 @@ def _say_left_out(kind: str, at: str) -> None:
         "are not saved. Keep them in a buffer, or return them from get_extra_state",
         at or "the model",
         kind,
+    )
+
+
+@lru_cache(maxsize=1024)
+def _say_not_called(at: str) -> None:
+    log.warning(
+        "%s has hooks that follow a load (register_load_state_dict_post_hook), which smckpt does "
+        "not call under FSDP1, where the module has no whole parameters. After the load, do what "
+        "they do, inside FullyShardedDataParallel.summon_full_params(model)",
+        at or "the model",
     )
 
 

@@ -34,7 +34,6 @@ __all__ = [
     "concrete",
     "give_back",
     "give_extra_state",
-    "has_load_hooks",
     "has_own_pair",
     "is_extra_state",
     "mode_of",
@@ -176,10 +175,6 @@ def has_own_pair(model: nn.Module) -> bool:
         not str(getattr(method, "__module__", "")).startswith("torch.")
         for method in (kind.state_dict, kind.load_state_dict)
     )
-
-
-def has_load_hooks(model: nn.Module) -> bool:
-    return any(module._load_state_dict_post_hooks for module in model.modules())
 
 
 def call_load_hooks(module: nn.Module) -> None:

@@ -115,6 +115,11 @@ class ModelView:
         """Give modules the values in `given` that they computed."""
         give_back(self.model, given, self.name)
 
+    def hooked(self) -> list[str]:
+        """The raw names of modules that have hooks that follow a load."""
+        named = self.model.named_modules()
+        return [name for name, module in named if module._load_state_dict_post_hooks]
+
     def held(self) -> dict[int, Held]:
         """id of each parameter that an optimizer may hold → its `Held`."""
         out: dict[int, Held] = {}

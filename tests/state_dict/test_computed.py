@@ -15,6 +15,7 @@ from torch.distributed.fsdp import ShardedStateDictConfig
 
 import smckpt
 from smckpt import errors
+from smckpt.state_dict.tags import ModelStateDict
 from tests.support.launch import run_ranks
 
 KINDS = [smckpt.LOCAL, smckpt.SHARDED, smckpt.FULL]
@@ -136,13 +137,18 @@ class Counting(nn.Linear):
         destination[f"{prefix}count"] = 5
 
 
-def said_under_fsdp1() -> list[str]:
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
+def listening() -> list[str]:
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("smckpt").addHandler(handler)
+    return said
+
+
+def said_under_fsdp1() -> list[str]:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    said = listening()
     inside = nn.Sequential(nn.Linear(3, 3), Counting(3, 3))
     wrapped = FullyShardedDataParallel(inside, device_id=torch.device("cpu"))
     for _ in range(2):
@@ -233,6 +239,38 @@ def test_hooks_that_follow_a_load_are_called_once(tmp_path: Path, wrap: str) -> 
         else:
             for found in run_ranks(derived_by, 2, wrap, kind, path, timeout=60):
                 assert found == (1, True), kind
+
+
+def said_of_hooks(original: bool, kind: Any, path: str) -> tuple[list[str], int, list[bool]]:
+    """What the log says, how often the hook ran, and whether states call hooks: without one, and
+    with one."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    said, calls_hooks = listening(), []
+    for inside in (nn.Linear(3, 3), deriving := Deriving()):
+        wrapped = FullyShardedDataParallel(
+            nn.Sequential(inside), use_orig_params=original, device_id=torch.device("cpu")
+        )
+        with smckpt.sm_state_dict_type(wrapped, kind):
+            state = {"model": wrapped.state_dict()}
+            smckpt.save(state, checkpoint_id=path)
+            smckpt.load(state, checkpoint_id=path)
+        calls_hooks.append(isinstance(state["model"], ModelStateDict))
+    return [line for line in said if "hook" in line], deriving.loads, calls_hooks
+
+
+@pytest.mark.parametrize("original", [False, True])
+@pytest.mark.parametrize("kind", [smckpt.LOCAL, smckpt.SHARDED])
+def test_under_fsdp1_the_log_names_the_hooks_that_a_load_does_not_call(
+    tmp_path: Path, original: bool, kind: Any
+) -> None:
+    """torch's load gathers whole parameters for them. FSDP1's own hooks do not count."""
+    for said, loads, calls_hooks in run_ranks(
+        said_of_hooks, 2, original, kind, str(tmp_path), timeout=60
+    ):
+        [line] = said
+        assert line.startswith("0 has hooks that follow a load")
+        assert (loads, calls_hooks) == (0, [False, True])
 
 
 def test_hooks_that_follow_a_load_are_called_in_torchs_order(tmp_path: Path) -> None:

@@ -30,7 +30,8 @@ def test_private_names_of_fsdp1_stand_in_its_view_alone() -> None:
         for path in PACKAGE.rglob("*.py")
         if PRIVATE.search(path.read_text())
     }
-    named.discard("translate/tables/names.py")  # reads names of checkpoints that others wrote
+    named.discard("formats/names.py")  # reads names of checkpoints that others wrote
+    named.discard("integrations/nvrx/async_ckpt/core.py")  # the handle of a save
     assert named == {"state_dict/fsdp1.py"}
 
 

@@ -28,7 +28,6 @@ from smckpt.meeting.round import Meeting, Message, Round, Transport
 __all__ = ["OverStore", "agree"]
 
 _ASKED = 4000  # how many members may ask the store, one process, in a second
-_SLICE = 10.0  # seconds of a wait for the leader, at least; c10d logs a warning after each
 _STAGES = 6  # for gathering and deciding, and for two further rounds that gather and decide
 
 Name = Callable[[int], str]
@@ -351,25 +350,24 @@ def _follow(
     keys.set(f"nonce/{member}", nonce)
     until += 5  # time for the leader to name the absent members
 
-    def refuse_ended() -> None:
-        error = first_end([0])
-        if error is not None:
-            raise error
+    def awaited(key: str) -> Any:
+        """The leader's value; None if the time is up. c10d logs a warning on every wait that runs
+        out, so none is used: the leader may end, or wait long for a member that is late."""
+        pause, due = slowest / 20, time.monotonic() + 1
+        while (value := keys.peek(key)) is None and time.monotonic() < until:
+            if time.monotonic() >= due:
+                if (error := first_end([0])) is not None:
+                    raise error
+                due = time.monotonic() + max(slowest, 1)
+            time.sleep(pause)
+            pause = min(2 * pause, slowest)
+        return value
 
-    pause, due, answer = slowest / 20, time.monotonic() + 1, None
-    while (chosen := keys.peek(f"accept/{nonce}")) is None and time.monotonic() < until:
-        if time.monotonic() >= due:
-            refuse_ended()
-            due = time.monotonic() + max(slowest, 1)
-        time.sleep(pause)
-        pause = min(2 * pause, slowest)
+    chosen, answer = awaited(f"accept/{nonce}"), None
     if chosen is not None:
         _present(keys.sub(chosen), member, process)
         keys.set(f"{chosen}/ack/{member}", nonce)
-        while answer is None and (seconds := until - time.monotonic()) > 0:
-            answer = keys.wait(f"{chosen}/go", min(seconds, max(_SLICE, 4 * slowest)))
-            if answer is None:
-                refuse_ended()
+        answer = awaited(f"{chosen}/go")
     if answer is None:
         raise PeerError(
             f"{name(0)} did not agree on a session within {timeout:.0f} s",

@@ -15,7 +15,6 @@ import pytest
 import torch.distributed as dist
 
 from smckpt.meeting.presence import Lives
-from smckpt.meeting.store import agree
 from tests.support.limits import seconds
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -146,21 +145,3 @@ def test_a_look_at_many_ranks_asks_the_store_seldom(store: Any) -> None:
         lives.post(rank)
     assert lives.first_end(range(640)) is None
     assert len(client.asked) == 20
-
-
-def test_a_rank_waits_for_the_start_without_asking_again(store: Any) -> None:
-    """Where thousands of ranks ask again and again, the store answers them late."""
-    clients = [Counted(store) for _ in range(3)]
-
-    def join(member: int) -> None:
-        limit = seconds(30)
-        agree(clients[member], "p", member=member, count=3, timeout=limit, name="rank {}".format)
-
-    threads = [threading.Thread(target=join, args=(member,)) for member in range(3)]
-    for thread in threads:
-        if thread is threads[2]:
-            threading.Event().wait(2)  # the others wait for it
-        thread.start()
-    for thread in threads:
-        thread.join(seconds(60))
-    assert [line.split()[0] for line in clients[1].asked if line.endswith("/go")] == ["get"]

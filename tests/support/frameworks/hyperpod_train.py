@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -28,7 +29,8 @@ IN_MEMORY, IN_S3 = 2, 6
 
 
 def main(base: str, until: int, die: int) -> None:
-    dist.init_process_group("gloo")
+    # gloo does not always connect after a restart; the job begins again then
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(12, 24), torch.nn.Linear(24, 6))
     if dist.get_world_size() > 1:

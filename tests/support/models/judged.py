@@ -27,7 +27,8 @@ from tests.support.models import servers
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = ROOT / "docs" / "evidence" / "families.md"
-ROOMS = ("tests/translate", "tests/integrations")  # whose tests say what they compared
+# whose tests say what they compared
+ROOMS = ("tests/formats", "tests/translate", "tests/integrations")
 FILE = "SMCKPT_JUDGED"  # where a run of the tests leaves what it compared, a line each
 FIXTURES = ("judged", "served")
 BEGIN, END = "<!-- written by ./dev families -->\n", "<!-- end of what ./dev families wrote -->"

@@ -36,16 +36,7 @@ __all__ = [
 
 
 def full_state(view: ModelView, wishes: FullWishes) -> dict[str, Any] | None:
-    """The whole model on rank 0 or on all ranks; {} on ranks that get nothing. None if torch's own
-    gathering suffices, because nothing is translated and no rank is tensor-parallel. Every rank of
-    the job takes part.
-
-    Raises:
-        UsageError, KeysMismatchError: there is no config; names fit no layout, or several; ranks
-            pass different arguments.
-        TopologyError: the ranks' coordinates are not known, or degrees do not fit.
-        TensorMismatchError: shapes do not fit; copies, or tied tensors, differ.
-    """
+    """As `smckpt.full.parallel.full_state`, which calls it."""
     arrays: dict[str, Array] = {}
     wires: list[Wire] = []
 

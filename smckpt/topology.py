@@ -484,8 +484,8 @@ def order_of(dims: Sequence[str], shape: Sequence[int], ranks: Sequence[int]) ->
         below *= size
     # dimensions of size 1 have no step: they keep their place in the default order
     large = sorted((dim for dim in dims if steps[dim]), key=lambda dim: steps[dim])
-    places = iter(large)
-    order = tuple(next(places) if dim in large else dim for dim in DEFAULT_ORDER)
+    positions = iter(large)
+    order = tuple(next(positions) if dim in large else dim for dim in DEFAULT_ORDER)
     # the flattened, row-major ranks that the mesh would have if this order numbered them
     sizes = dict(zip(dims, shape, strict=True))
     counts = itertools.accumulate([1, *(sizes.get(dim, 1) for dim in order)], operator.mul)

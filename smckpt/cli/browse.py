@@ -100,7 +100,7 @@ def _telemetry(files: tuple[str, ...], facts: Facts) -> dict[str, Any]:
     from smckpt.cli.browse_facts import plain
     from smckpt.storage.urls import join_url, normal_url, scheme_of
 
-    places = {
+    answers = {
         (place if scheme_of(place) else join_url(facts.root.url, place)).rstrip("/"): number
         for number, place in enumerate(step["place"] for step in facts.steps)
     }
@@ -112,10 +112,10 @@ def _telemetry(files: tuple[str, ...], facts: Facts) -> dict[str, Any]:
         except CheckpointError:  # the file may hold anything
             return None
         while at:
-            if at in places:
-                return places[at]
+            if at in answers:
+                return answers[at]
             at = at.rpartition("/")[0]
-        return places.get("")
+        return answers.get("")
 
     found = read_timeline(files, step_number)
     return {

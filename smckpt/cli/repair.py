@@ -66,9 +66,9 @@ def repair(
     from smckpt.errors import CheckpointError
     from smckpt.storage import open_storage
 
-    ways = list(groups) or None
+    subpaths = list(groups) or None
     top = open_storage(checkpoint)
-    step = unfinished_step(top, ways)
+    step = unfinished_step(top, subpaths)
     with ExitStack() as held:
         if not dry_run and isinstance(step, UnfinishedStep):
             if not yes:
@@ -93,7 +93,7 @@ def repair(
         report = repair_checkpoint(
             checkpoint,
             sources=sources,
-            groups=ways,
+            groups=subpaths,
             dry_run=dry_run,
             threads=threads,
             progress=bar,

@@ -273,14 +273,14 @@ class _Window:
         start = record.offset - self._offset
         return self.read(start, start + record.nbytes)
 
-    def at(self, places: Sequence[tuple[int, int, int]]) -> list[ArchiveRecord]:
+    def at(self, spans: Sequence[tuple[int, int, int]]) -> list[ArchiveRecord]:
         """The records whose local headers begin at these bytes: (begin, size, CRC) of each."""
-        for start, _, _ in places:
+        for start, _, _ in spans:
             if not 0 <= start <= self.nbytes - _HEAD:
                 _bad(self.path, f"its directory points to byte {start} of {self.nbytes}")
-        heads = self._source.read_each(self._archive, [start for start, _, _ in places], _HEAD)
+        heads = self._source.read_each(self._archive, [start for start, _, _ in spans], _HEAD)
         out = []
-        for (start, nbytes, crc), head in zip(places, heads, strict=True):
+        for (start, nbytes, crc), head in zip(spans, heads, strict=True):
             if head[:4] != _LOCAL:
                 _bad(self.path, f"there is no record at byte {self._offset + start}")
             name, extra = struct.unpack("<HH", head[26:30])
@@ -311,14 +311,14 @@ def _directory(window: _Window) -> dict[str, ArchiveRecord]:
         _bad(window.path, f"its directory has {count} records in {size} bytes")
     inside = start >= tail_start
     table = tail[start - tail_start :] if inside else window.read(start, start + size)
-    places: dict[str, tuple[int, int, int]] = {}
+    spans: dict[str, tuple[int, int, int]] = {}
     at = 0
     for _ in range(count):
         name, location, at = _entry(window, table, at)
-        if name in places:
+        if name in spans:
             _bad(window.path, f"two records are called {name}")
-        places[name] = location
-    return dict(zip(places, window.at(list(places.values())), strict=True))
+        spans[name] = location
+    return dict(zip(spans, window.at(list(spans.values())), strict=True))
 
 
 def _entry(window: _Window, table: bytes, at: int) -> tuple[str, tuple[int, int, int], int]:

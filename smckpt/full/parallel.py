@@ -143,8 +143,8 @@ def check_full_optimizer(view: ModelView, state: ParallelState | None) -> None:
         return
     ranker = state.ranker
     for name, array in arrays_of(view).items():
-        places = {(ranker.get_tp_rank(r), ranker.get_ep_rank(r)) for r in array.metadata.ranks}
-        if len(array.metadata.shape) > 1 and len(places) == 1:
+        coordinates = {(ranker.get_tp_rank(r), ranker.get_ep_rank(r)) for r in array.metadata.ranks}
+        if len(array.metadata.shape) > 1 and len(coordinates) == 1:
             raise UsageError(
                 f"smckpt does not gather optimizer state over tensor-parallel ranks, and each has "
                 f"its own tensor {name}",

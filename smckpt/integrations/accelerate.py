@@ -329,12 +329,14 @@ def _to_load(accelerator: Any, input_dir: Any) -> tuple[str, bool]:
     if not at and accelerator.project_configuration.automatic_checkpoint_naming:
         run = _run(accelerator)
         newest = run.newest()
-        places = run.places()
-        stock = (one for one, subpath in places if stock_files(f"{_folder(accelerator)}/{subpath}"))
+        directories = run.directories()
+        stock = (
+            one for one, subpath in directories if stock_files(f"{_folder(accelerator)}/{subpath}")
+        )
         committed = [] if newest is None else [newest.step or 0]
         number = max([*committed, *stock], default=None)
         if number is None:
-            number = places[0][0] if places else None
+            number = directories[0][0] if directories else None
         if number is None and is_local(_folder(accelerator)):
             return "", False
         at = f"{_folder(accelerator)}/checkpoint_{number or 0}"

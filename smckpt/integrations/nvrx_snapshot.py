@@ -80,16 +80,16 @@ def taken(
             remedy="its functions stand at the top of a module, and its arguments can be pickled; "
             "a closure or lambda cannot",
         ) from error
-    size, places = data.tell(), []
+    size, spans = data.tell(), []
     for storage in pickler.storages:
         size = -(-size // _ALIGNMENT) * _ALIGNMENT
-        places.append((size, storage.nbytes()))
+        spans.append((size, storage.nbytes()))
         size += storage.nbytes()
     arena = arena_of(size)
     arena.view(0, data.tell())[:] = data.getbuffer()
     memory = torch.frombuffer(arena.view(0, arena.size), dtype=torch.uint8)
     copies = []
-    for (offset, length), storage in zip(places, pickler.storages, strict=True):
+    for (offset, length), storage in zip(spans, pickler.storages, strict=True):
         if length:
             flat = torch.empty(0, dtype=torch.uint8, device=storage.device)
             flat.set_(storage, 0, (length,))  # type: ignore[call-overload]
@@ -97,7 +97,7 @@ def taken(
     if cuda := next((source.device for _, source in copies if source.is_cuda), None):
         arena.pin(cuda)
     copy_all(copies)
-    return SnapshotRanges(data.tell(), tuple(places)), tuple(pickler.queues)
+    return SnapshotRanges(data.tell(), tuple(spans)), tuple(pickler.queues)
 
 
 def restored(memory: mmap.mmap, snapshot: SnapshotRanges) -> tuple[Any, list[Outbox]]:

@@ -116,7 +116,7 @@ def keep_last(run: RunDirectory, count: int, newest: int) -> None:
         newest: the step that was just committed.
     """
     run.keep((Newest(count),), run.template.subpath(newest))
-    remove_probes(run.root, [subpath for step, subpath in run.places() if step < newest])
+    remove_probes(run.root, [subpath for step, subpath in run.directories() if step < newest])
 
 
 def remove_or_keep(path: str, arguments: Mapping[str, Any]) -> bool:

@@ -204,7 +204,7 @@ class DistributedCheckpointer:
         def rotate(_: smckpt.SaveHandle) -> None:
             run = self._run(prefix, nested)
             keep_last(run, keep, number)
-            for each in run.places() if nested else ():
+            for each in run.directories() if nested else ():
                 run.root.join(os.path.dirname(each[1])).remove_directory()  # if it is empty
 
         return rotate

@@ -168,7 +168,7 @@ class Rivals:
             StorageError: a later job saves below this root; or its store fails.
         """
         if self._claim is None:
-            subpaths = [subpath for _, subpath in self._steps.places()]
+            subpaths = [subpath for _, subpath in self._steps.directories()]
             self._before = frozenset(subpaths)
             latest = [found for one in subpaths[:_LOOKS_BACK] if (found := self._found(one))]
             generation = max((claim_of(found)[0] for found in latest), default=0) + 1
@@ -204,7 +204,7 @@ class Rivals:
             StorageError: the store fails to list the root.
         """
         again = [] if self._last is None else [self._last]  # who saves to the same is found there
-        present = [other for _, other in self._steps.places()]
+        present = [other for _, other in self._steps.directories()]
         self._last = subpath
         self._ours = self._ours.intersection(present) | {subpath}
         self._others = {

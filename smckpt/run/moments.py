@@ -301,8 +301,10 @@ class _FileCalls:
                 os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path))
                 for path in notice.paths()
             ]
-        ways = [path[len(self._root) + 1 :] for path in paths if path.startswith(self._root + "/")]
-        return f"{notice.name} {' '.join(ways)}" if ways else ""
+        subpaths = [
+            path[len(self._root) + 1 :] for path in paths if path.startswith(self._root + "/")
+        ]
+        return f"{notice.name} {' '.join(subpaths)}" if subpaths else ""
 
 
 class _Messages:

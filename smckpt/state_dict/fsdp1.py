@@ -297,14 +297,14 @@ def _made(view: ModelView, dotted: str, module: Any, handle: Any) -> _Unit:
                 remedy="make it contiguous before wrapping, or use fully_shard",
             )
     segments: list[Segment] = []
-    places: dict[str, int] = {}
+    positions: dict[str, int] = {}
     names = iter(zip(fqns, flat._shapes, strict=True))
     for numel, padding in zip(flat._numels_with_padding, flat._is_padding_mask, strict=True):
         if padding:
             segments.append(Segment(None, (), int(numel)))
             continue
         fqn, shape = next(names)
-        places[fqn] = len(segments)
+        positions[fqn] = len(segments)
         segments.append(Segment(fqn, tuple(shape), int(numel)))
     shard_numel = int(_local_shard(handle).numel())
     mesh = _mesh(module, handle)
@@ -312,10 +312,10 @@ def _made(view: ModelView, dotted: str, module: Any, handle: Any) -> _Unit:
     low = mesh.coordinate(_rank())[1] * shard_numel
     members: dict[str, Member] = {}
     for fqn in fqns:
-        start = unit.starts[places[fqn]]
+        start = unit.starts[positions[fqn]]
         a = min(max(start, low), low + shard_numel)
-        b = max(min(start + segments[places[fqn]].numel, low + shard_numel), a)
-        members[fqn] = Member(fqn, FlatGeometry(unit, mesh, places[fqn]), a - low, b - a)
+        b = max(min(start + segments[positions[fqn]].numel, low + shard_numel), a)
+        members[fqn] = Member(fqn, FlatGeometry(unit, mesh, positions[fqn]), a - low, b - a)
     aliases = []
     for info in flat._shared_param_infos:  # other names of shared parameters
         alias, first = (
@@ -326,8 +326,8 @@ def _made(view: ModelView, dotted: str, module: Any, handle: Any) -> _Unit:
             )
         )
         renamed = list(segments)
-        renamed[places[first]] = replace(renamed[places[first]], fqn=alias)
-        rule = FlatGeometry(FlatUnit(tuple(renamed), shard_numel), mesh, places[first])
+        renamed[positions[first]] = replace(renamed[positions[first]], fqn=alias)
+        rule = FlatGeometry(FlatUnit(tuple(renamed), shard_numel), mesh, positions[first])
         aliases.append(Member(alias, rule, members[first].offset, members[first].numel))
     return _Unit(
         FlatGeometry(unit, mesh),

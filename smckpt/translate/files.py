@@ -381,13 +381,11 @@ def refuse_into_source(
     """Raise UsageError if `out_dir` contains files of ranks or of another argument. They would be
     lost when an old model, or the rest of a failed export, is removed."""
     url = os.fspath(out_dir)
-    there = _places(url)[0]
-    reserved_paths = [
-        (reserved, "a rank's file") for path in files for reserved in _places(path)[1:]
-    ]
+    there = _urls(url)[0]
+    reserved_paths = [(reserved, "a rank's file") for path in files for reserved in _urls(path)[1:]]
     for name, value in given.items():
         if isinstance(value, (str, os.PathLike)):
-            reserved_paths += [(reserved, f"{name}=") for reserved in _places(value)]
+            reserved_paths += [(reserved, f"{name}=") for reserved in _urls(value)]
     for reserved, what in reserved_paths:
         if reserved == there:
             raise UsageError(
@@ -397,7 +395,7 @@ def refuse_into_source(
             )
 
 
-def _places(path: str | os.PathLike[str]) -> list[str]:
+def _urls(path: str | os.PathLike[str]) -> list[str]:
     """A path, and the directory that it is in if it is a file. In a store its name tells that."""
     url = os.fspath(path)
     if is_local(url):

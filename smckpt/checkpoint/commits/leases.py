@@ -118,7 +118,7 @@ def take_lease(
     """
     storage = access.open(directory) if groups else open_spread(access, directory)
     inside = [access.open(url) for url in groups]
-    ways = [relative_url(group.url, storage.url) for group in inside]
+    subpaths = [relative_url(group.url, storage.url) for group in inside]
     remarks: dict[str, None] = {}
     fencing_token = 0
     for _ in range(_TURNS):
@@ -128,7 +128,7 @@ def take_lease(
         fencing_token = max(fencing_token, *tokens, 0) + 1
         for store in (storage, *inside) if ranks else ():
             remarks |= _refuse_shared(store, groups or [directory], session, ranks, since)
-        if _create_lease(storage, fencing_token, session, host, ways, ranks):
+        if _create_lease(storage, fencing_token, session, host, subpaths, ranks):
             return {
                 "fencing_token": fencing_token,
                 **({"remark": "; ".join(remarks)} if remarks else {}),

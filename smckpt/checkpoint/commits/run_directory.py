@@ -31,7 +31,7 @@ from smckpt.storage.urls import file_url, relative_url
 __all__ = ["Damaged", "RetentionPolicy", "RunDirectory", "Template", "Whole", "rooted"]
 
 _FIELD = re.compile(r"\{(step|epoch)(?::0([1-9]\d?)d)?\}")
-_PLACE = re.compile(r"\{(pp|tp|ep|fsdp)\}")  # of a rank, in the names of the groups
+_COORDINATE = re.compile(r"\{(pp|tp|ep|fsdp)\}")  # of a rank, in the names of the groups
 _BRACE = re.compile(r"\{(step|epoch|pp|tp|ep|fsdp)\b")  # where a template begins in a path
 
 
@@ -50,8 +50,8 @@ class Template:
 
     def __post_init__(self) -> None:
         fields = [match[1] for match in _FIELD.finditer(self.steps)]
-        fixed = _PLACE.sub("", self.group) + _FIELD.sub("", self.steps)
-        places = _PLACE.findall(self.group)
+        fixed = _COORDINATE.sub("", self.group) + _FIELD.sub("", self.steps)
+        named = _COORDINATE.findall(self.group)
         wrong = ""
         if fields.count("step") != 1 or fields.count("epoch") > 1:
             wrong = "it needs {step} once, and {epoch} at most once"
@@ -60,7 +60,7 @@ class Template:
                 "it may hold {step} and {epoch}, or {step:08d} with zeros, and in a last directory "
                 "of their own {pp}, {tp}, {ep} and {fsdp}"
             )
-        elif len(set(places)) < len(places):
+        elif len(set(named)) < len(named):
             wrong = "it names a coordinate twice"
         elif {"", ".", ".."} & set(self.text.split("/")):
             wrong = "it is not a relative path below the root"
@@ -81,7 +81,7 @@ class Template:
     def group(self) -> str:
         """The template of the groups' directories below a step's; "" if the manager names them."""
         last = self.text.rpartition("/")[2]
-        return last if _PLACE.search(last) else ""
+        return last if _COORDINATE.search(last) else ""
 
     @property
     def depth(self) -> int:
@@ -94,14 +94,14 @@ class Template:
         Raises:
             UsageError: the ranks differ in a coordinate that the template lacks.
         """
-        lacking = sorted(set(coordinates) - set(_PLACE.findall(self.group)))
+        lacking = sorted(set(coordinates) - set(_COORDINATE.findall(self.group)))
         if lacking:
             raise UsageError(
                 f"the template is {self.text!r}, and the groups of a step differ in {lacking} too",
                 remedy="name that in its last directory, such as {tp}; or leave that directory "
                 "out, and pass SaveOptions(parallel_state=) if the job has one",
             )
-        return _PLACE.sub(lambda match: str(coordinates.get(match[1], 0)), self.group)
+        return _COORDINATE.sub(lambda match: str(coordinates.get(match[1], 0)), self.group)
 
     def subpath(self, step: int, epoch: int | None = None) -> str:
         """The path from the root to a step's directory.
@@ -206,7 +206,7 @@ class RunDirectory:
         self._finished = False  # the removals that were cut short
         self._logged: set[tuple[str, str]] = set()  # of damaged ones: path and message
 
-    def places(self) -> list[tuple[int, str]]:
+    def directories(self) -> list[tuple[int, str]]:
         """(step, path from the root) of all directories that fit the template, newest first.
 
         Raises:
@@ -262,10 +262,10 @@ class RunDirectory:
         return self._each(self._found)
 
     def _each(self, look: Callable[[int, str], Result | None]) -> Iterator[Result | Damaged]:
-        places, damaged = self._walk()
-        present = {subpath for _, subpath in places}
+        directories, damaged = self._walk()
+        present = {subpath for _, subpath in directories}
         self._known = {subpath: one for subpath, one in self._known.items() if subpath in present}
-        for step, subpath in places:
+        for step, subpath in directories:
             while damaged and (damaged[0].step is None or damaged[0].step > step):
                 yield damaged.pop(0)
             try:
@@ -416,7 +416,7 @@ class RunDirectory:
         """Finish removals that were cut short, by an earlier run or by an error; whether all are
         finished."""
         done = True
-        for _, subpath in self.places():
+        for _, subpath in self.directories():
             try:
                 finish_removals(self.root.join(subpath))
             except CheckpointError as error:

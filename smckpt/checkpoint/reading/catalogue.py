@@ -54,7 +54,7 @@ class SavedPieces:
         self._holders: dict[Any, dict[Shape, tuple[int, ...]]] = {}
         self._pieces: dict[Any, list[_Pieces]] = {}
         self._filled: dict[Any, frozenset[int]] = {}
-        self._places: dict[tuple[str, ...], dict[str, int]] = {}
+        self._positions: dict[tuple[str, ...], dict[str, int]] = {}
         self._families: dict[int, frozenset[int]] = {}
         self._family_of: dict[frozenset[int], frozenset[int]] = {}
 
@@ -150,9 +150,9 @@ class SavedPieces:
         names = row.fqns
         if len(names) == 1 and names[0] == fqn:
             return 0
-        if names not in self._places:
-            self._places[names] = {name: at for at, name in reversed([*enumerate(names)])}
-        return self._places[names][fqn]
+        if names not in self._positions:
+            self._positions[names] = {name: at for at, name in reversed([*enumerate(names)])}
+        return self._positions[names][fqn]
 
 
 class _Pieces:

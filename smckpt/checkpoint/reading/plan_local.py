@@ -242,11 +242,11 @@ def _same_shard(
         if here in by_coordinate and row.geometry.same_as(live):
             found.append((row, [by_coordinate[here]]))
             continue
-        places = _places(live, rank)
+        positions = _positions(live, rank)
         likely = [by_coordinate[here]] if here in by_coordinate else []
         # The mesh's dimensions may be in another order, so compare the places of the elements.
         for holders in (likely, by_coordinate.values()):
-            same = [h for h in holders if _places(row.geometry, h[0]) == places]
+            same = [h for h in holders if _positions(row.geometry, h[0]) == positions]
             if same:
                 found.append((row, same))
                 break
@@ -286,7 +286,7 @@ def _refuse_other_parameter(
         )
 
 
-def _places(geometry: Geometry, rank: int) -> list[object]:
+def _positions(geometry: Geometry, rank: int) -> list[object]:
     """Where each element of the local array belongs, for comparison."""
     return [geometry.fqns, *((p.name, p.box, p.start, p.strides) for p in geometry.pieces(rank))]
 

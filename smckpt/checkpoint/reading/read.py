@@ -273,9 +273,9 @@ class Reads:
         """Whether this rank has fewer than two processors and reads from a file system."""
         if not hasattr(resource, "RUSAGE_THREAD"):
             return False
-        places = {file.directory for file, _, _ in self._all()}
+        directories = {file.directory for file, _, _ in self._all()}
         return share_of_processors() < 2 and all(
-            readers.storage(position).folder is not None for position in places
+            readers.storage(position).folder is not None for position in directories
         )
 
 

@@ -127,9 +127,9 @@ def _lists_apart(name: str, holder: str, a: Any, b: Any) -> Difference | None:
         if not numel or len(raw[0]) != len(raw[1]):
             return None
         ours, theirs = (elements(data, 1).reshape(numel, -1) for data in raw)
-        places = np.flatnonzero((ours != theirs).any(axis=1))
-        first = tuple(map(int, np.unravel_index(int(places[0]), shape)))
-        return Difference(name, "value", holder, "", len(places), numel, first)
+        unequal = np.flatnonzero((ours != theirs).any(axis=1))
+        first = tuple(map(int, np.unravel_index(int(unequal[0]), shape)))
+        return Difference(name, "value", holder, "", len(unequal), numel, first)
     return None
 
 

@@ -266,8 +266,8 @@ def _of_file(
         what = "is missing"
     elif not whole:
         what = f"has {file.there} bytes, but {record.size} were written"
-    places = pool.map(lambda n: donors.of_block(group, record, n, sums[n]), bad)
-    found = {n: donor for n, donor in zip(bad, places, strict=True) if donor is not None}
+    donated = pool.map(lambda n: donors.of_block(group, record, n, sums[n]), bad)
+    found = {n: donor for n, donor in zip(bad, donated, strict=True) if donor is not None}
     missing = _ranges(record, [number for number in bad if number not in found])
     yield damaged(what, _ranges(record, bad), sums=sums, found=found, missing=missing)
 

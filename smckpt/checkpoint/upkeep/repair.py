@@ -290,10 +290,10 @@ def repair_checkpoint(
     access = access_to(url, *sources, storage=storage)
     top = access.open(url)
     donors = [access.open(source) for source in sources]
-    ways = None if groups is None else list(groups)
-    step = unfinished_step(top, ways)
+    subpaths = None if groups is None else list(groups)
+    step = unfinished_step(top, subpaths)
     if isinstance(step, UnfinishedStep):
-        return _commit(top, step, ways, dry_run=dry_run, threads=threads, progress=progress)
+        return _commit(top, step, subpaths, dry_run=dry_run, threads=threads, progress=progress)
     try:
         contents = contents_of(top)
     except CheckpointNotFoundError:

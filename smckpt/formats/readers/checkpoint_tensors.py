@@ -159,14 +159,14 @@ class CheckpointTensors:
                     f"some ranks saved {name} as {dtype}, others as {row.dtype}",
                     remedy="save all ranks' parts in one dtype", path=self.url,
                 )  # fmt: skip
-            places = self._coordinates  # of the ranks that share the row's tensor
+            sharing = self._coordinates  # of the ranks that share the row's tensor
             if self._state is not None:
                 ranker = self._state.ranker
                 ranks = [r for r in row.geometry.ranks if self._is_here(r)]
-                places = {(ranker.get_tp_rank(r), ranker.get_ep_rank(r)) for r in ranks}
+                sharing = {(ranker.get_tp_rank(r), ranker.get_ep_rank(r)) for r in ranks}
             shape = row.geometry.shape_of(fqn)
-            if self._state is None or (not row.geometry.per_rank and len(places) > 1):
-                if places != self._coordinates:
+            if self._state is None or (not row.geometry.per_rank and len(sharing) > 1):
+                if sharing != self._coordinates:
                     raise TopologyError(
                         f"{name} is sharded over some of the tensor- and expert-parallel ranks, "
                         "but not over others",
@@ -176,7 +176,7 @@ class CheckpointTensors:
                 whole = shape
                 self._rows.setdefault(TensorKey(name), []).append((row, fqn))
                 continue
-            for coordinates in places:
+            for coordinates in sharing:
                 shards[coordinates] = shape
                 self._rows.setdefault(TensorKey(name, *coordinates), []).append((row, fqn))
         # tensors of one name on separate meshes, and no topology says what they are

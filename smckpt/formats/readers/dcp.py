@@ -81,14 +81,14 @@ def read_metadata(data: bytes, where: str) -> Metadata:
             raise ValueError(f"it has {len(data)} bytes, more than {LIMIT}")
         root = read_pickle(data)
         entries = _fields(root, "state_dict_metadata")
-        places = dict(_places(_fields(root, "storage_data")))
+        positions = dict(_positions(_fields(root, "storage_data")))
         tensors, objects, left = {}, {}, _FEW + len(data) // _PART
         for name, entry in entries.items():
             if not isinstance(name, str) or not isinstance(entry, Inert):
                 raise ValueError(f"the entry {name!r} is damaged")
             if entry.field("chunks") is None:  # some writers keep values without a place
-                if (name, None) in places:
-                    objects[name] = places[name, None]
+                if (name, None) in positions:
+                    objects[name] = positions[name, None]
             else:
                 left = _less(left, entry.field("chunks"))
                 shape = _shape(entry.field("size"))
@@ -97,7 +97,7 @@ def read_metadata(data: bytes, where: str) -> Metadata:
                     box = Box(_shape(chunk.field("offsets")), _shape(chunk.field("sizes")))
                     if not len(box.offsets) == len(box.sizes) == len(shape):
                         raise ValueError(f"{name} has a part of another number of dimensions")
-                    stored = places.get((name, box.offsets))
+                    stored = positions.get((name, box.offsets))
                     if stored is None:
                         raise ValueError(f"{name} has a part at {box.offsets} that is in no file")
                     if box.numel:
@@ -138,7 +138,7 @@ def _fields(root: Any, name: str) -> dict[Any, Any]:
     return found
 
 
-def _places(stored: dict[Any, Any]) -> Iterator[tuple[tuple[str, Shape | None], FileRange]]:
+def _positions(stored: dict[Any, Any]) -> Iterator[tuple[tuple[str, Shape | None], FileRange]]:
     """(name, offsets of the part) → where it is; offsets are None for what is no tensor."""
     for index, info in stored.items():
         if not isinstance(index, Inert) or not isinstance(info, Inert):
@@ -266,11 +266,11 @@ def _records(folder: Folder, found: Metadata) -> dict[FileRange, ArchiveRecord]:
     Raises:
         CorruptCheckpointError: a file is missing or too short; two parts share bytes.
     """
-    places = [at for tensor in found.tensors.values() for _, at in tensor.boxes]
+    positions = [at for tensor in found.tensors.values() for _, at in tensor.boxes]
     files: dict[str, ArchiveRecord] = {}
     records: dict[FileRange, ArchiveRecord] = {}
     last = FileRange("", 0, 0)
-    for at in sorted({*places, *found.objects.values()}):
+    for at in sorted({*positions, *found.objects.values()}):
         if at.file not in files:
             file = folder.find(at.file)
             if file is None:
@@ -296,7 +296,7 @@ def _records(folder: Folder, found: Metadata) -> dict[FileRange, ArchiveRecord]:
             )
         records[at] = file.part(at.offset, at.nbytes)
         last = at
-    if len(places) != len(set(places)):
+    if len(positions) != len(set(positions)):
         raise CorruptCheckpointError(
             "the metadata places two parts at the same bytes",
             remedy="use another checkpoint",
@@ -320,7 +320,7 @@ def _find(source: SourceFiles, record: ArchiveRecord) -> StoredTensor:
 
 FORMAT = "torch's HuggingFaceStorageWriter (safetensors with parts of tensors)"
 _SHARDED = "sharded"  # beside the consolidated files
-_PLACES = "DCP_SHARDING_INFO"
+_SHARDING_INFO = "DCP_SHARDING_INFO"
 _NUMBER = re.compile(r"shard-(\d+)-model-\d+-of-\d+\.safetensors")
 
 
@@ -334,7 +334,7 @@ def open_shards(folder: Folder) -> ForeignCheckpoint | None:
     for within in (folder, *below):
         files = {n: file for n, file in within.files.items() if n.endswith(".safetensors")}
         headers = {n: _header(within, file) for n, file in [*files.items()][:1]}
-        if any(_PLACES in header.metadata for header in headers.values()):
+        if any(_SHARDING_INFO in header.metadata for header in headers.values()):
             headers |= {n: _header(within, f) for n, f in files.items() if n not in headers}
             return _opened(within, headers)
     return None
@@ -376,14 +376,16 @@ def _header(folder: Folder, file: ArchiveRecord) -> Header:
 def _parts(file: ArchiveRecord, header: Header) -> list[tuple[str, Box, StoredTensor]]:
     out = []
     try:
-        places = strict_json(header.metadata[_PLACES])
+        positions = strict_json(header.metadata[_SHARDING_INFO])
         for name, slot in header.slots.items():
-            offsets = places[name]["saved_offsets"]
+            offsets = positions[name]["saved_offsets"]
             if len(offsets) != len(slot.shape) or any(type(n) is not int or n < 0 for n in offsets):
                 raise ValueError(f"{name} is at {offsets}")
             out.append((name, Box(tuple(offsets), slot.shape), stored_slot(file, slot)))
     except (ValueError, LookupError, TypeError) as error:
         raise CorruptCheckpointError(
-            f"its {_PLACES} is damaged: {error}", remedy="fetch the file again", path=file.path
+            f"its {_SHARDING_INFO} is damaged: {error}",
+            remedy="fetch the file again",
+            path=file.path,
         ) from error
     return out

@@ -215,7 +215,7 @@ class _ForeignReaders(Readers):
     def __init__(self, source: SourceFiles) -> None:
         super().__init__(source.access)
         self._records = _Records(source)
-        self._places: dict[tuple[str, Box], Stored] = {}
+        self._stored: dict[tuple[str, Box], Stored] = {}
         self._files: dict[str, SavedFile] = {}
         self._guard = threading.Lock()
         self._spool: str | None = None
@@ -235,9 +235,9 @@ class _ForeignReaders(Readers):
         """
         key = tensor.name, saved.box
         with self._guard:
-            if key not in self._places:
-                self._places[key] = self._find_stored(tensor, saved)
-            return self._places[key]
+            if key not in self._stored:
+                self._stored[key] = self._find_stored(tensor, saved)
+            return self._stored[key]
 
     def close(self) -> None:
         super().close()
@@ -245,7 +245,7 @@ class _ForeignReaders(Readers):
         with self._guard:
             spool, self._spool = self._spool, None
             if spool is not None:
-                self._places.clear()
+                self._stored.clear()
                 shutil.rmtree(spool, ignore_errors=True)
 
     def _find_stored(self, tensor: SavedTensor, saved: SavedBox) -> Stored:

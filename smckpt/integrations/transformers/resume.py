@@ -109,7 +109,7 @@ class Checkpoints:
 
     def steps(self, run: str) -> list[int]:
         """The steps that have a directory, whole or not, oldest first."""
-        return sorted({step for one in self._runs(run) for step, _ in one.places()})
+        return sorted({step for one in self._runs(run) for step, _ in one.directories()})
 
     def _runs(self, run: str) -> list[RunDirectory]:
         """Where smckpt has its checkpoints, and where the Trainer has its own."""

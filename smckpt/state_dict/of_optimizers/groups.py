@@ -268,7 +268,7 @@ def _order(
 ) -> tuple[int, ...]:
     """The saved number of each parameter. One that was not saved gets a number that nothing has, if
     the load is not strict."""
-    here, there = _places(mine), _places(saved)
+    here, there = _positions(mine), _positions(saved)
     order: list[int] = []
     for number, names in enumerate(mine):
         known = next((there[name] for name in names if name in here and name in there), None)
@@ -284,7 +284,7 @@ def _order(
     return tuple(order)
 
 
-def _places(names: Sequence[Sequence[str]]) -> dict[str, int]:
+def _positions(names: Sequence[Sequence[str]]) -> dict[str, int]:
     """Name → number, without names of two parameters."""
     found: dict[str, int] = {}
     twice: set[str] = set()

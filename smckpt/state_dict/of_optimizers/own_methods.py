@@ -191,9 +191,9 @@ def wrappers_in(tree: Any, path: Path = ()) -> Iterator[tuple[Path, dict[Any, An
     for wrapper in askers.values():
         with stock_methods():
             given = wrapper.state_dict()
-        places = [at for at, _, _ in optimizer_dicts(given)]
+        paths = [at for at, _, _ in optimizer_dicts(given)]
         same = isinstance(given, dict) and given.keys() == tree.keys()
-        if same and places == [at for at, _ in inside]:
+        if same and paths == [at for at, _ in inside]:
             yield path, tree, wrapper
             return
     for key, value in tree.items() if askers else ():

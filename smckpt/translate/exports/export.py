@@ -262,7 +262,7 @@ def export_hf(
         group = export_group_of(options.process_group, options.timeout)
         cleanup.callback(group.close)
         cleanup.enter_context(group.telling())
-        files = _check_places(checkpoint, out_dir)
+        files = _check_paths(checkpoint, out_dir)
         made_gguf: str | None = None
         read = [checkpoint] if isinstance(checkpoint, (str, os.PathLike)) else []
         access = access_to(out_dir, *read, storage=storage)
@@ -402,7 +402,7 @@ def _cast_target(target: Any, dtype: str | None) -> Any:
 # -- arguments -----------------------------------------------------------------------------------
 
 
-def _check_places(checkpoint: Any, out_dir: Any) -> Sequence[str | os.PathLike[str]]:
+def _check_paths(checkpoint: Any, out_dir: Any) -> Sequence[str | os.PathLike[str]]:
     """The files of ranks, if `checkpoint` is a list of them."""
     check_paths(out_dir=out_dir)
     many = isinstance(checkpoint, (list, tuple))

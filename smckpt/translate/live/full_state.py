@@ -78,10 +78,10 @@ def job_of(
     Raises:
         as `full_state`.
     """
-    places = live_tensors(metadata, wishes.parallel_state)
-    if not wishes.translate and not places.many:
+    live = live_tensors(metadata, wishes.parallel_state)
+    if not wishes.translate and not live.many:
         return None
-    degrees = Degrees.of(places.tp, places.ep)
+    degrees = Degrees.of(live.tp, live.ep)
     try:
         config = wishes.config
         for owner in (model, getattr(model, "module", None)) if config is None else ():
@@ -89,15 +89,15 @@ def job_of(
             if config is None and (isinstance(own_config, dict) or hasattr(own_config, "to_dict")):
                 config = own_config
         config, padded = read_config(config), wishes.padded_vocab_size
-        proof = prove(places, config, wishes.layout, degrees, padded, trims=wishes.translate)
+        proof = prove(live, config, wishes.layout, degrees, padded, trims=wishes.translate)
     except CheckpointError as error:
         if wishes.translate:
             error.remedy += "; or pass translate_on_save=False for the model's own names"
         raise
     if not wishes.translate:
-        return _untranslated(places, proof.side)
+        return _untranslated(live, proof.side)
     hub, side = proof.hub, proof.side
-    dtypes = {key: places.held[key.name].dtype for key in side.shapes}
+    dtypes = {key: live.held[key.name].dtype for key in side.shapes}
     made = [target_of(key, side, hub, proof.blocks[key], dtypes) for key in hub.shapes]
     blocks: dict[TensorKey, list[tuple[str, Block]]] = {}
     for target in made:
@@ -108,11 +108,11 @@ def job_of(
     rows = side.dims.family.rows
     names = {row.roles[0]: row.name for row in rows if row.roles[0] in ("embed", "head")}
     tied = ((names["head"], names["embed"]),) if side.dims.tied else ()
-    return MoveJob(tuple(_tasks(places, side, blocks)), targets, tied, computed)
+    return MoveJob(tuple(_tasks(live, side, blocks)), targets, tied, computed)
 
 
 def _tasks(
-    places: LiveTensors, side: Side, blocks: Mapping[TensorKey, list[tuple[str, Block]]]
+    live: LiveTensors, side: Side, blocks: Mapping[TensorKey, list[tuple[str, Block]]]
 ) -> Iterator[MoveTask]:
     """One task for each tensor, and one more for a replica of each kind, to detect a wrong
     parallel_state."""
@@ -121,18 +121,18 @@ def _tasks(
     for key, view in side.shapes.items():
         shape = side.stored.get(key, view)
         yield MoveTask(
-            key, shape, places.held[key.name].dtype, places.parts(key, shape),
+            key, shape, live.held[key.name].dtype, live.parts(key, shape),
             tuple(blocks.get(key, ())), copies.get(key),
         )  # fmt: skip
         kind = re.sub(r"\d+", "#", key.name), key.tp, key.ep
-        replica = () if kind in seen else places.replica(key)
+        replica = () if kind in seen else live.replica(key)
         seen.add(kind)
         if replica:
-            dtype = places.held[key.name].dtype
+            dtype = live.held[key.name].dtype
             yield MoveTask(key, shape, dtype, replica, (), None, replica=True)
 
 
-def _untranslated(places: LiveTensors, side: Side) -> MoveJob:
+def _untranslated(live: LiveTensors, side: Side) -> MoveJob:
     """Each tensor under its own name, joined from the arrays of tensor-parallel ranks in order."""
     if side.stored:
         names = sorted({key.name for key in side.stored})
@@ -163,5 +163,5 @@ def _untranslated(places: LiveTensors, side: Side) -> MoveJob:
     for key, box in boxes.items():
         to = Piece.whole(key.name, ends[key.name]).part(box)
         blocks[key] = [(key.name, Block(key, Copy(Strided.whole(box.sizes), to)))]
-    targets = {name: (places.held[name].dtype, tuple(end)) for name, end in ends.items()}
-    return MoveJob(tuple(_tasks(places, side, blocks)), targets, ())
+    targets = {name: (live.held[name].dtype, tuple(end)) for name, end in ends.items()}
+    return MoveJob(tuple(_tasks(live, side, blocks)), targets, ())

@@ -117,7 +117,7 @@ class LiveTensors:
     def many(self) -> bool:
         return self.tp * self.ep > 1
 
-    def places(self, row: ArrayMetadata) -> set[Coordinate]:
+    def holders(self, row: ArrayMetadata) -> set[Coordinate]:
         return {self.coordinates[rank] for rank in row.ranks}
 
     def hold(self, name: str) -> RankTensors:
@@ -132,12 +132,12 @@ class LiveTensors:
         shards: dict[Coordinate, Shape] = {}
         whole: Shape | None = None
         for rank, row in rows.items():
-            places = self.places(row)
-            if len(places) == 1:
+            holders = self.holders(row)
+            if len(holders) == 1:
                 known = shards.setdefault(self.coordinates[rank], row.shape)
             else:
                 known = whole = row.shape if whole is None else whole
-            if known != row.shape or len(places) not in (1, self.tp * self.ep):
+            if known != row.shape or len(holders) not in (1, self.tp * self.ep):
                 raise TopologyError(
                     f"{name} is shared by ranks {list(row.ranks)}, which are neither all tensor- "
                     "and expert-parallel ranks nor one of them, or its shapes differ",
@@ -189,20 +189,20 @@ class _Lazily(Mapping[str, RankTensors]):
     """Looks at a tensor only when a caller asks for it. Names alone show the layout, and a tensor
     that is not a weight may have any form."""
 
-    def __init__(self, places: LiveTensors) -> None:
-        self._places = places
+    def __init__(self, live: LiveTensors) -> None:
+        self._live = live
         self._known: dict[str, RankTensors] = {}
 
     def __getitem__(self, name: str) -> RankTensors:
         if name not in self._known:
-            self._known[name] = self._places.hold(name)
+            self._known[name] = self._live.hold(name)
         return self._known[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._places.rows)
+        return iter(self._live.rows)
 
     def __len__(self) -> int:
-        return len(self._places.rows)
+        return len(self._live.rows)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._places.rows
+        return name in self._live.rows

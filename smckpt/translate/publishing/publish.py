@@ -217,16 +217,16 @@ def _scanned(model: Storage) -> dict[str, PublishedFile]:
 
 def _scan(model: Storage, name: str, size: int) -> PublishedFile:
     header = header_of(model, name, size) if name.endswith(_WEIGHTS) else None
-    places = {"": (0, size)}
+    spans = {"": (0, size)}
     if header is not None:
-        places = {
+        spans = {
             key: (slot.offset, slot.offset + slot.nbytes) for key, slot in header.slots.items()
         }
     start = 0 if header is None else header.data_start
     head = whole = crc64(model.read(name, 0, start)) if start else 0
     tensors: dict[str, PublishedTensor] = {}
     memory = aligned(min(_PIECE, max(size, 1)))
-    for key, (begin, end) in sorted(places.items(), key=lambda item: item[1]):
+    for key, (begin, end) in sorted(spans.items(), key=lambda item: item[1]):
         blocks: dict[int, int] = {}
         for low in range(begin, end, len(memory)):
             view = memory[: min(len(memory), end - low)]

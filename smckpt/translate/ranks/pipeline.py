@@ -94,7 +94,7 @@ class JoinedTensors:
         """
         self.url = stages[0].url
         self._stages = stages
-        self._places = dict(stored_tensors)
+        self._stored = dict(stored_tensors)
         self.held: Mapping[str, RankTensors] = {
             name: replace(stages[stage].held[stored], name=name)
             for name, (stage, stored) in stored_tensors.items()
@@ -103,7 +103,7 @@ class JoinedTensors:
         for name, stage, stored in copies:
             other = self._stages[stage].held[stored]
             alias = f"{name} of stage {stage}"
-            self._places[alias] = stage, stored
+            self._stored[alias] = stage, stored
             for key, shape in self.held[name].keyed.items():
                 theirs = other.keyed.get(key)
                 one = whole(key, shape, self.held[name].dtype)
@@ -121,7 +121,7 @@ class JoinedTensors:
     def plan(self, blocks: Sequence[Block]) -> list[tuple[int, Any]]:
         by_stage: dict[int, list[Block]] = {}
         for block in blocks:
-            stage, stored = self._places[block.source.name]
+            stage, stored = self._stored[block.source.name]
             key = block.source._replace(name=stored)
             by_stage.setdefault(stage, []).append(replace(block, source=key))
         return [(stage, self._stages[stage].plan(own)) for stage, own in by_stage.items()]

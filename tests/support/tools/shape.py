@@ -96,9 +96,12 @@ def homonyms() -> dict[str, list[str]]:
 
 
 def counts(found: list[Module]) -> str:
+    """Modules that hold code; in brackets those that only make a folder a package."""
     lines = sum(len(text.splitlines()) for _, text, _ in found)
-    code = sum(lines_of_code(text, tree) for _, text, tree in found)
-    return f"{len(found)}, {lines}, {code}, {sum(len(list(classes(tree))) for *_, tree in found)}"
+    code = [lines_of_code(text, tree) for _, text, tree in found]
+    held, empty = len(code) - code.count(0), code.count(0)
+    behind = sum(len(list(classes(tree))) for *_, tree in found)
+    return f"{held} ({empty}), {lines}, {sum(code)}, {behind}"
 
 
 def used_once(found: list[Module]) -> tuple[int, int]:
@@ -182,20 +185,17 @@ def imported(code: str) -> list[str]:
 
 
 def walk(act: Callable[[], object]) -> str:
-    """Modules and functions of smckpt that run, in all threads, and calls from one module into
-    another."""
+    """Modules and functions of smckpt that run, in all threads, calls from one module into
+    another, and the lines of those functions that hold code."""
     package, moves = str(PACKAGE) + os.sep, [0]
-    ran: set[tuple[str, str]] = set()
+    ran: dict[tuple[str, str], set[int]] = {}
 
     def note(frame: Any, event: str, _: object) -> None:
         code = frame.f_code
         if event == "call" and code.co_filename.startswith(package):
-            ran.add(
-                (
-                    code.co_filename,
-                    code.co_qualname if sys.version_info >= (3, 11) else code.co_name,
-                )
-            )
+            name = code.co_qualname if sys.version_info >= (3, 11) else code.co_name
+            if (code.co_filename, name) not in ran:
+                ran[code.co_filename, name] = {line for *_, line in code.co_lines() if line}
             caller = frame.f_back
             while caller is not None and not caller.f_code.co_filename.startswith(package):
                 caller = caller.f_back
@@ -209,7 +209,8 @@ def walk(act: Callable[[], object]) -> str:
     finally:
         sys.setprofile(None)
         threading.setprofile(None)  # type: ignore[arg-type]
-    return f"{len({file for file, _ in ran})}, {len(ran)}, {moves[0]}"
+    lines = {(file, line) for (file, _), numbers in ran.items() for line in numbers}
+    return f"{len({file for file, _ in ran})}, {len(ran)}, {moves[0]}, {len(lines)}"
 
 
 def save_a_shard(folder: str) -> None:
@@ -260,19 +261,30 @@ def table() -> list[tuple[str, str]]:
     once, every = used_once(found)
     used = imported("import smckpt; smckpt.save; smckpt.load")
     translator = sum(name.startswith(("smckpt.translate", "smckpt.formats")) for name in used)
+    empty = {
+        ".".join(("smckpt", *path.with_suffix("").parts)).removesuffix(".__init__")
+        for path, text, tree in found
+        if not lines_of_code(text, tree)
+    }
     rooms: dict[str, list[int]] = defaultdict(list)
     for path, text, tree in found:
         room = path.parts[0] if len(path.parts) > 1 else "(top)"
         rooms[room].append(lines_of_code(text, tree))
     behave = sum(not is_record(node) for *_, tree in found for node in classes(tree))
     return [
-        ("package: modules, lines, lines of code, classes", counts(found)),
+        (
+            "package: modules that hold code (empty ones), lines, lines of code, classes",
+            counts(found),
+        ),
         ("core: the same", counts(core)),
         ("classes that are no records, errors or interfaces", str(behave)),
         ("class names that two modules define", str(len(homonyms()))),
         ("modules over 500 lines", str(sum(len(t.splitlines()) > 500 for _, t, _ in found))),
-        ("`import smckpt; save; load` imports; of the translator", f"{len(used)}; {translator}"),
-        *((f"{what}: modules, functions, moves", counted) for what, counted in walks()),
+        (
+            "`import smckpt; save; load` imports; of the translator",
+            f"{len({*used} - empty)} ({len({*used} & empty)}); {translator}",
+        ),
+        *((f"{what}: modules, functions, moves, lines", counted) for what, counted in walks()),
         (
             "checks of a URL's scheme above `storage`: the core, all",
             f"{scheme_checks(core)}, {scheme_checks(found)}",

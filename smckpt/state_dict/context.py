@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from smckpt.errors import KeysMismatchError, UsageError
-from smckpt.state_dict.modes import has_own_pair
+from smckpt.state_dict.modes import loads_itself
 from smckpt.state_dict.of_optimizers.bindings import bind, bound
 from smckpt.state_dict.of_optimizers.optimizers import copy_exactly, fill_optimizer
 from smckpt.state_dict.of_optimizers.own_methods import hand_to_hooks
@@ -82,7 +82,7 @@ class Taker:
             out.give_back = partial(self.load_model, strict=False)
             return out
         computed = self.view.computed & tensors.keys()
-        if not (computed or self.view.hooked() or has_own_pair(self.view.model)):
+        if not (computed or self.view.hooked() or loads_itself(self.view.model)):
             return tensors
         out = ModelStateDict(tensors)
         out.give_back = self.view.give_back

@@ -34,8 +34,8 @@ __all__ = [
     "concrete",
     "give_back",
     "give_extra_state",
-    "has_own_pair",
     "is_extra_state",
+    "loads_itself",
     "mode_of",
     "neutral",
     "own_state_dict",
@@ -123,21 +123,27 @@ def _memory_of(tensor: torch.Tensor) -> int | None:
         return None
 
 
-def give_back(model: nn.Module, given: Mapping[str, Any], name_of: Callable[[str], str]) -> None:
+def give_back(
+    model: nn.Module,
+    taken: Mapping[str, Any],
+    given: Mapping[str, Any],
+    name_of: Callable[[str], str],
+) -> None:
     """Give modules their computed values: extra state to `set_extra_state`, other values to the
     class's own `load_state_dict`, which reverts what hooks do. Hooks that follow a load are called.
 
     Args:
+        taken: the model's own state dict, whose tensors the load has filled. A new one would be of
+            no use: hooks that precede `state_dict` may write into the model.
         given: values under the names that `name_of` makes from the model's own.
     """
-    raw = own_state_dict(model)
+    raw = dict(taken)
     names = {name for name in computed_names(model, raw) if name_of(name) in given}
-    if all(map(is_extra_state, names)) and not has_own_pair(model):
+    if all(map(is_extra_state, names)) and not loads_itself(model):
         give_extra_state(model, given, name_of)
         call_load_hooks(model)  # they may compute what no state dict has
         return
-    for name in names:
-        raw[name] = given[name_of(name)]
+    raw |= {name: given[name_of(name)] for name in raw if name_of(name) in given}
     method: Any = type(model).load_state_dict
     try:
         inspect.signature(method).bind(model, raw, strict=False)
@@ -167,14 +173,11 @@ def give_extra_state(
                 module.set_extra_state(given[name])
 
 
-def has_own_pair(model: nn.Module) -> bool:
-    """Whether its class has a `state_dict` and a `load_state_dict` of its own, which may keep more
-    than tensors in step."""
-    kind: Any = type(model)
-    return all(
-        not str(getattr(method, "__module__", "")).startswith("torch.")
-        for method in (kind.state_dict, kind.load_state_dict)
-    )
+def loads_itself(model: nn.Module) -> bool:
+    """Whether its class has a `load_state_dict` of its own, which may keep more than tensors in
+    step."""
+    method: Any = type(model).load_state_dict
+    return not str(getattr(method, "__module__", "")).startswith("torch.")
 
 
 def call_load_hooks(module: nn.Module) -> None:

@@ -66,6 +66,7 @@ class ModelView:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.computed: set[str] = set()  # names in the last `tensors` whose values modules computed
+        self._taken: dict[str, Any] = {}  # the model's own state dict of the last `tensors`
 
     def name(self, raw: str) -> str:
         """The fully qualified name, without any wrapper's components.
@@ -90,7 +91,7 @@ class ModelView:
         Raises:
             StateError: two tensors have one name.
         """
-        raw = own_state_dict(self.model)
+        raw = self._taken = own_state_dict(self.model)
         self.computed = {self.name(name) for name in computed_names(self.model, raw)}
         out: dict[str, Any] = {}
         for name, value in raw.items():
@@ -113,7 +114,7 @@ class ModelView:
 
     def give_back(self, given: Mapping[str, Any]) -> None:
         """Give modules the values in `given` that they computed."""
-        give_back(self.model, given, self.name)
+        give_back(self.model, self._taken, given, self.name)
 
     def hooked(self) -> list[str]:
         """The raw names of modules that have hooks that follow a load."""

@@ -324,3 +324,59 @@ def test_a_class_with_both_methods_of_its_own_gets_its_state_by_them(
     smckpt.save(state(trained), checkpoint_id=tmp_path)
     smckpt.load(state(fresh), checkpoint_id=tmp_path)
     assert fresh.loaded == 2 and torch.equal(fresh[0].weight, trained[0].weight)
+
+
+class Written(nn.Linear):
+    """Writes its count into a buffer before each state dict, and reads it after each load."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+        self.register_buffer("count", torch.zeros(1))
+        self.steps = 0
+        self.register_state_dict_pre_hook(self.write)
+        self.register_load_state_dict_post_hook(self.read)
+
+    @staticmethod
+    def write(module: Any, prefix: str, keep_vars: bool) -> None:
+        module.count.fill_(module.steps)
+
+    @staticmethod
+    def read(module: Any, keys: Any) -> None:
+        module.steps = int(module.count)
+
+
+class Loading(nn.Linear):
+    """Has a `load_state_dict` of its own, and torch's `state_dict`."""
+
+    steps = 0
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        self.steps = len(state_dict)
+        return super().load_state_dict(state_dict, strict, assign)
+
+
+@pytest.mark.parametrize("kind", [None, *KINDS])
+@pytest.mark.parametrize(
+    ("make", "steps"),
+    [(Written, 5), (lambda: nn.Sequential(Written()), 5), (lambda: Loading(3, 3), 2)],
+)
+def test_a_load_leaves_modules_as_torchs_own_load_does(
+    tmp_path: Path, kind: Any, make: Any, steps: int
+) -> None:
+    """A hook that precedes `state_dict` wrote a new model's count over the one just loaded."""
+
+    def state(model: nn.Module) -> dict[str, Any]:
+        with nullcontext() if kind is None else smckpt.sm_state_dict_type(model, kind):
+            return {"model": model if kind is None else model.state_dict()}
+
+    trained, stock, fresh = make(), make(), make()
+    for module in trained.modules():
+        module.steps = 5
+    stock.load_state_dict(trained.state_dict())
+    smckpt.save(state(trained), checkpoint_id=tmp_path)
+    smckpt.load(state(fresh), checkpoint_id=tmp_path)
+    found = [getattr(module, "steps", None) for module in fresh.modules()]
+    assert found == [getattr(module, "steps", None) for module in stock.modules()]
+    assert found[-1] == steps
+    for name, value in stock.state_dict().items():
+        assert torch.equal(fresh.state_dict()[name], value), name

@@ -71,6 +71,7 @@ _PARAMS = "params.json"
 _CONFIGS = ("config", "model_config", "hf_config")  # the names of a config beside a model
 _BESIDE = {(name,) for name in (*_CONFIGS, "args", "hyper_parameters")}
 _DEEPEST = 8
+_HEADS = {"num_attention_heads", "n_head"}
 _SIZES = {"num_layers", "hidden_size", "num_attention_heads"}
 _PLAIN: TypeAlias = "str | int | float | bool | tuple[int, ...] | None"
 
@@ -155,7 +156,7 @@ def _config_in(root: Mapping[Any, Any]) -> Mapping[str, Any] | None:
             found = found.state
         elif not isinstance(found, Mapping) or not isinstance(found.get("model_type"), str):
             continue
-        if isinstance(found, Mapping) and "num_attention_heads" in text_values(found):
+        if isinstance(found, Mapping) and _HEADS & text_values(found).keys():
             return {str(key): value for key, value in found.items()}
     return None
 

@@ -22,6 +22,7 @@ from typing import Any
 from smckpt.checkpoint.records.sealed import read_json
 from smckpt.errors import UsageError
 from smckpt.formats.names import CONFIG
+from smckpt.translate.config_values import refuse_impossible
 from smckpt.translate.tables.families import find_family
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "ModelConfig",
     "code_files",
     "code_of_class",
+    "complete_rope",
     "is_beside_config",
     "is_of_tokenizer",
     "modules_of_map",
@@ -198,6 +200,7 @@ def read_config(source: Any) -> ModelConfig | None:
             path=where,
         )
     _check_json(values, where)
+    refuse_impossible(values, where)
     return ModelConfig(values, directory, generation, code_of_class(source, values))
 
 
@@ -341,21 +344,22 @@ def _interval(values: Mapping[str, Any]) -> int | None:
 @dataclass(frozen=True)
 class _Older:
     """How version 4 has a type. names: what it may be called in `type` there, the one to write
-    first. plain: without scaling."""
+    first. plain: without scaling. needs: keys that both versions want."""
 
     names: tuple[str, ...]
     plain: bool = False
+    needs: tuple[str, ...] = ()
 
 
 # by version 5's name
 _TYPES: Mapping[str, _Older] = MappingProxyType(
     {
         "default": _Older(("default", "mrope"), plain=True),
-        "linear": _Older(("linear",)),
-        "dynamic": _Older(("dynamic",)),
-        "yarn": _Older(("yarn",)),
-        "llama3": _Older(("llama3",)),
-        "longrope": _Older(("longrope", "su")),
+        "linear": _Older(("linear",), needs=("factor",)),
+        "dynamic": _Older(("dynamic",), needs=("factor",)),
+        "yarn": _Older(("yarn",), needs=("factor",)),
+        "llama3": _Older(("llama3",), needs=("factor", "low_freq_factor", "high_freq_factor")),
+        "longrope": _Older(("longrope", "su"), needs=("short_factor", "long_factor")),
         "proportional": _Older(("proportional",)),
     }
 )
@@ -386,9 +390,10 @@ def complete_rope(values: dict[str, Any]) -> None:
     """Set both versions' keys.
 
     Raises:
-        UsageError: they contradict each other.
+        UsageError: they contradict each other, or are of no known type, or lack what it needs.
     """
     new = values.get("rope_parameters")
+    _refuse_unknown(values, values.get("rope_scaling"), new)
     if isinstance(new, dict) and new:
         if any(isinstance(v, dict) for v in new.values()):
             # as in Gemma 3: one set of parameters for each type of attention layer
@@ -419,6 +424,22 @@ def complete_rope(values: dict[str, Any]) -> None:
     if isinstance(values.get("rope_scaling"), dict) and _LOCAL not in values:
         flat = new.get("full_attention", new)
         values["rope_scaling"] = _scaling(kind, flat)
+
+
+def _refuse_unknown(values: Mapping[str, Any], *found: Any) -> None:
+    kind, sets = _kind(values), [rope for rope in found if rope is not None]
+    known = find_family(kind) is not None and not values.get("auto_map")
+    sets += [v for rope in sets if isinstance(rope, dict) for v in rope.values() if type(v) is dict]
+    for rope in sets:
+        newer = _newer(kind, rope) if isinstance(rope, dict) else {"rope_type": rope}
+        older = _TYPES.get(str(named := newer["rope_type"]), _Older((), needs=("a known type",)))
+        lost = [key for key in older.needs if key not in newer]
+        if not isinstance(rope, dict) or (known and lost):
+            raise UsageError(
+                f"the config has rotary parameters of the type {named!r}, without "
+                f"{', '.join(lost) or 'a name'}",
+                remedy="pass the model's own config (model.config)",
+            )
 
 
 def _kind(values: Mapping[str, Any]) -> str:

@@ -116,9 +116,10 @@ def _gated(values: Mapping[str, Any]) -> bool | None:
 
 def _swish(values: Mapping[str, Any]) -> bool | None:
     """Whether the gate's activation is SiLU, where it is known that there is a gate."""
-    if values.get("swiglu") or str(values.get("activation")).endswith("swiglu"):
+    activation = str(values.get("activation"))
+    if values.get("swiglu") or activation.endswith("swiglu"):
         return True
-    return False if values.get("quick_geglu") or values.get("activation") == "geglu" else None
+    return False if values.get("quick_geglu") or activation.endswith("glu") else None
 
 
 def _has_swish(m: MeantModel) -> bool | None:
@@ -154,6 +155,12 @@ def _positions(values: Mapping[str, Any]) -> str | None:
     return "learned_absolute" if found == "learned" else found
 
 
+def _has_positions(m: MeantModel) -> str | None:
+    if m.dims.family.name == "bloom" or m.config.get("alibi"):
+        return "alibi"
+    return "learned_absolute" if "pos" in m.roles else None if m.rope is None else "rope"
+
+
 def _routed(meant: Callable[[MeantModel], Any]) -> Callable[[MeantModel], Any]:
     """Of how experts are chosen and weighed. PhiMoE has a rule that Megatron lacks."""
     return lambda m: meant(m) if m.dims.experts and m.dims.family.name != "phimoe" else None
@@ -186,6 +193,40 @@ def _softmax_scale(m: MeantModel) -> float | None:
         return None
     size = m.config.get("query_pre_attn_scalar") or m.dims.sizes["D"]
     return float(m.config.get("attention_multiplier") or size**-0.5)
+
+
+def _kind_of_activation(found: Any) -> str | None:
+    """Forms of GELU are near each other, and trainers do not say which they compute."""
+    if not isinstance(found, str) or found.endswith("glu") or found == "quick_gelu":
+        return None
+    found = found.replace("-", "_").removeprefix("fast_").removeprefix("openai_")
+    known = {"swish": "silu", "squared_relu": "relu2"}
+    return "gelu" if "gelu" in found else known.get(found, found)
+
+
+def _has_activation(m: MeantModel) -> str | None:
+    found = (m.config.get(key) for key in ("hidden_act", "activation_function", "activation"))
+    return _kind_of_activation(next(filter(None, found), None)) if "fc1" in m.roles else None
+
+
+def _beside(m: MeantModel) -> bool | None:
+    """Whether attention and MLP get the same input, so that their sums run side by side."""
+    name = m.dims.family.name
+    if name in ("falcon", "gptj", "cohere", "cohere2"):
+        return None if name == "falcon" else True
+    return name == "gpt_neox" and m.config.get("use_parallel_residual") is not False
+
+
+def _experts_of(values: Mapping[str, Any]) -> Any:
+    found = values.get("num_experts")
+    if isinstance(found, tuple) and len(set(found)) == 1:  # Megatron-DeepSpeed's, of each layer
+        found = found[0] if found[0] > 1 else 0
+    return (found or 0) if "num_experts" in values else None
+
+
+def _to_even(size: Any) -> int | None:
+    """Of a window, for trainers do not agree on whether it counts the query itself."""
+    return size + size % 2 if type(size) is int and size > 0 else None
 
 
 def _squared(values: Mapping[str, Any]) -> bool | None:
@@ -276,10 +317,18 @@ def _of_experts(letter: str) -> Callable[[MeantModel], Any]:
     return lambda m: m.dims.sizes[letter] if m.dims.experts else None
 
 
+def _of_linear(key: str) -> Callable[[MeantModel], Any]:
+    return lambda m: m.config.get(key) if "l_q" in m.roles else None
+
+
 def _of_latent(key: str) -> Callable[[MeantModel], Any]:
     return lambda m: m.config.get(key) if m.latent else None
 
 
+_LINEAR = tuple(
+    f"linear_{what}"
+    for what in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
+)
 _DIVIDED = ("linear", "proportional")  # these divide all angles by their factor
 _EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
 _BOUNDS = (1, 4, 8192)  # as Megatron-core has them, which no argument changes
@@ -302,8 +351,7 @@ FACTS: Sequence[Fact] = (
     _fact("kv_lora_rank", "kv_lora_rank", _of_latent("kv_lora_rank")),
     _fact("q_lora_rank", "q_lora_rank", _of_latent("q_lora_rank")),
     _fact("num_experts", "num_local_experts, num_experts, n_routed_experts",
-          lambda m: m.dims.experts,
-          lambda values: (values["num_experts"] or 0) if "num_experts" in values else None),
+          lambda m: m.dims.experts, _experts_of),
     _fact("moe_router_topk", "num_experts_per_tok",
           lambda m: m.config.get("num_experts_per_tok") if m.dims.experts else None),
     _fact("moe_ffn_hidden_size", "moe_intermediate_size", _of_experts("M")),
@@ -322,8 +370,7 @@ FACTS: Sequence[Fact] = (
           else ("RMSNorm" if "rms_norm_eps" in m.config else None), _norm),
     _fact("qk_layernorm", "model_type",
           lambda m: None if m.latent else bool({"q_norm", "q_norm_each", "q_norm_all"} & m.roles)),
-    _fact("position_embedding_type", "model_type", lambda m: "learned_absolute" if "pos" in m.roles
-          else (None if m.rope is None else "rope"), _positions),
+    _fact("position_embedding_type", "model_type", _has_positions, _positions),
     _fact("rotary_base", "rope_theta", lambda m: None if m.rope is None else m.rope["rope_theta"],
           lambda values: values.get("rotary_base") if _positions(values) in (None, "rope")
           and not isinstance(values.get("rotary_base"), str) else None),
@@ -373,6 +420,8 @@ FACTS: Sequence[Fact] = (
     _fact("mrope_section", "mrope_section",
           lambda m: None if m.rope is None else tuple(m.rope.get("mrope_section") or ()) or None),
     _fact("squared_relu", "hidden_act", _is_squared, _squared),
+    _fact("activation", "hidden_act", _has_activation,
+          lambda values: _kind_of_activation(values.get("activation"))),
     _fact("glu_linear_offset", "model_type",
           lambda m: 1 if m.dims.family.name == "gpt_oss" else 0),
     _fact("activation_func_clamp_value", "swiglu_limit",
@@ -390,8 +439,21 @@ FACTS: Sequence[Fact] = (
           and m.config.get("use_sliding_window") is not False,
           lambda values: bool(values["window_size"]) if "window_size" in values else None,
           noted=True),
+    _fact("window_size (keys)", "sliding_window",
+          lambda m: _to_even(m.config.get("sliding_window")),
+          lambda values: _to_even((values.get("window_size") or (0,))[0])
+          if isinstance(values.get("window_size"), tuple) else None, noted=True),
     _fact("window_attn_skip_freq", "layer_types, sliding_window_pattern", _are_whole_layers,
           _whole_layers, noted=True),
+    _fact("gpt_j_residual", "use_parallel_residual", _beside),
+    _fact("transformer_block_type", "model_type",
+          lambda m: None if {"post1", "post2"} & m.roles else "pre_ln"),
+    _fact("normalize_attention_scores", "model_type", lambda m: True),
+    _fact("attention_output_gate", "model_type", lambda m: "q_gate" in m.roles),
+    *(_fact(name, name, _of_linear(name)) for name in _LINEAR),
+    _fact("moe_router_load_balancing_type", "model_type", _routed(lambda m: "no sinkhorn"),
+          lambda values: "sinkhorn"
+          if "sinkhorn" in str(values.get("moe_router_load_balancing_type")) else None),
     _fact("moe_apply_probs_on_input", "model_type",
           _routed(lambda m: m.dims.family.name == "llama4_text")),
     _fact("moe_router_score_function", "scoring_func", _routed(_scores)),

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
-from smckpt.errors import TensorMismatchError, TopologyError
+from smckpt.errors import TensorMismatchError, TopologyError, UsageError
 from smckpt.formats.degrees import Degrees
 from smckpt.formats.source_facts import (
     EP,
@@ -16,42 +17,71 @@ from smckpt.formats.source_facts import (
     SourceFacts,
     text_values,
 )
-from smckpt.translate.config import ModelConfig
+from smckpt.translate.config import ModelConfig, complete_rope
 from smckpt.translate.fact_table import FACTS, MeantModel, equal_values
 from smckpt.translate.tables.dims import Dims
 from smckpt.translate.tables.families import find_family
 from smckpt.translate.tables.table import NORMS, TensorLayout
 
-__all__ = ["compare_facts", "layout_of_facts", "refuse_other_config", "refuse_other_ranks"]
+__all__ = ["compare_configs", "compare_facts", "layout_of_facts", "refuse_other_ranks"]
 
 _DECISIVE = (
     "model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "head_dim", "intermediate_size", "tie_word_embeddings", "rope_theta", "hidden_act",
-    "num_experts_per_tok", "partial_rotary_factor",
+    "num_experts_per_tok", "partial_rotary_factor", "hidden_activation", "activation_function",
+    "activation", "rotary_dim", "use_parallel_residual", "parallel_attn", "alibi", "no_rope_layers",
+    "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank", "q_lora_rank", "n_group",
+    "topk_group", "norm_topk_prob", "routed_scaling_factor", "scoring_func",
+    "first_k_dense_replace", "moe_intermediate_size", "query_pre_attn_scalar",
+    "attn_logit_softcapping", "final_logit_softcapping", "attention_multiplier",
+    "embedding_multiplier", "logits_scaling",
+    "residual_multiplier", "logit_scale", "rope_interleave", "linear_num_key_heads",
+    "linear_num_value_heads", "layer_types", "swiglu_limit",
 )  # fmt: skip
+# what a run may change between two trainings of the same weights
+_CHANGEABLE = (
+    "rms_norm_eps",
+    "layer_norm_eps",
+    "layer_norm_epsilon",
+    "sliding_window",
+    "rope_type",
+)
 _SHOWN = ("num_layers", "hidden_size", "ffn_hidden_size", "num_experts")
 
 
-def refuse_other_config(facts: SourceFacts, settings: ModelConfig) -> None:
-    """
+def compare_configs(facts: SourceFacts, settings: ModelConfig) -> tuple[str, ...]:
+    """Notes on what differs, and what a run may have changed.
+
     Raises:
         TensorMismatchError: the config beside the model says something else than the caller's.
     """
     if facts.config is None:
-        return
+        return ()
     own = text_values(facts.config)
-    one, two = {**own, **_by_llamas_keys(facts.config)}, _by_llamas_keys(settings.values)
-    for key in _DECISIVE:
+    one, two = (_by_llamas_keys(values) for values in (facts.config, settings.values))
+    one = {**one, **own}
+    family = find_family(str(own.get("model_type")))
+    renamed = {} if family is None else family.keys
+    notes = []
+    for key in (*_DECISIVE, *_CHANGEABLE):
         a, b = one.get(key), two.get(key)
         # a value that is no number is refused by its name where it is used
         odd = type(a) is int and type(b) is not int
-        if key not in own or None in (a, b) or odd or equal_values(a, b):
+        stated = {key, renamed.get(key)} & own.keys() or key == "rope_type"
+        if not stated or None in (a, b) or odd or equal_values(a, b):
+            continue
+        differs = (
+            f"the config that lies beside the model has {key}={a!r}, but that of config= {b!r}"
+        )
+        if key in _CHANGEABLE:
+            notes.append(f"{differs}; the latter is written")
             continue
         raise TensorMismatchError(
-            f"the config that lies beside the model has {key}={a!r}, but that of config= {b!r}",
+            differs,
             remedy="pass the config= of this very model; if the one beside it is wrong, "
             "correct it there", path=facts.where,
         )  # fmt: skip
+    return tuple(notes)
 
 
 def compare_facts(
@@ -132,7 +162,11 @@ def layout_of_facts(
 
 def _by_llamas_keys(config: Mapping[str, Any]) -> Mapping[str, Any]:
     family = find_family(str(config.get("model_type")))
-    return config if family is None else family.config(config)
+    values = dict(config if family is None else family.config(config))
+    with suppress(UsageError):  # it is refused where it is written
+        complete_rope(values)
+    rope = values.get("rope_parameters")
+    return values | {"rope_type": rope.get("rope_type") if isinstance(rope, dict) else None}
 
 
 def refuse_other_ranks(

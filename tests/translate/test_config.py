@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import re
 from pathlib import Path
 
 import pytest
 from transformers import AutoConfig, GPTNeoXConfig, LlamaConfig, LlamaForCausalLM
+from transformers.models.auto import modeling_auto
 
 from smckpt import export_hf, save
 from smckpt.errors import UsageError
 from smckpt.translate.config import read_config, tokenizer_files
+from smckpt.translate.config_values import class_of_others, refuse_impossible
 from smckpt.translate.models.lora import read_lora_config
+from smckpt.translate.tables.families import built_in_names
 from smckpt.translate.tables.vocabulary import check_tokenizer
 from tests.support.limits import seconds, within
 
@@ -24,11 +29,11 @@ def _complete(values: dict, dtype: str | None = None) -> dict:
 
 
 def test_rope_of_transformers_5_is_written_in_the_older_keys_too():
-    rope = {"rope_theta": 5e5, "rope_type": "llama3", "factor": 8.0}
+    rope = {"rope_theta": 5e5, "rope_type": "yarn", "factor": 8.0}
     out = _complete({"model_type": "llama", "rope_parameters": rope})
     assert out["rope_parameters"] == rope
     assert out["rope_theta"] == 5e5
-    assert out["rope_scaling"] == {"rope_type": "llama3", "type": "llama3", "factor": 8.0}
+    assert out["rope_scaling"] == {"rope_type": "yarn", "type": "yarn", "factor": 8.0}
 
 
 def test_rope_of_transformers_4_is_written_in_the_newer_key_too():
@@ -58,16 +63,15 @@ def test_generations_that_contradict_each_other_are_refused():
     ("old", "new", "key"),
     [
         ({"type": "linear", "factor": 4.0}, {"rope_type": "default"}, "rope_type"),
-        ({"rope_type": "llama3", "factor": 8.0},
-         {"rope_type": "llama3", "factor": 4.0}, "factor"),
+        ({"rope_type": "yarn", "factor": 8.0}, {"rope_type": "yarn", "factor": 4.0}, "factor"),
         ({"rope_type": "yarn", "factor": 8.0},
          {"rope_type": "dynamic", "factor": 8.0}, "rope_type"),
         ({"type": "mrope", "mrope_section": [2, 3, 3]},
          {"rope_type": "default", "mrope_section": [3, 3, 2]}, "mrope_section"),
         ({"type": "linear", "factor": 8.0},
          {"full_attention": {"rope_type": "linear", "factor": 2.0}}, "factor"),
-        ({"type": "su", "short_factor": [1.0]},
-         {"rope_type": "longrope", "short_factor": [1.0]}, ""),
+        ({"type": "su", "short_factor": [1.0], "long_factor": [2.0]},
+         {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}, ""),
         ({"type": "mrope", "mrope_section": [2, 3, 3]},
          {"rope_type": "default", "mrope_section": [2, 3, 3]}, ""),
     ],
@@ -159,6 +163,64 @@ def test_a_directory_a_file_a_dict_and_an_object_are_all_taken(tmp_path: Path):
 def test_what_is_no_config_is_refused(source):
     with pytest.raises(UsageError):
         read_config(source)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden_act": "bogus"}, "hidden_act='bogus', which is no activation"),
+        ({"hidden_act": None}, "hidden_act=None"),
+        ({"vision_config": {"hidden_act": 3}}, "vision_config.hidden_act=3"),
+        ({"rms_norm_eps": math.nan}, "rms_norm_eps=nan"),
+        ({"rms_norm_eps": "1e-5"}, "rms_norm_eps='1e-5', not above zero"),
+        ({"rms_norm_eps": -1e-5}, "not above zero"),
+        ({"rope_scaling": {"type": "linear", "factor": math.inf}}, "rope_scaling.factor=inf"),
+        ({"rope_theta": 0}, "rope_theta=0"),
+        ({"tie_word_embeddings": "false"}, "a text, which counts as true"),
+        ({"layer_types": ["full_attention"]}, "not one known type for each layer"),
+        ({"layer_types": ["full_attention", "other"]}, "not one known type for each layer"),
+        ({"architectures": ["MistralForCausalLM"]}, "the class of mistral"),
+        ({"model_type": "qwen2"}, "the class of llama, but model_type='qwen2'"),
+    ],
+)
+def test_a_value_that_no_such_model_has_is_refused_by_name(change, message):
+    values = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 2}
+    assert read_config(values) is not None
+    with pytest.raises(UsageError, match=re.escape(message)):
+        read_config({**values, **change})
+
+
+@pytest.mark.parametrize("rope", [{"rope_type": "bogus"}, {"rope_type": "llama3", "factor": 2.0}])
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+def test_rotary_parameters_that_transformers_does_not_take_are_refused(rope, key):
+    values = {"model_type": "llama", key: {**rope, "rope_theta": 1e4}}
+    with pytest.raises(UsageError, match=re.escape(repr(rope["rope_type"]))):
+        _complete(values, "bfloat16")
+    with pytest.raises(UsageError, match="rotary parameters of the type 'linear'"):
+        _complete({"model_type": "any", key: "linear"}, "bfloat16")
+
+
+def test_a_type_without_a_table_may_have_values_of_another_kind():
+    """Mamba 2 has an infinite limit; a class of the user's own has an activation of its own."""
+    found = read_config({"model_type": "mamba2", "time_step_limit": [0.0, math.inf]})
+    assert found is not None and found.values["time_step_limit"][1] == math.inf
+    own = {"model_type": "llama", "hidden_act": "own", "auto_map": {"AutoModel": "own.Own"}}
+    assert read_config(own) is not None
+
+
+@pytest.mark.parametrize("name", sorted(built_in_names()))
+def test_the_classes_of_a_family_are_its_own(name):
+    kinds = {
+        kind for table in (modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+                           modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+        if isinstance(kind := table.get(name), str)
+    }  # fmt: skip
+    assert kinds, name
+    for kind in kinds:
+        values = {"model_type": name, "architectures": [kind]}
+        refuse_impossible(values, None)
+        assert class_of_others(values) is None
+    assert class_of_others({"model_type": name, "architectures": ["OwnForCausalLM"]}) is not None
 
 
 def test_generation_settings_come_from_the_config():

@@ -43,6 +43,7 @@ from smckpt.translate.config import (
     read_config,
     tokenizer_files,
 )
+from smckpt.translate.config_values import class_of_others
 from smckpt.translate.files import Output, OutputFile, Target, is_quantized, nbytes_of
 from smckpt.translate.models.contents import ExportContents
 from smckpt.translate.models.lora import ADAPTER_CONFIG, LoraConfig
@@ -236,6 +237,12 @@ def notes_on_absent(settings: ModelConfig | None) -> tuple[str, ...]:
         notes.append(
             f"{GENERATION_CONFIG} has only the config's token ids: pass "
             "ExportOptions(generation_config=model.generation_config) to write the model's own"
+        )
+    if (other := class_of_others(settings.values)) is not None:
+        notes.append(
+            f"the config names the class {other}, which is none of "
+            f"{settings.values['model_type']}: vLLM and llama.cpp go by this name, and load the "
+            "model only if they have such a class"
         )
     wanted = {f"{name}.py" for name in modules_of_map(settings.values)}
     code = code_files(settings.directory) if settings.directory else settings.code

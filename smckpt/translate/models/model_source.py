@@ -48,7 +48,7 @@ from smckpt.layout.containers import FACTS
 from smckpt.storage import Access
 from smckpt.storage.urls import is_local, local_path
 from smckpt.translate.config import ModelConfig
-from smckpt.translate.facts import compare_facts, refuse_other_config
+from smckpt.translate.facts import compare_configs, compare_facts
 from smckpt.translate.models.model import (
     choose_layout,
     looks_packed,
@@ -267,8 +267,8 @@ def _compared(
     if settings is None:
         return made
     made = replace(made, facts=(*made.facts, *beside))
-    for facts in made.facts:
-        refuse_other_config(facts, settings)
+    differ = [note for facts in made.facts for note in compare_configs(facts, settings)]
+    made = replace(made, notes=(*made.notes, *differ))
     if made.cut or not made.facts or find_family(settings.values["model_type"]) is None:
         return made
     try:

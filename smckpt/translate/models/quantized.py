@@ -16,7 +16,7 @@ from typing import Any, NoReturn, Protocol, TypeAlias
 
 import numpy as np
 
-from smckpt.errors import KeysMismatchError, TensorMismatchError, UsageError
+from smckpt.errors import CorruptCheckpointError, KeysMismatchError, TensorMismatchError, UsageError
 from smckpt.formats.tensors import Block, RankTensors, TensorKey, TensorReader
 from smckpt.layout.entries import DTYPES
 from smckpt.layout.mesh import Shape
@@ -103,8 +103,15 @@ class _Float8:
         factors = factors.take(r - r[0], axis=0)
         if rows.dim > columns.dim >= 0:
             factors = factors.T
+        factors = factors.reshape(out.shape)
+        # a factor is the largest size in its block over 448, so zero where all of it is
+        if bad := factors[(factors < 0) | ((factors == 0) & (out != 0))].tolist():
+            raise CorruptCheckpointError(
+                f"{self.scale} has the factor {bad[0]}, which no weights have",
+                remedy="fetch all files of the release again", path=reader.url,
+            )  # fmt: skip
         with np.errstate(over="ignore", invalid="ignore"):
-            out *= factors.reshape(out.shape)
+            out *= factors
         return out
 
 

@@ -21,7 +21,7 @@ from smckpt import ExportOptions, Parallel, errors, export_hf
 from tests.formats.test_deepspeed import zero3
 from tests.formats.test_smp import partial, sharded, staged
 from tests.formats.test_sources_in_s3 import upload
-from tests.support.models import references
+from tests.support.models import families, references
 from tests.support.models.references import on_disk
 
 State = dict[str, torch.Tensor]
@@ -170,6 +170,54 @@ def test_heads_that_contradict_the_config_are_refused_in_every_source(tmp_path, 
     assert any(name in str(caught.value) for name in NAMED)
     assert "wrong" in str(caught.value.path)
     assert not (tmp_path / "no").exists()
+
+
+_KEPT = {"norm_topk_prob": False, "layer_types": ["full_attention"] * 2, "logits_scaling": 2.0,
+         "hidden_act": "silu", "attention_multiplier": 0.5}  # fmt: skip
+_CHANGED = {"norm_topk_prob": True, "layer_types": ["sliding_attention"] * 2, "hidden_act": "gelu",
+            "logits_scaling": 1.0, "attention_multiplier": 0.25}  # fmt: skip
+
+
+@pytest.mark.parametrize("key", _KEPT)
+def test_what_the_config_beside_computes_otherwise_is_refused(tmp_path, llama, key):
+    model, state = llama
+    source = hub(tmp_path / "run", state, True)
+    beside = json.loads((source / "config.json").read_text()) | _KEPT
+    (source / "config.json").write_text(json.dumps(beside))
+    given = {**model.config.to_dict(), **_KEPT}
+    export_hf(source, tmp_path / "hf", config=given)
+    with pytest.raises(errors.TensorMismatchError, match=f"beside the model has {key}="):
+        export_hf(source, tmp_path / "no", config={**given, key: _CHANGED[key]})
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"rms_norm_eps": 1e-5}, "rms_norm_eps"),
+        ({"sliding_window": 7}, "sliding_window"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 5e5, "factor": 2.0}}, "rope_type"),
+    ],
+)
+def test_what_a_run_may_have_changed_is_noted(tmp_path, llama, change, text):
+    model, state = llama
+    source = hub(tmp_path / "run", state, True)
+    beside = model.config.to_dict() | {"rms_norm_eps": 1e-6, "sliding_window": 9}
+    (source / "config.json").write_text(json.dumps(beside))
+    report = export_hf(source, tmp_path / "hf", config={**beside, **change})
+    assert [note for note in report.notes if f"beside the model has {text}=" in note]
+    report = export_hf(source, tmp_path / "same", config=beside)
+    assert [note for note in report.notes if "beside the model" in note] == []
+
+
+def test_the_config_beside_may_have_older_keys(tmp_path):
+    """GPT-2's heads are under n_head; no tensor's shape shows how many there are."""
+    model = families.model("gpt2")
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    config = model.config.to_dict()
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    export_hf(tmp_path, tmp_path / "hf", config=config)
+    with pytest.raises(errors.TensorMismatchError, match="num_attention_heads="):
+        export_hf(tmp_path, tmp_path / "no", config={**config, "n_head": config["n_head"] // 2})
 
 
 def test_an_import_compares_them_too(tmp_path, llama):

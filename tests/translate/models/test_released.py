@@ -310,6 +310,20 @@ def test_an_adapter_is_merged_into_a_release_in_float8(tmp_path, release):
     assert same(*found) and not torch.equal(found[0][KV], release[1][KV])
 
 
+@pytest.mark.parametrize(("factor", "refused"), [(0.0, True), (-1.0, True), (0.0, False)])
+def test_a_factor_that_no_weights_have_is_refused(tmp_path, factor, refused):
+    weight = torch.full((256, 128), 2.0).to(torch.float8_e4m3fn)
+    if not refused:  # a block of zeros has a factor of zero
+        weight[128:] = 0
+    state = {"a.weight": weight, "a.weight_scale_inv": torch.tensor([[1.0], [factor]])}
+    save_file(state, tmp_path / "model.safetensors")
+    if not refused:
+        assert read_all(tmp_path, 1 << 30)["a.weight"].float().equal(weight.float())
+        return
+    with pytest.raises(errors.CorruptCheckpointError, match=f"scale_inv has the factor {factor}"):
+        read_all(tmp_path, 1 << 30)
+
+
 # -- mxfp4 -----------------------------------------------------------------------------------------
 
 

@@ -3,12 +3,14 @@ packages."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from smckpt.errors import UsageError
 from smckpt.registry import Registry
 from smckpt.translate.tables.families import gpt, llama, mixtures, vision
 from smckpt.translate.tables.table import Family
 
-__all__ = ["family_of", "find_family", "is_built_in", "register_family"]
+__all__ = ["built_in_names", "family_of", "find_family", "is_built_in", "register_family"]
 
 _BUILT_IN = {
     family.name: family for module in (llama, mixtures, gpt, vision) for family in module.FAMILIES
@@ -32,6 +34,10 @@ def is_built_in(model_type: str) -> bool:
     """Whether the family is built in. smckpt's tests compare built-in families with
     transformers."""
     return model_type in _BUILT_IN
+
+
+def built_in_names() -> Collection[str]:
+    return _BUILT_IN.keys()
 
 
 def find_family(model_type: str) -> Family | None:

@@ -25,7 +25,7 @@ from smckpt.state_dict.of_optimizers.bindings import optimizer_dicts
 from smckpt.state_dict.of_optimizers.groups import number_as_saved
 from smckpt.state_dict.of_optimizers.optimizers import named_as_target, prepare_optimizers
 from smckpt.state_dict.parts import make_state, match
-from smckpt.state_dict.restore import gathered_parts, make_extra_state
+from smckpt.state_dict.restore import gathered_parts, make_read
 from smckpt.state_dict.select import Selection, Selector
 from smckpt.storage import Access, Storage
 from smckpt.topology import ParallelState
@@ -230,12 +230,13 @@ def plan_of(
         renewed, settled = prepare_optimizers(
             state_dict, catalogue, objects, rank=saved, strict=request.strict
         )
+        made, read = make_read(state_dict, catalogue, objects, saved, grows=request.keys is True)
+        renewed, settled = renewed or made, settled | read
         objects = {
             key: found
             for key, found in objects.items()
             if found[0][-1:] == (FACTS,) or not _is_under(found[0], settled)
         }
-        renewed |= make_extra_state(state_dict, selection, catalogue.rows_by_key, saved)
         renewed |= make_state(state_dict, objects, catalogue.rows_by_key, saved)
         if renewed:
             selection = target.selector.select(state_dict)
@@ -478,9 +479,8 @@ def _say_left(
     logs them, since they are nearly the same on all."""
     if (missing or unexpected) and not request.keys:
         level = logging.WARNING if group.index == 0 else logging.INFO
-        left = differing_names(missing, unexpected)
-        agreed = "not loaded from %s, as check_keys_matched=False allows: %s"
-        log.log(level, agreed, request.directory, left)
+        text = "not loaded from %s, as check_keys_matched=False allows: %s"
+        log.log(level, text, request.directory, differing_names(missing, unexpected))
 
 
 # -- names that this rank has no use for: one bit for each name of the checkpoint --------------

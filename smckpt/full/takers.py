@@ -231,6 +231,7 @@ class FullTaker(Taker):
         if found is None:
             out = FullStateDict(self.chosen(full_model(self.view, self._wishes)))
             out.put_through = partial(self.load_model, strict=True)
+            out.reads = None if gathers() else self.view.reads()
             return out
         if self.only is not None:
             raise UsageError(

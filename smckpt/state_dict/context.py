@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from smckpt.errors import KeysMismatchError, UsageError
-from smckpt.state_dict.modes import loads_itself
 from smckpt.state_dict.of_optimizers.bindings import bind, bound
 from smckpt.state_dict.of_optimizers.optimizers import copy_exactly, fill_optimizer
 from smckpt.state_dict.of_optimizers.own_methods import hand_to_hooks
@@ -82,9 +81,11 @@ class Taker:
             out.give_back = partial(self.load_model, strict=False)
             return out
         computed = self.view.computed & tensors.keys()
-        if not (computed or self.view.hooked() or loads_itself(self.view.model)):
+        reads = self.view.reads()
+        if not (computed or self.view.hooked() or reads):
             return tensors
         out = ModelStateDict(tensors)
+        out.reads = reads
         out.give_back = self.view.give_back
         return out
 
@@ -98,17 +99,19 @@ class Taker:
         """
         given = {self.view.name(name): value for name, value in state_dict.items()}
         live = self.chosen(self.view.tensors(self.kind.value))
+        reads = self.view.reads() or (lambda _: False)
         missing = sorted(live.keys() - given.keys())
-        unexpected = sorted(given.keys() - live.keys())
+        unexpected = sorted(name for name in given.keys() - live.keys() if not reads(name))
         if strict and (missing or unexpected):
             raise KeysMismatchError(
                 f"the state dict lacks {missing[:12]}; the model lacks {unexpected[:12]}",
                 remedy="load the state of the same model, or pass strict=False",
             )
         for fqn in live.keys() & given.keys():
-            if fqn not in self.view.computed:
+            fits = getattr(live[fqn], "shape", None) == getattr(given[fqn], "shape", None)
+            if fqn not in self.view.computed and (fits or not reads(fqn)):
                 copy_exactly(live[fqn], given[fqn], fqn)
-        self.view.give_back({fqn: given[fqn] for fqn in live.keys() & given.keys()})
+        self.view.give_back({fqn: given[fqn] for fqn in given if fqn in live or reads(fqn)})
         return missing, unexpected
 
     def trained_by(self, optimizer: torch.optim.Optimizer) -> Literal["all", "some", "none"]:

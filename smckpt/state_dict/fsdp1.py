@@ -214,6 +214,9 @@ class Fsdp1View(ModelView):
         named = super().hooked()
         return [raw for raw in named if not isinstance(modules[raw], FullyShardedDataParallel)]
 
+    def reads(self) -> None:
+        """Nothing: torch gathers whole parameters for what modules read by code of their own."""
+
     def give_back(self, given: Mapping[str, Any]) -> None:
         give_extra_state(self.model, given, self.name)
         for raw in self.hooked():  # torch gathers whole parameters for them, by collectives

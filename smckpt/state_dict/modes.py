@@ -39,6 +39,7 @@ __all__ = [
     "mode_of",
     "neutral",
     "own_state_dict",
+    "read_by",
 ]
 
 
@@ -123,6 +124,32 @@ def _memory_of(tensor: torch.Tensor) -> int | None:
         return None
 
 
+def read_by(model: nn.Module, name_of: Callable[[str], str] = str) -> Callable[[Any], bool] | None:
+    """Which names in the model's state modules read by code of their own, which decides alone what
+    size and structure a value may have: buffers that grow, lists of tensors. None without such
+    modules. Parameters are never such values.
+
+    Args:
+        name_of: the name in the state for one of the model's own.
+    """
+    if not (prefixes := tuple(_prefixes(model, name_of))):
+        return None
+    named = model.named_parameters(remove_duplicate=False)
+    parameters = {name_of(name) for name, _ in named}
+    return lambda key: key not in parameters and str(key).startswith(prefixes)
+
+
+def _prefixes(model: nn.Module, name_of: Callable[[str], str]) -> dict[str, str]:
+    """What stands before the names of such modules in the state → in the model's own names."""
+    found = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        methods = [type(module)._load_from_state_dict, *module._load_state_dict_pre_hooks.values()]
+        if any(map(_is_own, methods)) or (module is model and loads_itself(model)):
+            raw = f"{name}." if name else ""
+            found[name_of(f"{raw}x").removesuffix("x")] = raw
+    return found
+
+
 def give_back(
     model: nn.Module,
     taken: Mapping[str, Any],
@@ -139,6 +166,14 @@ def give_back(
     """
     raw = dict(taken)
     names = {name for name in computed_names(model, raw) if name_of(name) in given}
+    if (reads := read_by(model, name_of)) is not None:
+        known, prefixes = {name_of(name): name for name in raw}, _prefixes(model, name_of)
+        for name in filter(reads, given):  # what is no longer the memory that was taken, or is new
+            if name not in known:
+                above = max(filter(name.startswith, prefixes), key=len)
+                known[name] = prefixes[above] + name.removeprefix(above)
+            if not _is_same(raw.setdefault(known[name], None), given[name]):
+                names.add(known[name])
     if all(map(is_extra_state, names)) and not loads_itself(model):
         give_extra_state(model, given, name_of)
         call_load_hooks(model)  # they may compute what no state dict has
@@ -176,8 +211,17 @@ def give_extra_state(
 def loads_itself(model: nn.Module) -> bool:
     """Whether its class has a `load_state_dict` of its own, which may keep more than tensors in
     step."""
-    method: Any = type(model).load_state_dict
+    return _is_own(type(model).load_state_dict)
+
+
+def _is_own(method: Any) -> bool:
     return not str(getattr(method, "__module__", "")).startswith("torch.")
+
+
+def _is_same(live: Any, given: Any) -> bool:
+    if not isinstance(live, torch.Tensor) or not isinstance(given, torch.Tensor):
+        return live is given
+    return live.shape == given.shape and _memory_of(live) == _memory_of(given)
 
 
 def call_load_hooks(module: nn.Module) -> None:

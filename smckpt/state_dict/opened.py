@@ -18,7 +18,7 @@ from torch import nn
 from smckpt.errors import StateError
 from smckpt.layout.containers import items_of, named_class, renewed
 from smckpt.state_dict.model_views import modules_in, names_in_state
-from smckpt.state_dict.modes import mode_of, neutral
+from smckpt.state_dict.modes import mode_of, neutral, read_by
 from smckpt.state_dict.of_optimizers.bindings import (
     bound,
     is_optimizer_dict,
@@ -94,7 +94,8 @@ class Opened:
                 owner = owner_of(value)
                 if owner is not None:
                     return self._copy(stock(owner, {key: items[key] for key in value}), value)
-            if all(items[key] is child for key, child in value.items()):
+            same = all(items[key] is child for key, child in value.items())
+            if same and getattr(value, "reads", None) is None:
                 return value
             items = {key: items[key] for key in value}
             return self._copy(
@@ -139,6 +140,9 @@ class Opened:
         if is_optimizer(value):
             inner.of_optimizer = True
             self._optimizers.append((value, inner))
+        else:
+            is_module = isinstance(value, nn.Module)
+            inner.reads = read_by(value) if is_module else lambda _: True
         return inner
 
     def _given(self, value: dict[str, Any]) -> StatefulStateDict:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,15 +21,26 @@ from smckpt.state_dict.of_optimizers.bindings import (
 )
 from smckpt.state_dict.of_optimizers.groups import fill_groups, with_own_numbers
 from smckpt.state_dict.of_optimizers.own_methods import hand_over, hand_to_wrapper, wrappers_in
-from smckpt.state_dict.select import Selection
+from smckpt.state_dict.of_optimizers.slots import (
+    ABSENT,
+    Room,
+    SavedSlot,
+    SavedState,
+    aligned,
+    room,
+)
 from smckpt.state_dict.tags import (
     ModelStateDict,
     StatefulStateDict,
 )
+from smckpt.state_dict.tensors import is_dtensor
+
+if TYPE_CHECKING:
+    from smckpt.checkpoint.reading.catalogue import Catalogue
 
 __all__ = [
     "gathered_parts",
-    "make_extra_state",
+    "make_read",
     "put",
     "restore",
 ]
@@ -137,30 +148,96 @@ def _key_in(tree: Any, key: Any) -> tuple[Any, Mapping[Any, Any] | None]:
 _NONE = object()
 
 
-def make_extra_state(
+def make_read(
     state_dict: MutableMapping[str, Any],
-    selection: Selection,
-    rows: Mapping[str, Sequence[Any]],
-    saved: int,
-) -> bool:
-    """Give tensors of modules' extra state the saved shapes and dtypes; returns whether any
-    changed. Nothing else says their size: Transformer Engine pickles its scales into bytes, and has
-    none before the first step.
+    catalogue: Catalogue,
+    values: Mapping[str, tuple[Path, Any]],
+    rank: int,
+    *,
+    grows: bool,
+) -> tuple[bool, frozenset[Path]]:
+    """Give what objects and modules read by code of their own the structure that was saved, with
+    tensors to fill: extra state, lists and buffers that grow, all that an object gives. Nothing
+    else says their sizes, and a new object may have none of it.
 
     Args:
-        selection: of `state_dict`.
-        rows: key → the saved arrays of this key (the catalogue's).
-        saved: the saved rank whose per-rank values this rank takes.
+        values: what was saved and is no tensor.
+        rank: the saved rank whose own values this rank takes.
+        grows: whether objects get keys that they lack, and lose those that were not saved.
+            Otherwise only extra state takes another structure.
+
+    Returns:
+        Whether `state_dict` changed, and the paths of what now has all saved values.
+
+    Raises:
+        StateError: nothing says how ranks divide a tensor.
     """
-    made = False
-    for entry, live in zip(selection.entries, selection.tensors, strict=True):
-        if not any(map(is_extra_state, entry.path)) or not entry.geometry.per_rank:
-            continue
-        for row in rows.get(entry.key, ()):
-            if not row.geometry.per_rank or saved not in row.ranks:
+    renewed, settled = False, set[Path]()
+    make: Room | None = None
+    for path, given in [*_reading(state_dict)]:
+        above = SavedState(catalogue, values, path[:-1], rank, owned=()).more()
+        saved = above.get(str(path[-1])) if path else above
+        if not isinstance(saved, Mapping) or not (_has_tensors(saved) or _has_tensors(given)):
+            continue  # one value in the place of another
+        make = make or room(None, None, {}, [*_divided(state_dict)])
+        reads = (getattr(given, "reads", None) if grows else None) or _none
+        apart = {at[0] for at, _ in _apart(given)}
+        for key in [key for key in given if reads(key) and key not in saved and key not in apart]:
+            del given[key]
+        for key, value in saved.items():
+            if key in apart or not (reads(key) or (key in given and is_extra_state(key))):
                 continue
-            shape = tuple(row.geometry.local_shape(saved))
-            if (row.dtype, shape) != (entry.dtype, entry.shape):
-                room = torch.empty(shape, dtype=getattr(torch, row.dtype), device=live.device)
-                made |= put(state_dict, entry.path, room)
-    return made
+            new = aligned(value, given.get(key), make)
+            if new is not ABSENT:
+                given[key] = new
+                settled.add((*path, key if type(key) is int else str(key)))
+        renewed = True
+    return renewed, frozenset(settled)
+
+
+def _none(_: Any) -> bool:
+    return False
+
+
+def _reading(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """The state dicts of objects and modules, and other dicts with extra state, but what is inside
+    of an optimizer's."""
+    is_object = isinstance(tree, StatefulStateDict)
+    if is_optimizer_dict(tree) or (is_object and tree.of_optimizer):
+        return
+    if isinstance(tree, dict) and (getattr(tree, "reads", None) or any(map(is_extra_state, tree))):
+        yield path, tree
+    for at, value in _apart(tree) if is_object else _inside(tree):
+        yield from _reading(value, (*path, *at))
+
+
+def _apart(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """The dicts inside that belong to other objects, or to an optimizer."""
+    for at, value in _inside(tree, path):
+        if isinstance(value, StatefulStateDict) or is_optimizer_dict(value):
+            yield at, value
+        else:
+            yield from _apart(value, at)
+
+
+def _inside(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    pairs = tree.items() if isinstance(tree, dict) else ()
+    for key, value in enumerate(tree) if isinstance(tree, (list, tuple)) else pairs:
+        if isinstance(value, (dict, list, tuple)):  # not a generator for each number of a list
+            yield (*path, key), value
+
+
+def _has_tensors(value: Any) -> bool:
+    if isinstance(value, (torch.Tensor, SavedSlot)) or type(value).__name__ == "ndarray":
+        return True
+    return any(_has_tensors(child) for _, child in items_of(value) or ())
+
+
+def _divided(tree: Any) -> Iterator[torch.Tensor]:
+    """The tensors that a mesh divides."""
+    if isinstance(tree, torch.Tensor):
+        if is_dtensor(tree):
+            yield tree
+    else:
+        for _, child in items_of(tree) or ():
+            yield from _divided(child)

@@ -158,9 +158,12 @@ class RememberingDict(dict):  # type: ignore[type-arg]
     refuses other classes, even `dict` by name.
 
     names: of an optimizer object that gave the dict for a load, the names of its parameters.
+    reads: the keys whose values the object that gave the dict reads by code of its own. A load
+        gives it exactly what was saved under them, in whatever structure and sizes.
     """
 
     names: Sequence[Sequence[str]] = ()
+    reads: Callable[[Any], bool] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (OrderedDict, (), None, None, iter(self.items()))

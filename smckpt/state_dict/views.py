@@ -8,7 +8,7 @@ runs. `register_model_view` adds a wrapper (docs/extending.md).
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -18,7 +18,7 @@ from torch import nn
 from smckpt.errors import StateError
 from smckpt.layout.geometry import Geometry, MeshGeometry
 from smckpt.layout.mesh import Mesh, Placement
-from smckpt.state_dict.modes import computed_names, give_back, own_state_dict
+from smckpt.state_dict.modes import computed_names, give_back, own_state_dict, read_by
 from smckpt.state_dict.tags import Tag, plain_tag, set_model, set_tag
 from smckpt.state_dict.tensors import detached, dtensor_parts, is_dtensor
 
@@ -115,6 +115,10 @@ class ModelView:
     def give_back(self, given: Mapping[str, Any]) -> None:
         """Give modules the values in `given` that they computed."""
         give_back(self.model, self._taken, given, self.name)
+
+    def reads(self) -> Callable[[Any], bool] | None:
+        """The names that modules read by code of their own, if there are such modules."""
+        return read_by(self.model, self.name)
 
     def hooked(self) -> list[str]:
         """The raw names of modules that have hooks that follow a load."""

@@ -79,6 +79,8 @@ class SavedState:
     Args:
         values: key → (path, value) of what is no tensor, with the target's names for parameters.
         rank: the saved rank whose own tensors this rank takes.
+        owned: the keys of those parts that have an owner for each key inside; none if an object
+            that is no optimizer is there.
     """
 
     def __init__(
@@ -87,7 +89,9 @@ class SavedState:
         values: Mapping[str, tuple[Path, Any]],
         path: Path,
         rank: int,
+        owned: Sequence[str] = ("state", "param_groups"),
     ) -> None:
+        self._owned = owned
         self._tensors: dict[Any, _Leaves] = {}
         self._values: dict[Any, _Leaves] = {}
         self._kinds: dict[Any, dict[Path, str]] = {}
@@ -119,11 +123,11 @@ class SavedState:
                 kinds.get(row.path, "").partition(";")[2],
             )
             stored = row.path  # its containers are recorded under this one
-            owned = part in _OWNED and len(full) > deep
-            key, below = _key(part, full[deep] if owned else None), deep + owned
-            if part == "state" and owned and isinstance(stored[deep], int):
+            inside = part in owned and len(full) > deep
+            key, below = _key(part, full[deep] if inside else None), deep + inside
+            if part == "state" and inside and isinstance(stored[deep], int):
                 self._numbered.add(key)
-            if part == "state" and owned and str(stored[deep]) == key[1]:
+            if part == "state" and inside and str(stored[deep]) == key[1]:
                 (self._keys[key[1]],) = made(kinds.get(stored[:deep]), {stored[deep]: None})
             rest = stored[below:]
             self._tensors.setdefault(key, {})[rest] = leaf
@@ -136,13 +140,15 @@ class SavedState:
             if full[: deep - 1] != path or len(full) < deep:
                 continue
             part = str(full[deep - 1])
-            if len(full) == deep and part == "param_groups":
+            if part not in owned:
+                self._values.setdefault(_key(part), {})[full[deep:]] = value
+            elif len(full) == deep and part == "param_groups":
                 self.whole_groups = value
             elif len(full) == deep and part == "state" and isinstance(value, Mapping):
                 for owner, slots in value.items():
                     self._keys[str(owner)] = owner
                     self._values.setdefault(_key(part, owner), {})[()] = slots
-            elif part in _OWNED and len(full) > deep:
+            elif len(full) > deep:
                 if part == "state":
                     self._keys.setdefault(str(full[deep]), full[deep])
                 self._values.setdefault(_key(part, full[deep]), {})[full[deep + 1 :]] = value
@@ -180,7 +186,7 @@ class SavedState:
     def more(self) -> dict[str, Any]:
         """What was saved beside the state and the groups."""
         keys = dict.fromkeys((*self._tensors, *self._values))
-        return {key[0]: self._of([key]) for key in keys if key[0] not in _OWNED}
+        return {key[0]: self._of([key]) for key in keys if key[0] not in self._owned}
 
     def slots(self, names: Iterable[Any]) -> Any:
         """What was saved under the first of these keys that was, and under its other names;
@@ -219,9 +225,6 @@ class SavedState:
         if not leaves:
             return ABSENT
         return _nested(leaves, kinds)
-
-
-_OWNED = ("state", "param_groups")
 
 
 def _key(part: str, owner: Any = None) -> tuple[str, str]:
@@ -414,8 +417,8 @@ def _device(parameter: torch.Tensor) -> torch.device:
 
 def _no_room(saved: SavedSlot) -> StateError:
     return StateError(
-        f"the optimizer has no {saved.name!r} yet, which has the shape {list(saved.shape)} in the "
+        f"the target has no {saved.name!r} yet, which has the shape {list(saved.shape)} in the "
         "checkpoint, and nothing here tells how ranks divide it",
         remedy="load it with the wrapper and the kind that it was saved with, or take one step "
-        "before the load, so that the optimizer makes it",
+        "before the load, so that it is made",
     )

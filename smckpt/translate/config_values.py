@@ -26,6 +26,10 @@ _LAYER_TYPES = frozenset(
 )  # fmt: skip
 _ABOVE_ZERO = re.compile(r"rope_theta|rope_local_base_freq|rotary_emb_base|factor")
 _NOT_BELOW = re.compile(r"\w*(_eps|_epsilon)")
+# what a model computes with; infinity has a meaning in other keys
+_FINITE = re.compile(
+    r"\w*(_eps|_epsilon|theta|base|freq|factor|multiplier|scaling|scale|scalar|capping|limit)"
+)
 _ENDING = re.compile(r"(For[A-Z].*|LMHeadModel|Model)$")  # of a class, behind the family
 
 
@@ -37,7 +41,7 @@ def refuse_impossible(config: Mapping[str, Any], where: str | None) -> None:
     known = find_family(str(config["model_type"])) is not None
     own_code = bool(config.get("auto_map"))
     for path, value in _leaves(config, ()):
-        if known or value != value:  # infinity has a meaning in some families without a table
+        if known or value != value:
             problem = _problem(path[-1], value, own_code)
             if problem is not None:
                 raise _impossible(".".join(path), value, problem, where)
@@ -90,7 +94,9 @@ def _leaves(value: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...]
 
 def _problem(key: str, value: Any, own_code: bool) -> str | None:
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if isinstance(value, float) and not math.isfinite(value):
+    if isinstance(value, float) and (
+        math.isnan(value) or (math.isinf(value) and _FINITE.fullmatch(key))
+    ):
         return "which is no number that a model can compute with"
     if isinstance(value, str) and value.lower() in ("true", "false"):
         return "a text, which counts as true"

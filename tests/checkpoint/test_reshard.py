@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +11,27 @@ import pytest
 import torch
 
 import smckpt
-from smckpt import verify_checkpoint
+from smckpt import find_checkpoints, verify_checkpoint
+from smckpt.checkpoint.commits import commit
 from smckpt.checkpoint.reading.committed import open_catalogue
+from smckpt.checkpoint.records.format import parse_name
 from smckpt.checkpoint.upkeep.compare import compare_checkpoints
 from smckpt.checkpoint.upkeep.reshard import reshard_checkpoint
-from smckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, UsageError
+from smckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, StorageError, UsageError
 from smckpt.layout.mesh import Mesh
 from smckpt.storage import open_storage
 from tests.support import synthetic
-from tests.support.faults.copies import contents
+from tests.support.faults.copies import contents, killed_at
 from tests.support.saves import hybrid
 from tests.support.synthetic import Rule, Step, flat, kept, members, on_mesh
+
+
+def raising(error: Exception) -> Any:
+    def call(*_: Any) -> Any:
+        raise error
+
+    return call
+
 
 SHAPES = {"w": (10, 6), "b": (7,), "s": (), "u": (5, 4), "v": (9,)}
 TP = Mesh(("dp", "tp"), (2, 2), (0, 1, 2, 3))
@@ -137,3 +148,43 @@ def test_what_cannot_be_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(CorruptCheckpointError, match=victim.name):
         reshard_checkpoint(source, tmp_path / "target", shard=2)
     assert contents(tmp_path / "target") == {}
+
+
+def test_a_try_after_a_kill_at_any_call_completes_and_sweeps(tmp_path: Path) -> None:
+    source = saved(tmp_path / "source", "flat")
+    for moment in range(1000):
+        target = tmp_path / f"target{moment}"
+        killed = killed_at(
+            moment, lambda at=target: reshard_checkpoint(source, at, shard=2), calls=True
+        )
+        if not (target.is_dir() and find_checkpoints(target)):
+            reshard_checkpoint(source, target, shard=2)
+        assert verify_checkpoint(target).ok
+        if not killed:
+            break
+        found = {p.session for n in os.listdir(target) if (p := parse_name(n)) is not None}
+        assert len(found - {""}) == 1, sorted(os.listdir(target))  # a lease's name has none
+    assert moment > 20
+
+
+def test_a_try_after_a_failed_commit_completes(tmp_path: Path, monkeypatch: Any) -> None:
+    source, target = saved(tmp_path / "source", "flat"), tmp_path / "target"
+    refuse = StorageError("no space", remedy="free some", path=str(target))
+    with monkeypatch.context() as patched:
+        patched.setattr(commit, "publish_manifest", raising(refuse))
+        with pytest.raises(StorageError, match="no space"):
+            reshard_checkpoint(source, target, shard=2)
+    reshard_checkpoint(source, target, shard=2)
+    assert verify_checkpoint(target).ok
+    with pytest.raises(UsageError, match="not empty"):
+        reshard_checkpoint(source, target, shard=2)
+
+
+def test_files_of_others_beside_what_a_kill_left_are_no_leftovers(tmp_path: Path) -> None:
+    source, target = saved(tmp_path / "source", "flat"), tmp_path / "target"
+    assert killed_at(12, lambda: reshard_checkpoint(source, target, shard=2), calls=True)
+    assert os.listdir(target)
+    (target / "notes.txt").write_text("mine")
+    with pytest.raises(UsageError, match="not empty"):
+        reshard_checkpoint(source, target, shard=2)
+    assert (target / "notes.txt").read_text() == "mine"

@@ -6,13 +6,15 @@ exists is ever replaced: leases, manifests and records are created exclusively.
 
 from __future__ import annotations
 
+import logging
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NoReturn
 
+from smckpt.checkpoint.commits.choose import commits_at
 from smckpt.checkpoint.commits.foreign import checksum_of_dcp, delete_dcp
 from smckpt.checkpoint.commits.gather import READERS, gather_parts
 from smckpt.checkpoint.commits.leases import (
@@ -35,6 +37,7 @@ from smckpt.checkpoint.records.format import (
     manifest_name,
     nested,
     parse_name,
+    parse_temporary,
     record_name,
 )
 from smckpt.checkpoint.records.prefixes import open_spread
@@ -56,12 +59,16 @@ from smckpt.storage.urls import file_url, join_url
 
 # The worker looks up the functions that requests name in this module.
 __all__ = [
+    "commit_alone",
     "probe",
     "publish_manifest",
     "publish_record",
+    "refuse_committed",
     "sweep",
     "take_lease",
 ]
+
+log = logging.getLogger("smckpt")
 
 
 def publish_manifest(
@@ -113,15 +120,13 @@ def publish_manifest(
     )  # fmt: skip
 
 
-def commit_alone(
-    storage: Storage, attempt: str, parts: Sequence[Mapping[str, str]]
-) -> tuple[str, int]:
-    """Take a lease, and commit the parts of ranks 0, 1, …, all of which this process wrote: what
-    `PartWriter.finish` gave. Where it fails, the manifest may yet be there: a store may have
-    created it and lost its answer.
+def commit_alone(storage: Storage, attempt: str, parts: Sequence[Mapping[str, str]]) -> str:
+    """Take a lease, commit the parts of ranks 0, 1, …, all of which this process wrote (what
+    `PartWriter.finish` gave), and sweep what was there. Where it fails, nothing may be deleted: a
+    store may have created the manifest and lost its answer. The next try sweeps what it left.
 
     Returns:
-        The manifest's name, and the fencing token.
+        The manifest's name.
 
     Raises:
         StorageError: the store refused, or a later session has a lease of the directory.
@@ -134,7 +139,31 @@ def commit_alone(
         storage.access, storage.url, attempt, session, int(number), token, range(len(parts)),
         {str(rank): {**part, "host": host} for rank, part in enumerate(parts)}, None,
     )  # fmt: skip
-    return str(done["manifest"]), token
+    manifest = str(done["manifest"])
+    try:
+        sweep(storage.access, storage.url, [manifest], token)
+    except CheckpointError as error:  # the commit stands
+        log.warning("%s: what was there could not all be deleted: %s", storage.url, error)
+    return manifest
+
+
+def refuse_committed(storage: Storage, beside: Collection[str] = ()) -> None:
+    """Refuse a directory with anything in it, but for what an attempt left that was killed or
+    failed before its commit. `commit_alone` sweeps that.
+
+    Args:
+        beside: further names that such an attempt may leave.
+
+    Raises:
+        UsageError: something else is there.
+    """
+    names = set(storage.names(all_kinds=True))
+    left = {name for name in names if (parse_name(name) or parse_temporary(name)) is not None}
+    others = names - left - set(beside if left else ())
+    if others or storage.list_dirs() or commits_at(storage):
+        raise UsageError(
+            "the directory is not empty", remedy="choose an empty directory", path=storage.url
+        )
 
 
 def gathered_manifest(

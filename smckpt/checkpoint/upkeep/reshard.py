@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from smckpt.calls import alone
-from smckpt.checkpoint.commits.commit import commit_alone
+from smckpt.checkpoint.commits.commit import commit_alone, refuse_committed
 from smckpt.checkpoint.commits.part import PartWriter, part_body
 from smckpt.checkpoint.commits.sweep import discard_attempt
 from smckpt.checkpoint.reading.catalogue import Catalogue
@@ -113,17 +113,15 @@ def write_resharded(
             remedy=f"pass the directory of the step, {catalogue.above}",
             path=catalogue.url,
         )
-    if storage.list() or storage.list_dirs():
-        raise UsageError(
-            "the directory is not empty", remedy="choose an empty directory", path=storage.url
-        )
+    refuse_committed(storage)
     writer = _Writer(catalogue, storage, shard, ignore, threads, progress)
     try:
-        writer.write()
+        try:
+            writer.write()
+        except BaseException:
+            discard_attempt(storage, writer.attempt)
+            raise
         identity = writer.commit()
-    except BaseException:
-        discard_attempt(storage, writer.attempt)
-        raise
     finally:
         catalogue.readers.close()
     return ReshardReport(
@@ -190,7 +188,7 @@ class _Writer:
                 raise
 
     def commit(self) -> str:
-        return commit_alone(self._storage, self.attempt, self._parts)[0]
+        return commit_alone(self._storage, self.attempt, self._parts)
 
     def _pieces(self, rank: int, layout: Layout, number: int) -> Iterator[memoryview]:
         yield memoryview(layout.files[number].header)

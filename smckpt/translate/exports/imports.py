@@ -19,9 +19,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from smckpt.calls import alone, checked
-from smckpt.checkpoint.commits.commit import commit_alone
+from smckpt.checkpoint.commits.commit import commit_alone, refuse_committed
 from smckpt.checkpoint.commits.part import PartWriter, SummedFile, part_body
-from smckpt.checkpoint.commits.sweep import sweep
 from smckpt.checkpoint.records.format import data_name, new_attempt
 from smckpt.checkpoint.records.rows import encode_rows
 from smckpt.errors import UsageError
@@ -103,9 +102,11 @@ class CheckpointOutput(Output):
         self._parts: list[dict[str, str]] = []
 
     def prepare(self, *, overwrite: bool) -> None:
-        """Refuse a directory that is not empty. With `overwrite`, an old checkpoint there is
-        removed after this one is committed."""
-        self.present(overwrite)
+        """Refuse a directory that is not empty, but for what a try left that was killed. With
+        `overwrite`, an old checkpoint there is removed after this one is committed."""
+        self.storage.discard_unfinished([CONFIG])
+        if not overwrite:
+            refuse_committed(self.storage, beside=(CONFIG,))
         self.check_space()
 
     def put_parts(self, topology: ParallelState, metadata: Mapping[str, Any]) -> None:
@@ -122,11 +123,9 @@ class CheckpointOutput(Output):
             )
             self._parts.append(writer.finish(body))
 
-    def commit(self, *, sweep_older: bool) -> None:
+    def commit(self) -> None:
         """Commit the checkpoint. If that fails, nothing may be deleted (see `commit_alone`)."""
-        manifest, fencing_token = commit_alone(self.storage, self._attempt, self._parts)
-        if sweep_older:
-            sweep(self.storage.access, self.url, [manifest], fencing_token)
+        commit_alone(self.storage, self._attempt, self._parts)
 
     def abandon(self) -> None:
         for writer in self._writers.values():
@@ -289,7 +288,7 @@ def import_hf(
         values.pop("quantization_config", None)  # nothing that was written is quantized
         output.put(CONFIG, (json.dumps(values, indent=2) + "\n").encode())
         on_failure.pop_all()
-        output.commit(sweep_older=options.overwrite)
+        output.commit()
     for note in notes:
         log.warning("%s: %s", output.url, note)
     return ImportReport(

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from smckpt import ImportOptions, errors
+from smckpt import ImportOptions, errors, find_checkpoints
 from smckpt.checkpoint.reading.committed import open_catalogue
 from smckpt.checkpoint.upkeep.verify import verify_checkpoint
 from smckpt.storage import open_storage
@@ -23,6 +23,7 @@ from smckpt.translate import (
     register_layout,
 )
 from tests.support import child
+from tests.support.faults.copies import killed_at
 from tests.support.models import references as ref
 
 State = dict[str, torch.Tensor]
@@ -180,6 +181,26 @@ def test_nothing_loads_before_all_is_there_nor_after_a_failure(tmp_path, hub):
             folder, tmp_path / "r", Parallel("te_split", tp=2), options=ImportOptions(progress=fail)
         )
     assert list((tmp_path / "r").glob("*")) == []
+
+
+def test_a_try_after_a_kill_at_any_call_completes(tmp_path, hub):
+    """The kill leaves parts, a config or half of one, a lease; a committed import is refused."""
+    folder, _ = hub["llama"]
+
+    def imported(at: Path) -> None:
+        import_hf(folder, at, Parallel("mcore_te", tp=2))
+
+    for moment in sorted({0, *range(20, 400, 23), *range(110, 120)}):
+        out = tmp_path / f"r{moment}"
+        if not killed_at(moment, lambda at=out: imported(at), calls=True):
+            break
+        if not find_checkpoints(out):
+            imported(out)
+        assert verify_checkpoint(out).ok
+        assert (out / "config.json").is_file()
+    assert moment > 126
+    with pytest.raises(errors.UsageError, match="not empty"):
+        imported(out)
 
 
 def test_an_import_into_s3_is_a_checkpoint_and_takes_the_place_of_another(tmp_path, hub, s3_root):

@@ -226,7 +226,8 @@ MENDING = [
     ),
     of(
         "reshard: a failed reshard leaves nothing", "checkpoint/upkeep/reshard.py",
-        "        discard_attempt(storage, writer.attempt)\n        raise\n", "        raise\n",
+        "            discard_attempt(storage, writer.attempt)\n            raise\n",
+        "            raise\n",
         RESHARD + "test_what_cannot_be_is_refused_and_leaves_nothing",
     ),
     of(
@@ -236,7 +237,7 @@ MENDING = [
     ),
     of(
         "reshard: an empty target", "checkpoint/upkeep/reshard.py",
-        "    if storage.list() or storage.list_dirs():\n", "    if False:\n",
+        "    refuse_committed(storage)\n", "",
         RESHARD + "test_what_cannot_be_is_refused_and_leaves_nothing",
     ),
 ]  # fmt: skip

@@ -251,9 +251,10 @@ class FullTaker(Taker):
 
     def state_of_optimizer(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         check_optimizer(self.view, self._of_optimizers)
-        for slots in optimizer.state.values() if gathers() else ():
+        for slots in optimizer.state.values():
             named = slots.items() if isinstance(slots, dict) else ()
-            refuse_gathered((f"the optimizer's {k}", v) for k, v in named if torch.is_tensor(v))
+            tensors = ((f"the optimizer's {k}", v) for k, v in named if torch.is_tensor(v))
+            refuse_gathered(tensors, parts=gathers())
         tree = full_optimizer(self.view, optimizer, self._of_optimizers)
         tree.put_through = partial(put_full_optimizer, self.view, optimizer)
         groups: Any = tree["param_groups"]

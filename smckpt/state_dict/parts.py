@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from smckpt.checkpoint.records.objects import encode_object
 from smckpt.errors import CheckpointError, CorruptCheckpointError, StateError, TensorMismatchError
@@ -23,13 +24,14 @@ from smckpt.layout.entries import ObjectLeaf, Path, dotted
 from smckpt.registry import Registry
 from smckpt.state_dict.of_optimizers.bindings import Binding, optimizer_dicts
 from smckpt.state_dict.tags import Tag, clear_tag, set_tag, tag_of
-from smckpt.state_dict.tensors import dtensor_parts, is_dtensor, is_flattening, unwrapped
+from smckpt.state_dict.tensors import PLAIN, dtensor_parts, is_dtensor, is_flattening, unwrapped
 
 __all__ = [
     "joined",
     "make_state",
     "match",
     "not_made",
+    "note_attributes",
     "parts_of",
     "refuse_gathered",
     "register_tensor_class",
@@ -39,6 +41,10 @@ __all__ = [
 log = logging.getLogger("smckpt")
 
 _LIBRARIES = ("torch", "torchao")
+_MARKS = (  # what torch and frameworks note on tensors, and note anew in a new process
+    "_smckpt_", "_dynamo_", "_fsdp_", "_is_", "is_paged", "page_deviceid", "expert_tp", "is_qkv",
+    "tensor_model_parallel", "sequence_parallel", "partition_", "allreduce", "shared", "main_",
+)  # fmt: skip
 _CLASSES: Registry[type] = Registry("tensor class", type, "smckpt.tensor_classes", {})
 
 
@@ -133,14 +139,21 @@ def _plain(value: Any, path: Path) -> Any:
 _TEXT = "__repr__"
 
 
-def refuse_gathered(named: Iterable[tuple[str, torch.Tensor]]) -> None:
+def refuse_gathered(named: Iterable[tuple[str, torch.Tensor]], parts: bool = True) -> None:
     """
+    Args:
+        parts: refuse tensors that hold others; without a process group nothing is gathered.
+
     Raises:
-        StateError: one of these tensors holds others, which no gathering puts together.
+        StateError: one of these tensors holds others or has attributes, which no gathering puts
+            together.
     """
     for name, tensor in named:
         local = dtensor_parts(tensor)[0] if is_dtensor(tensor) else tensor
-        if is_flattening(local) and unwrapped(local) is local:
+        if type(local) is not torch.Tensor and (kept := _own_attributes(local)):
+            what, remedy = _with_attributes(local, kept)
+            raise StateError(f"{name} is a {what}, which FULL state does not keep", remedy=remedy)
+        if parts and is_flattening(local) and unwrapped(local) is local:
             raise StateError(
                 f"{name} is a {_name_of(type(local))}, whose parts FULL state cannot gather",
                 remedy="take LOCAL or SHARDED state, or put the model and the optimizer themselves "
@@ -354,6 +367,42 @@ def not_made(facts: Mapping[str, Any]) -> tuple[str, str] | None:
             "give its __tensor_flatten__ a context of numbers, texts, dtypes, tuples and dicts",
         )
     return None
+
+
+def note_attributes(
+    tensor: torch.Tensor, path: Path, unmade: list[tuple[str, str, str]], bare: list[str]
+) -> None:
+    """Add the tensor to `unmade` or `bare` of a `Selection` if attributes of it are not saved."""
+    local = dtensor_parts(tensor)[0] if is_dtensor(tensor) else tensor
+    if not (names := _own_attributes(local)):
+        return
+    if type(local) is not torch.Tensor:
+        unmade.append((dotted(path), *_with_attributes(local, names)))
+    elif local is tensor:
+        bare.append(f"{dotted(path)} ({', '.join(names)})")
+
+
+def _own_attributes(tensor: torch.Tensor) -> list[str]:
+    """The names of what a program keeps on the tensor itself, beside its values. None of a
+    parameter, of a module's buffer, of a class of torch, and of one that says what it holds."""
+    kind, kept = type(tensor), vars(tensor)
+    if kind not in PLAIN:
+        if kind.__module__.split(".")[0] in _LIBRARIES or is_flattening(tensor):
+            return []
+        slots = [vars(each).get("__slots__", ()) for each in kind.__mro__]
+        names = [n for of in slots for n in ((of,) if isinstance(of, str) else of)]
+        kept = {**kept, **{name: None for name in names if hasattr(tensor, name)}}
+    if not kept or isinstance(tensor, (nn.Parameter, nn.Buffer)):
+        return []
+    return sorted(name for name in kept if not name.startswith(_MARKS))
+
+
+def _with_attributes(tensor: torch.Tensor, names: Sequence[str]) -> tuple[str, str]:
+    return (
+        f"{_name_of(type(tensor))} with attributes of its own ({', '.join(names)})",
+        "give the class __tensor_flatten__ and __tensor_unflatten__, with them in the context; or "
+        "put tensor.as_subclass(torch.Tensor) and the attributes into the state, side by side",
+    )
 
 
 def _class_of(name: str) -> type | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import reprlib
 from collections.abc import Mapping, Set
 from contextlib import suppress
@@ -34,7 +33,7 @@ from smckpt.state_dict.of_optimizers.bindings import (
 )
 from smckpt.state_dict.of_optimizers.groups import names_of, names_record
 from smckpt.state_dict.of_optimizers.own_methods import is_optimizer, swaps_parameters
-from smckpt.state_dict.parts import not_made, parts_of, unregistered
+from smckpt.state_dict.parts import not_made, note_attributes, parts_of, unregistered
 from smckpt.state_dict.tags import (
     FullStateDict,
     ParamGroups,
@@ -64,8 +63,6 @@ __all__ = ["Selection", "Selector", "geometry_of"]
 
 _SCALARS = frozenset((int, float, str, bool, bytes, type(None)))
 
-log = logging.getLogger("smckpt")
-
 
 @dataclass(frozen=True)
 class Selection:
@@ -76,7 +73,8 @@ class Selection:
     only a step of an optimizer changes, as far as is known: parameters and optimizers' state.
     swapped_by: the class of an optimizer that changes parameters also outside a step; "" if none is
     known. gathered: whether part of it is state that collectives gathered (FULL; torch's own), on
-    this rank or another. unmade: what a load into a new optimizer could not make; see `not_made`.
+    this rank or another. unmade: what a load could not make; see `not_made`. bare: the plain
+    tensors whose attributes are not saved, with these.
     """
 
     kind: str | None
@@ -90,6 +88,7 @@ class Selection:
     swapped_by: str = ""
     gathered: bool = False
     unmade: tuple[tuple[str, str, str], ...] = ()
+    bare: tuple[str, ...] = ()
 
 
 @dataclass
@@ -103,6 +102,7 @@ class _Walk:
     gathered: bool = False
     fresh: bool = False  # in what an optimizer keeps
     unmade: list[tuple[str, str, str]] = field(default_factory=list)
+    bare: list[str] = field(default_factory=list)
     optimizers: dict[str, Any] = field(default_factory=dict)  # as in a `Selection`
 
 
@@ -178,6 +178,8 @@ class Selector:
                 raise _unsupported(dotted(path), why, self._rank) from error
             if entry is None:
                 continue
+            if tag is None or tag.after:  # stock state of a model has no attributes either
+                note_attributes(tensor, path, walk.unmade, walk.bare)
             entries.append(entry)
             strided = not local.is_contiguous() and (tag is None or tag.after)
             if strided and (order := order_of(tensor)) is not None:
@@ -208,6 +210,8 @@ class Selector:
             self._parameters = frozenset(e.key for e, tag in pairs if _is_parameter(e, tag))
             self._stepped = frozenset(e.key for e, tag in pairs if _is_stepped(e, tag, {*states}))
         kind = "LOCAL" if "LOCAL" in kinds else min(kinds, default=None)
+        owned = [e.optimizer for _, e in walk.owners if e]
+        swapped_by = next((type(o).__name__ for o in owned if swaps_parameters(o)), "")
         return Selection(
             kind,
             self._last,
@@ -217,16 +221,10 @@ class Selector:
             walk.containers,
             self._parameters,
             self._stepped,
-            next(
-                (
-                    type(e.optimizer).__name__
-                    for _, e in walk.owners
-                    if e and swaps_parameters(e.optimizer)
-                ),
-                "",
-            ),
+            swapped_by,
             walk.gathered or "FULL" in kinds,
             tuple(walk.unmade),
+            tuple(walk.bare),
         )
 
     # -- the walk ----------------------------------------------------------------------------

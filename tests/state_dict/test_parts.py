@@ -381,6 +381,92 @@ def test_what_no_load_could_make_for_a_new_optimizer_is_refused_at_the_save(
     assert smckpt.find_checkpoints(tmp_path) == []
 
 
+class Kept(torch.Tensor):
+    """Has values of its own, and an attribute of which the class tells nothing."""
+
+    @staticmethod
+    def __new__(cls, factor: float) -> Any:
+        made = torch.Tensor._make_subclass(cls, torch.ones(3))
+        made.factor = factor
+        return made
+
+
+class Slotted(torch.Tensor):
+    __slots__ = ("factor",)
+
+    @staticmethod
+    def __new__(cls, factor: float) -> Any:
+        made = torch.Tensor._make_subclass(cls, torch.ones(3))
+        made.factor = factor
+        return made
+
+
+def holding(where: str, value: torch.Tensor) -> dict[str, Any]:
+    """A state with the tensor in that place."""
+    if where in ("object", "LOCAL", "SHARDED", "FULL", "group"):
+        model = nn.Linear(3, 1, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        if where == "group":
+            optimizer.param_groups[0]["held"] = value
+            return state("object", model, optimizer)
+        optimizer.state[model.weight]["held"] = value
+        return state(where, model, optimizer)
+    return {
+        "top": {"held": value},
+        "nested": {"a": {"held": value}},
+        "list": {"a": [1, (value, "held")]},
+    }[where]
+
+
+PLACES = ["top", "nested", "list", "object", "LOCAL", "SHARDED", "FULL", "group"]
+
+
+@pytest.mark.parametrize("where", PLACES)
+@pytest.mark.parametrize("kind", [Kept, Slotted])
+def test_a_tensor_with_attributes_that_its_class_does_not_tell_is_refused_at_the_save(
+    tmp_path: Path, kind: type, where: str
+) -> None:
+    with pytest.raises(errors.StateError, match=f"a .*{kind.__name__} with attr.*factor"):
+        smckpt.save(holding(where, kind(2.5)), checkpoint_id=tmp_path)
+    assert smckpt.find_checkpoints(tmp_path) == []
+
+
+@pytest.mark.parametrize("where", [where for where in PLACES if where != "FULL"])
+def test_a_warning_names_a_plain_tensor_whose_attributes_are_not_saved_once(
+    tmp_path: Path, where: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    value = torch.ones(3)
+    value.factor = 2.5  # type: ignore[attr-defined]
+    held, options = holding(where, value), smckpt.SaveOptions(queue=where)
+    with caplog.at_level(logging.WARNING, "smckpt"):
+        for step in ("a", "b"):
+            smckpt.save(held, checkpoint_id=tmp_path / step, options=options)
+    lines = [r.message for r in caplog.records if "(factor)" in r.message]
+    assert len(lines) == 1 and "are not saved" in lines[0]
+
+
+def test_what_frameworks_note_on_parameters_and_state_is_no_attribute_of_a_user(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    marks = {"tensor_model_parallel": True, "partition_dim": 0, "sequence_parallel": False}
+    marks |= {"allreduce": True, "main_grad": torch.ones(1), "_fsdp_flattened": True}
+    marks |= {"_is_hf_initialized": True, "_dynamo_static_input_type": "guarded"}
+    for tensor in (*model.parameters(), *optimizer.state[model.weight].values()):
+        vars(tensor).update(marks)
+    model.weight.any_name = 1  # type: ignore[assignment]
+    model.register_buffer("buffer", Kept(2.5))
+    for form in ("object", "LOCAL", "SHARDED", "FULL"):
+        held = state(form, model, optimizer)
+        held["own"] = [model.weight, nn.Buffer(Kept(2.5))]
+        with caplog.at_level(logging.WARNING, "smckpt"):
+            smckpt.save(held, checkpoint_id=tmp_path / form)
+    assert "attributes" not in caplog.text
+
+
 @pytest.mark.parametrize("name", ["Int8WeightOnlyConfig", "Float8WeightOnlyConfig"])
 @pytest.mark.parametrize("form", ["object", "LOCAL", "SHARDED"])
 def test_weights_that_torchao_quantised_come_back(tmp_path: Path, form: str, name: str) -> None:

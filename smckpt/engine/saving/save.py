@@ -95,6 +95,7 @@ class Saver:
         self._arena_id: int | None = None
         self._copies: Future[None] | None = None  # into the arena, which may be under way
         self._observer: Observer | None = None
+        self._warned = False  # of attributes that are not saved
         self._last: Last | None = None  # the last committed save
         self._claimed: list[str] = []  # keys of the job's store, of the last save
 
@@ -178,9 +179,17 @@ class Saver:
         if selection.unmade:
             path, what, remedy = selection.unmade[0]
             raise StateError(
-                f"{path} is a {what}, so a load into a new optimizer could not make it",
+                f"{path} is a {what}, so a load could not make it",
                 remedy=remedy,
                 rank=self.group.rank,
+            )
+        if selection.bare and not self._warned:
+            self._warned = True
+            log.warning(
+                "the attributes of plain tensors are not saved, and a load leaves those of its "
+                "target: %s%s. Put them into the state as values",
+                ", ".join(selection.bare[:5]),
+                f" and {more} more" if (more := len(selection.bare) - 5) > 0 else "",
             )
         named = _named(request)
         if self._partition is None or _changed(self._partition_from, (entries, named)):

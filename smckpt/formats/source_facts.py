@@ -32,7 +32,6 @@ __all__ = [
     "config_beside",
     "facts_of_state",
     "facts_of_values",
-    "facts_of_yaml",
     "text_values",
     "yaml_beside",
 ]
@@ -65,7 +64,10 @@ _ALIASES: Mapping[str, str] = MappingProxyType(
         "norm_eps": "norm_epsilon", "use_scaled_rope": "use_rope_scaling",
     }
 )  # fmt: skip
-_NEMO_YAML = ("model_config.yaml", "context/model.yaml")  # of NeMo 1 and 2
+# Of NeMo 1 and 2, and of Megatron Bridge: the section of the model in each.
+_YAML_SECTIONS: Mapping[str, str] = MappingProxyType(
+    {"model_config.yaml": "", "context/model.yaml": "config", "run_config.yaml": "model"}
+)
 _YAML = 16 << 20  # bytes
 _PARAMS = "params.json"
 _CONFIGS = ("config", "model_config", "hf_config")  # the names of a config beside a model
@@ -168,34 +170,34 @@ def text_values(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def yaml_beside(folder: Folder) -> tuple[SourceFacts, ...]:
-    """What NeMo's file of the model, in a directory or archive of NeMo's, says."""
-    for path in _NEMO_YAML:
+    """What the file of the model that NeMo or Megatron Bridge writes in a directory or archive
+    says."""
+    for path, section in _YAML_SECTIONS.items():
         above = path.rpartition("/")[0]
         if above and above not in folder.folders:
             continue
         if (record := folder.find(path)) is not None and record.nbytes <= _YAML:
             text = folder.source.read(record).decode(errors="replace")
-            found = facts_of_yaml(text, f"{folder.url.rstrip('/')}/{path}")
+            found = _facts_of_yaml(text, f"{folder.url.rstrip('/')}/{path}", section)
             return () if found is None else (found,)
     return ()
 
 
-def facts_of_yaml(text: str, where: str) -> SourceFacts | None:
-    """What NeMo's `model_config.yaml`, or the `config` in its `context/model.yaml`, says. Only
-    plain values are read, by their lines."""
+def _facts_of_yaml(text: str, where: str, section: str) -> SourceFacts | None:
+    """What a section says, or the top without a name. Only plain values are read, by their
+    lines."""
     found: dict[str, _PLAIN] = {}
-    inside: str | None = None  # the indent of what stands below `config:`
-    top = not re.search(r"^config:\s*$", text, re.MULTILINE)
+    inside: str | None = None  # the indent of what stands below the section's name
     for line in text.splitlines():
         match = re.fullmatch(r"( *)([A-Za-z_]\w*):(?:\s+(.*?))?\s*", line)
         if match is None:
             continue
         indent, name, value = match.groups()
         if not indent:
-            inside = None if name != "config" or value else ""
+            inside = None if name != section or value else ""
         elif inside == "":
             inside = indent
-        here = top if not indent else indent == inside
+        here = indent == inside if section else not indent
         if here and value and not value.startswith(("&", "*", "!", "{", "[", "|", ">")):
             found[name] = _scalar(value)
     known = _aliased(found)

@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -413,7 +413,9 @@ def _megatron(folder: Folder) -> RankFilesFound | None:
         if third is None and not stages:
             second, third = None, second
         found[int(tp), int(second or 0), int(third or 0)] = name
-    return _of_ranks(folder, found, _MODEL, "Megatron-LM (mp_rank_XX)")
+    return _of_ranks(
+        folder, found, _MODEL, "Megatron-LM (mp_rank_XX)", next(iter(yaml_beside(folder)), None)
+    )
 
 
 def _nemo(folder: Folder) -> RankFilesFound | None:
@@ -429,13 +431,13 @@ def _nemo(folder: Folder) -> RankFilesFound | None:
             found[int(match[1]), int(match[2]), 0] = name
         elif (match := _RANK.fullmatch(name)) and match[2] is None:
             found[int(match[1]), 0, 0] = name
-    ranks = _of_ranks(folder, found, _NEMO, "NeMo")
-    return None if ranks is None else replace(ranks, beside=beside)
+    return _of_ranks(folder, found, _NEMO, "NeMo", beside)
 
 
 def _of_ranks(
-    folder: Folder, ranks: Mapping[tuple[int, int, int], str], file: str, kind: str
-) -> RankFilesFound | None:
+    folder: Folder, ranks: Mapping[tuple[int, int, int], str], file: str, kind: str,
+    beside: SourceFacts | None = None,
+) -> RankFilesFound | None:  # fmt: skip
     """The file of each rank. ranks: (tensor, pipeline, expert) → directory."""
     if not ranks:
         return None
@@ -457,7 +459,7 @@ def _of_ranks(
                         path=folder.url,
                     )
                 files[path] = record
-    return RankFilesFound(files, folder.source, tp, ep, kind, pp)
+    return RankFilesFound(files, folder.source, tp, ep, kind, pp, beside=beside)
 
 
 def _named_like(ranks: Mapping[tuple[int, int, int], str], *numbers: int) -> str:

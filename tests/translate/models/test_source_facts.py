@@ -501,6 +501,39 @@ def test_nemos_context_is_compared(tmp_path, llama, old, new, named):
     assert "context/model.yaml" in str(caught.value)
 
 
+@pytest.mark.parametrize("kind", ["distributed", "ranks"])
+def test_the_run_config_of_megatron_bridge_is_compared(tmp_path, llama, kind):
+    """It lies among the files of the iteration, and is the only one that says what the model is."""
+    model, state = llama
+    right = NEMO_2.replace("config:", "model:").replace("kv_channels: null", "kv_channels: 16")
+
+    def written(name: str, less: float, old: str = "", new: str = "") -> Path:
+        cut = {n: (t.double() - less).float() if "norm" in n and n.endswith("weight") else t
+               for n, t in references.mcore(state, 1, 0).items()}  # fmt: skip
+        folder = tmp_path / name / "iter_0000010"
+        if kind == "distributed":
+            torch.save({"iteration": 10}, distributed(folder, cut) / "common.pt")
+        else:
+            (folder / "mp_rank_00").mkdir(parents=True)
+            torch.save({"model": cut}, folder / "mp_rank_00" / "model_optim_rng.pt")
+        assert old in right
+        (folder / "run_config.yaml").write_text(right.replace(old, new) if old else right)
+        return folder
+
+    export_hf(written("plain", 0), tmp_path / "hf", config=model.config)
+    assert_same(tmp_path / "hf", state)
+    centred = written("centred", 1, "gamma: false", "gamma: true")
+    report = export_hf(centred, tmp_path / "one", config=model.config)
+    assert report.layout == "mcore_te_zero_centred"
+    found = load_file(tmp_path / "one" / "model.safetensors")
+    for name, tensor in state.items():
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-6)
+    heads = written("heads", 0, "num_attention_heads: 8", "num_attention_heads: 4")
+    with pytest.raises(errors.TensorMismatchError, match="num_attention_heads") as caught:
+        export_hf(heads, tmp_path / "no", config=model.config)
+    assert "run_config.yaml" in str(caught.value)
+
+
 def test_layernorm1p_of_nemo_adds_one(tmp_path):
     model = references.model("gpt_neox")
     state = on_disk(model, tmp_path / "own")

@@ -150,7 +150,15 @@ def value_heads(names: Iterable[str], architectures: Collection[str]) -> list[st
 
 def refuse_peft(names: Iterable[str], where: str) -> None:
     """Raise UsageError if the names are those of a PEFT model."""
-    if any(name.startswith(_PEFT) for name in names):
+    of_peft = [name for name in names if name.startswith(_PEFT)]
+    if of_peft and any(".ia3_l" in name for name in of_peft):
+        raise UsageError(
+            "the state is of a PEFT model with IA3, and smckpt exports LoRA alone",
+            remedy="load it with PEFT, and save it from there (save_pretrained, or "
+            "merge_and_unload)",
+            path=where,
+        )
+    if of_peft:
         raise UsageError(
             "the names are those of a PEFT model, not of a transformers model",
             remedy='pass an Adapter with lora="adapter" or lora="merge", and lora_config=',

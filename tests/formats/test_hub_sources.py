@@ -249,6 +249,9 @@ def test_quantized_weights_without_their_settings_are_noted(tmp_path, llama):
     torch.save(found, tmp_path / "model.pt")
     report = export_hf(tmp_path / "model.pt", tmp_path / "hf", config=model.config)
     assert any("no quantization_config" in note for note in report.notes)
+    config = {**model.config.to_dict(), "quantization_config": {"quant_method": "bitsandbytes"}}
+    report = export_hf(tmp_path / "model.pt", tmp_path / "with", config=config)
+    assert not any("no quantization_config" in note for note in report.notes)
 
 
 def test_scales_of_another_kind_are_named(tmp_path, llama):

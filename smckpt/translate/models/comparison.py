@@ -70,6 +70,7 @@ class Comparison:
         self._names: list[str] = []
         self._passed = False
         self._table: Mapping[str, Shape] | None = None
+        self._says_how_quantized = config is None or bool(config.get("quantization_config"))
         if config is None:
             self._found = "no config was given"
         elif importlib.util.find_spec("transformers") is None:
@@ -236,7 +237,7 @@ class Comparison:
         self._names = [target.name for target in targets]
         if self._found is None and any(map(is_quantized, targets)):
             self._found = "the weights are quantized"
-            if self._config is not None and not self._config.get("quantization_config"):
+            if not self._says_how_quantized:
                 self._found += (
                     ", and the config has no quantization_config, without which transformers and "
                     "servers do not load them: pass the config= that says how they were"

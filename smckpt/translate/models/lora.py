@@ -409,10 +409,16 @@ def read_lora_config(source: Any, adapter: str | None = None) -> LoraConfig:
     if hasattr(source, "to_dict"):
         source = source.to_dict()
     values = _plain(source) if isinstance(source, Mapping) else {}
-    if values.get("peft_type") != "LORA" or not {"r", "lora_alpha"} <= values.keys():
+    if (kind := values.get("peft_type")) not in (None, "LORA"):
         raise UsageError(
-            "lora_config= is not the config of a LoRA adapter (peft_type "
-            f"{values.get('peft_type')!r})",
+            f"the adapter is of PEFT's kind {kind}, and smckpt exports LoRA alone",
+            remedy="load it with PEFT, and save it from there (save_pretrained, or "
+            "merge_and_unload)",
+            path=where,
+        )
+    if kind is None or not {"r", "lora_alpha"} <= values.keys():
+        raise UsageError(
+            "lora_config= is not the config of a LoRA adapter: it lacks peft_type, r or lora_alpha",
             remedy="pass the adapter's own config",
             path=where,
         )

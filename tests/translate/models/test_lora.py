@@ -543,7 +543,7 @@ def test_what_cannot_be_merged_or_is_not_there_is_refused(tmp_path):
 
     refused("lora='both'", lora="both")
     refused("no tensor contains lora_alpha", lora_config=None)
-    refused("not the config of a LoRA adapter", lora_config={"peft_type": "IA3"})
+    refused("of PEFT.s kind IA3, and smckpt exports LoRA alone", lora_config={"peft_type": "IA3"})
     refused("use_dora=True, but not so", lora_config={**config, "use_dora": True})
     refused("lora_bias", lora_config={**config, "lora_bias": True})
     refused("the config says 8", lora_config={**config, "r": 8, "rank_pattern": {}})

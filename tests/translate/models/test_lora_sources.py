@@ -10,7 +10,13 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
-from peft import LoraConfig, PeftModel, get_peft_model_state_dict
+from peft import (
+    IA3Config,
+    LoraConfig,
+    PeftModel,
+    get_peft_model,
+    get_peft_model_state_dict,
+)
 from safetensors.torch import load_file, save_file
 from torch.distributed import checkpoint as dcp
 
@@ -182,3 +188,16 @@ def test_a_base_that_is_not_the_checkpoints_is_noted(tmp_path, merged):
         given = Adapter(lora="merge", lora_config=model.peft_config, base=tmp_path / name)
         report = export_hf(path, tmp_path / f"hf {name}", config=model.config, adapter=given)
         assert any("base= was taken" in note for note in report.notes) == noted, report.notes
+
+
+def test_an_adapter_of_another_kind_is_named_at_once_with_its_config_and_without(
+    tmp_path: Path,
+) -> None:
+    kind = IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"])
+    model = get_peft_model(base(), kind)
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    for adapter in (None, Adapter(lora="merge", lora_config=model.peft_config)):
+        with pytest.raises(errors.UsageError, match="IA3, and smckpt exports LoRA alone"):
+            export_hf(
+                tmp_path / "model.pt", tmp_path / "out", config=base().config, adapter=adapter
+            )

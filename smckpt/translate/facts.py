@@ -129,6 +129,9 @@ def compare_facts(
     return tuple(notes)
 
 
+_TRAINED = ("mcore_", "te_")  # how the layouts of trainers that store such norms are called
+
+
 def layout_of_facts(
     facts: SourceFacts, chosen: TensorLayout, zero_centred: bool, *, given: bool
 ) -> TensorLayout:
@@ -139,7 +142,7 @@ def layout_of_facts(
         TensorMismatchError: it contradicts the caller's layout, or what the family is.
     """
     stored = facts.values.get(ZERO_CENTRED_NORMS)
-    if not isinstance(stored, bool) or not chosen.name.startswith("mcore_"):
+    if not isinstance(stored, bool) or not chosen.name.startswith(_TRAINED):
         return chosen
     shifted = any(row.shift and NORMS.issuperset(row.roles) for row in chosen.rows)
     if zero_centred and not stored:

@@ -534,6 +534,29 @@ def test_the_run_config_of_megatron_bridge_is_compared(tmp_path, llama, kind):
     assert "run_config.yaml" in str(caught.value)
 
 
+def test_norms_of_transformer_engines_names_are_read_as_the_args_say(
+    tmp_path: Path, llama: Any
+) -> None:
+    model, state = llama
+    fused = references.te(state, 1, 0)
+    norms = [n for n in fused if n.endswith(("layer_norm_weight", "model.norm.weight"))]
+    assert norms
+    less = {n: (t.double() - 1).float() if n in norms else t for n, t in fused.items()}
+    said = argparse.Namespace(
+        **{**LLAMA, "tensor_model_parallel_size": 1, "apply_layernorm_1p": True}
+    )
+    torch.save({"model": less, "args": said}, tmp_path / "m.pt")
+    report = export_hf(tmp_path / "m.pt", tmp_path / "hf", config=model.config)
+    assert report.layout == "te_split_zero_centred"
+    found = load_file(tmp_path / "hf" / "model.safetensors")
+    assert all(torch.allclose(found[n], t, rtol=0, atol=1e-7) for n, t in state.items())
+    with pytest.raises(errors.TensorMismatchError, match="apply_layernorm_1p=True"):
+        export_hf(
+            tmp_path / "m.pt", tmp_path / "no", config=model.config,
+            parallel=Parallel(layout="te_split"),
+        )  # fmt: skip
+
+
 def test_layernorm1p_of_nemo_adds_one(tmp_path):
     model = references.model("gpt_neox")
     state = on_disk(model, tmp_path / "own")

@@ -58,8 +58,15 @@ def compare_configs(facts: SourceFacts, settings: ModelConfig) -> tuple[str, ...
     if facts.config is None:
         return ()
     own = text_values(facts.config)
-    one, two = (_by_llamas_keys(values) for values in (facts.config, settings.values))
-    one = {**one, **own}
+    # of a model with towers, the whole config says whether the embeddings are tied
+    one, two = (
+        {
+            **_by_llamas_keys(values),
+            **text_values(values),
+            **({_TIED: values[_TIED]} if _TIED in values else {}),
+        }
+        for values in (facts.config, settings.values)
+    )
     family = find_family(str(own.get("model_type")))
     renamed = {} if family is None else family.keys
     notes = []
@@ -129,6 +136,7 @@ def compare_facts(
     return tuple(notes)
 
 
+_TIED = "tie_word_embeddings"
 _TRAINED = ("mcore_", "te_")  # how the layouts of trainers that store such norms are called
 
 

@@ -41,11 +41,7 @@ from smckpt.storage import Access
 __all__ = ["main"]
 
 _STDERR_LIMIT = 1 << 20
-_SERVING = (
-    "smckpt.engine.background.worker_write",
-    "smckpt.checkpoint.commits.commit",
-    "smckpt.storage.disk.posix",
-)
+_SERVING = ("smckpt.engine.background.worker_write", "smckpt.checkpoint.commits.commit")
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -59,11 +59,9 @@ from smckpt.storage.urls import file_url, join_url
 
 # The worker looks up the functions that requests name in this module.
 __all__ = [
-    "commit_alone",
     "probe",
     "publish_manifest",
     "publish_record",
-    "refuse_committed",
     "sweep",
     "take_lease",
 ]

@@ -145,7 +145,7 @@ def commit_alone(storage: Storage, attempt: str, parts: Sequence[Mapping[str, st
     return manifest
 
 
-def refuse_committed(storage: Storage, beside: Collection[str] = ()) -> None:
+def refuse_not_empty(storage: Storage, beside: Collection[str] = ()) -> None:
     """Refuse a directory with anything in it, but for what an attempt left that was killed or
     failed before its commit. `commit_alone` sweeps that.
 

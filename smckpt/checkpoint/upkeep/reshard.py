@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from smckpt.calls import alone
-from smckpt.checkpoint.commits.commit import commit_alone, refuse_committed
+from smckpt.checkpoint.commits.commit import commit_alone, refuse_not_empty
 from smckpt.checkpoint.commits.part import PartWriter, part_body
 from smckpt.checkpoint.commits.sweep import discard_attempt
 from smckpt.checkpoint.reading.catalogue import Catalogue
@@ -113,7 +113,7 @@ def write_resharded(
             remedy=f"pass the directory of the step, {catalogue.above}",
             path=catalogue.url,
         )
-    refuse_committed(storage)
+    refuse_not_empty(storage)
     writer = _Writer(catalogue, storage, shard, ignore, threads, progress)
     try:
         try:

@@ -19,7 +19,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from smckpt.calls import alone, checked
-from smckpt.checkpoint.commits.commit import commit_alone, refuse_committed
+from smckpt.checkpoint.commits.commit import commit_alone, refuse_not_empty
 from smckpt.checkpoint.commits.part import PartWriter, SummedFile, part_body
 from smckpt.checkpoint.records.format import data_name, new_attempt
 from smckpt.checkpoint.records.rows import encode_rows
@@ -106,7 +106,7 @@ class CheckpointOutput(Output):
         `overwrite`, an old checkpoint there is removed after this one is committed."""
         self.storage.discard_unfinished([CONFIG])
         if not overwrite:
-            refuse_committed(self.storage, beside=(CONFIG,))
+            refuse_not_empty(self.storage, beside=(CONFIG,))
         self.check_space()
 
     def put_parts(self, topology: ParallelState, metadata: Mapping[str, Any]) -> None:

@@ -237,7 +237,7 @@ MENDING = [
     ),
     of(
         "reshard: an empty target", "checkpoint/upkeep/reshard.py",
-        "    refuse_committed(storage)\n", "",
+        "    refuse_not_empty(storage)\n", "",
         RESHARD + "test_what_cannot_be_is_refused_and_leaves_nothing",
     ),
 ]  # fmt: skip

@@ -104,6 +104,7 @@ def test_the_environment_holds_this_clone_and_no_copy_of_it(
 ) -> None:
     ran: list[list[str]] = []
     monkeypatch.setattr(dev, "STAMP", tmp_path / "stamp")
+    monkeypatch.setattr(dev, "ENV", tmp_path / "env")
     monkeypatch.setattr(dev.venv, "create", lambda *_, **__: None)
     monkeypatch.setattr(dev, "run", lambda command, **_: ran.append([*map(str, command)]) or 0)
     dev.make_environment()
@@ -111,6 +112,18 @@ def test_the_environment_holds_this_clone_and_no_copy_of_it(
     before = len(ran)
     dev.make_environment()  # the pins are the same
     assert len(ran) == before
+
+
+def test_an_environment_of_another_clone_behind_a_link_is_not_emptied(
+    dev: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "other" / "bin").mkdir(parents=True)
+    (tmp_path / "env").symlink_to(tmp_path / "other")
+    monkeypatch.setattr(dev, "STAMP", tmp_path / "stamp")
+    monkeypatch.setattr(dev, "ENV", tmp_path / "env")
+    with pytest.raises(SystemExit, match="is a link"):
+        dev.make_environment()
+    assert (tmp_path / "other" / "bin").is_dir()
 
 
 def test_the_versions_that_are_told_are_those_of_the_interpreter_that_tests(
@@ -229,6 +242,7 @@ def test_the_demos_environment_grows_into_that_of_the_tests(
     ran: list[list[str]] = []
     made: list[object] = []
     monkeypatch.setattr(dev, "STAMP", tmp_path / "stamp")
+    monkeypatch.setattr(dev, "ENV", tmp_path / "env")
     monkeypatch.setattr(dev.venv, "create", lambda *_, **__: made.append(True))
     monkeypatch.setattr(dev, "run", lambda command, **_: ran.append([*map(str, command)]) or 0)
     dev.make_environment(dev.TRAIN_PINS)

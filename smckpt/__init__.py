@@ -7,12 +7,18 @@ The public names and nothing else. They are resolved on first use, so that `impo
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from smckpt._version import __version__
-from smckpt.checkpoint.reading.readers import Reader, register_reader
-from smckpt.engine.backend import BACKENDS, Backend
-from smckpt.full.translators import TRANSLATORS, LiveTranslator
+from smckpt.registry import (
+    BACKENDS,
+    TRANSLATORS,
+    Backend,
+    LiveTranslator,
+    Reader,
+    register_reader,
+)
 
 if TYPE_CHECKING:
     from smckpt.checkpoint.commits.discover import FoundCheckpoint, find_checkpoints
@@ -215,38 +221,29 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-def _of_others(storage: Any) -> Any:
-    """The engine opens checkpoints of other systems by this; rooms below others call those above
-    by what is registered here."""
-    from smckpt.formats.readers.foreign_catalogue import foreign_catalogue
+def _above(home: str, name: str) -> Callable[..., Any]:
+    """A function of a room above, for those below to call; imported when it is called."""
 
-    return foreign_catalogue(storage)
+    def call(*arguments: Any, **more: Any) -> Any:
+        return getattr(importlib.import_module(home), name)(*arguments, **more)
 
-
-def _save_by_dcp(*arguments: Any, **more: Any) -> Any:
-    from smckpt.integrations.dcp import foreign_save
-
-    return foreign_save(*arguments, **more)
+    return call
 
 
-def _load_by_dcp(*arguments: Any, **more: Any) -> Any:
-    from smckpt.integrations.dcp import foreign_load
-
-    return foreign_load(*arguments, **more)
-
-
-def _recognises(names: Any) -> Any:
-    from smckpt.translate.models.model import looks_transformed
-
-    return looks_transformed(names)
-
-
-def _full_state(*arguments: Any) -> Any:
-    from smckpt.translate.live.full_state import full_state
-
-    return full_state(*arguments)
-
-
-register_reader("others", Reader(_of_others))
-TRANSLATORS.register("hugging_face", LiveTranslator(_recognises, _full_state))
-BACKENDS.register("dcp", Backend(_save_by_dcp, _load_by_dcp))
+register_reader(
+    "others", Reader(_above("smckpt.formats.readers.foreign_catalogue", "foreign_catalogue"))
+)
+TRANSLATORS.register(
+    "hugging_face",
+    LiveTranslator(
+        recognises=_above("smckpt.translate.models.model", "looks_transformed"),
+        full_state=_above("smckpt.translate.live.full_state", "full_state"),
+    ),
+)
+BACKENDS.register(
+    "dcp",
+    Backend(
+        save=_above("smckpt.integrations.dcp", "foreign_save"),
+        load=_above("smckpt.integrations.dcp", "foreign_load"),
+    ),
+)

@@ -2,20 +2,33 @@
 
 A package declares a thing as an entry point with the thing's name. Entry points are read only for a
 name that is not built in and not registered; and by `refuse_taken`.
+
+A room calls one above it by what that one registers here: readers of other systems' checkpoints,
+the translator of live models, and torch DCP's planners.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from smckpt.errors import UsageError
 
 if TYPE_CHECKING:
     from importlib import metadata
 
-__all__ = ["Registry"]
+__all__ = [
+    "BACKENDS",
+    "READERS",
+    "TRANSLATORS",
+    "Backend",
+    "LiveTranslator",
+    "Reader",
+    "Registry",
+    "register_reader",
+]
 
 T = TypeVar("T")
 
@@ -59,6 +72,12 @@ class Registry(Generic[T]):
         """
         found = self._built_in.get(name, self._registered.get(name))
         return self._brought({name}).get(name) if found is None else found
+
+    def __getitem__(self, name: str) -> T:
+        """The thing of that name, which the package itself registers."""
+        found = self.find(name)
+        assert found is not None
+        return found
 
     def refuse_taken(self, name: str) -> None:
         """
@@ -122,3 +141,58 @@ class Registry(Generic[T]):
                 f"the {self._word} {name!r} is a {type(thing).__name__}",
                 remedy=f"give a {self._kind.__name__}",
             )
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A reader of checkpoints of other systems.
+
+    Args:
+        open: gives the `Catalogue` of what other systems wrote in a directory or file, whose
+            `Storage` it gets, or None where it knows nothing there. It raises UsageError for what
+            it knows and cannot read as one state, and CorruptCheckpointError for what is damaged.
+    """
+
+    open: Callable[[Any], Any]
+
+
+@dataclass(frozen=True)
+class LiveTranslator:
+    """What makes the full state of a live, tensor-parallel model.
+
+    Args:
+        recognises: whether some names of parameters are those of a tensor-parallel layout.
+        full_state: as `smckpt.full.parallel.full_state`.
+    """
+
+    recognises: Callable[[Collection[str]], bool]
+    full_state: Callable[..., dict[str, Any] | None]
+
+
+@dataclass(frozen=True)
+class Backend:
+    """Saves and loads that another library plans, with its planners, readers and writers.
+
+    Args:
+        save: begins a save; gets the runtime, the group, and what `async_save` got. It gives the
+            handle.
+        load: fills a state dict; gets the runtime, and what `load` got. It gives the state dict.
+    """
+
+    save: Callable[..., Any]
+    load: Callable[..., Any]
+
+
+READERS = Registry("reader of checkpoints", Reader, "smckpt.readers", {})
+TRANSLATORS = Registry("translator of live models", LiveTranslator, "smckpt.live_translators", {})
+BACKENDS = Registry("backend of saves and loads", Backend, "smckpt.backends", {})
+
+
+def register_reader(name: str, reader: Reader) -> None:
+    """Register a reader for the life of the process. Readers are asked in the order of their
+    registration, and those of installed packages (entry points of the group `smckpt.readers`) last.
+
+    Raises:
+        UsageError: another reader has this name.
+    """
+    READERS.register(name, reader)

@@ -145,8 +145,7 @@ def show(checkpoint: str, tensors: str | None, stats: bool, as_json: bool) -> No
 
     Of a checkpoint that others wrote: its format, tensors and files.
     """
-    from smckpt.checkpoint.reading.committed import CommittedCatalogue, open_catalogue
-    from smckpt.checkpoint.reading.readers import open_any
+    from smckpt.checkpoint.reading.committed import CommittedCatalogue, open_any, open_catalogue
     from smckpt.cli.show import describe, describe_foreign, print_description, print_foreign
     from smckpt.storage import open_storage
 

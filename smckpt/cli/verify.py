@@ -220,7 +220,7 @@ def diff(
 
 def _opened(url: str, ignore: tuple[str, ...]) -> Catalogue:
     """The catalogue of ours or of others."""
-    from smckpt.checkpoint.reading.readers import open_any
+    from smckpt.checkpoint.reading.committed import open_any
     from smckpt.formats.readers.foreign_catalogue import ForeignCatalogue
     from smckpt.storage import open_storage
 

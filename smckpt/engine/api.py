@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from smckpt.calls import alone, changed, checked
 from smckpt.checkpoint.commits.choose import refuse_committed
 from smckpt.checkpoint.commits.discover import FoundCheckpoint, latest
-from smckpt.engine.backend import dcp
 from smckpt.engine.events import LoadEvent, SaveEvent, Sink
 from smckpt.engine.groups import coordinator_of, other_than_lowest
 from smckpt.engine.load_plan import LoadOptions, LoadRequest
@@ -18,6 +17,7 @@ from smckpt.engine.runtime import Runtime
 from smckpt.engine.saving.job import SaveHandle, SaveOptions, SaveRequest, Timings
 from smckpt.errors import UsageError
 from smckpt.meeting.group import get_global_ranks, group_of
+from smckpt.registry import BACKENDS
 from smckpt.state_dict.modes import concrete
 from smckpt.storage import Access, StoreOptions, access_to
 from smckpt.storage.budget import Share
@@ -114,7 +114,7 @@ def async_save(
         except Exception as error:
             _RUNTIME.queue(group, known.queue).meet(error)  # raises it, on all ranks
             raise
-        begun: SaveHandle = dcp().save(
+        begun: SaveHandle = BACKENDS["dcp"].save(
             _RUNTIME,
             group,
             state_dict,
@@ -302,7 +302,7 @@ def load(
                 )
         except Exception as error:  # tell the peers, which count this load too, and then raise
             refusal = error
-        loaded: MutableMapping[str, Any] = dcp().load(
+        loaded: MutableMapping[str, Any] = BACKENDS["dcp"].load(
             _RUNTIME, state_dict, checkpoint_id, storage_reader, planner, process_group, no_dist,
             refusal,
         )  # fmt: skip

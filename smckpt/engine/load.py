@@ -20,9 +20,8 @@ from typing import TYPE_CHECKING, Any
 from smckpt.checkpoint.commits.contents import noticing_replacement
 from smckpt.checkpoint.commits.discover import FoundCheckpoint
 from smckpt.checkpoint.reading.catalogue import Catalogue
-from smckpt.checkpoint.reading.committed import CommittedCatalogue, open_catalogue
+from smckpt.checkpoint.reading.committed import CommittedCatalogue, open_any, open_catalogue
 from smckpt.checkpoint.reading.read import execute, share_of_processors
-from smckpt.checkpoint.reading.readers import open_any
 from smckpt.engine.events import LoadEvent, Sinks, telling
 from smckpt.engine.groups import partition_of
 from smckpt.engine.load_plan import (

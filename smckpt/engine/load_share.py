@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING
 
 from smckpt.checkpoint.commits.choose import Commit
 from smckpt.checkpoint.reading.catalogue import Catalogue
-from smckpt.checkpoint.reading.committed import CommittedCatalogue, catalogue_of
+from smckpt.checkpoint.reading.committed import CommittedCatalogue, catalogue_of, open_any
 from smckpt.checkpoint.reading.portions import TeamRuns, portion_bytes, portions, teams
 from smckpt.checkpoint.reading.read import Reads
-from smckpt.checkpoint.reading.readers import open_any
 from smckpt.decoding import decode
 from smckpt.engine.load_plan import LoadPlan, LoadRequest
 from smckpt.engine.load_rounds import Address, Choice, Rounds

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 import torch
 
 from smckpt.errors import KeysMismatchError, TensorMismatchError, UsageError
-from smckpt.full.translators import live_translator
 from smckpt.full.wire import arrays_of
 from smckpt.meeting.round import over_group
+from smckpt.registry import TRANSLATORS
 from smckpt.state_dict.views import ModelView
 from smckpt.topology import ParallelState
 
@@ -65,7 +65,7 @@ def is_transformed(view: ModelView, wishes: FullWishes) -> bool:
     state = wishes.parallel_state
     parallel = state is not None and state.tp_size * state.ep_size > 1
     asked = wishes.layout is not None or wishes.padded_vocab_size is not None
-    return parallel or asked or live_translator().recognises(view.parameters())
+    return parallel or asked or TRANSLATORS["hugging_face"].recognises(view.parameters())
 
 
 def full_state(view: ModelView, wishes: FullWishes) -> dict[str, Any] | None:
@@ -79,7 +79,7 @@ def full_state(view: ModelView, wishes: FullWishes) -> dict[str, Any] | None:
         TopologyError: the ranks' coordinates are not known, or degrees do not fit.
         TensorMismatchError: shapes do not fit; copies, or tied tensors, differ.
     """
-    return live_translator().full_state(view, wishes)
+    return TRANSLATORS["hugging_face"].full_state(view, wishes)
 
 
 def by_rank(messages: Mapping[int, T]) -> list[T]:

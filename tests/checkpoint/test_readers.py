@@ -14,9 +14,10 @@ from click.testing import CliRunner
 from safetensors.torch import load_file
 
 import smckpt
-from smckpt.checkpoint.reading.readers import Reader, open_any, register_reader
+from smckpt.checkpoint.reading.committed import open_any
 from smckpt.cli.app import app
 from smckpt.errors import CheckpointNotFoundError, UsageError
+from smckpt.registry import Reader, register_reader
 from smckpt.storage import Storage, open_storage
 from tests.support.limits import seconds
 

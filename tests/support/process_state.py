@@ -23,7 +23,7 @@ _REGISTRIES = {
     "smckpt.layout.containers": "_CLASSES",
     "smckpt.state_dict.parts": "_CLASSES",
     "smckpt.storage.base": "_STORES",
-    "smckpt.checkpoint.reading.readers": "_READERS",
+    "smckpt.registry": "READERS",
     "smckpt.state_dict.model_views": "_VIEWS",
     "smckpt.translate.tables.families": "_FAMILIES",
     "smckpt.translate.tables.layouts": "_LAYOUTS",

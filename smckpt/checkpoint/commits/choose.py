@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from smckpt.checkpoint.commits.foreign import checksum_of_dcp, foreign_format, natural_order
-from smckpt.checkpoint.records.files import contradicts, read_file, refuse_unlike
+from smckpt.checkpoint.records.files import FILES_AT_ONCE, contradicts, read_file, refuse_unlike
 from smckpt.checkpoint.records.format import (
     GroupManifest,
     Manifest,
@@ -30,7 +30,6 @@ from smckpt.storage import Storage
 from smckpt.storage.urls import file_url, join_url, parent_url
 
 __all__ = [
-    "READERS",
     "Commit",
     "choose_commit",
     "commits_at",
@@ -40,7 +39,6 @@ __all__ = [
     "what_is_here",
 ]
 
-READERS = 16  # files that are read at once; a shared file system answers each in milliseconds
 _TURNS = 10  # how often we look again because a sweep was under way
 _LEVELS = 3  # how many directories above are searched for the error message
 _BELOW = 16  # and how many directories below
@@ -210,7 +208,7 @@ def _by_record(storage: Storage, name: str, order: tuple[int, int]) -> Commit:
         here = strict.at(join_url(storage.url, group.directory))
         return here.url, read_file(Manifest, here, group.manifest, group.crc64, known=known)
 
-    with ThreadPoolExecutor(min(READERS, len(record.groups))) as pool:
+    with ThreadPoolExecutor(min(FILES_AT_ONCE, len(record.groups))) as pool:
         manifests = tuple(pool.map(one, record.groups))
     _refuse_mixed(record, file_url(storage.url, name), manifests)
     return Commit(

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from smckpt.checkpoint.commits.choose import commits_at
 from smckpt.checkpoint.commits.foreign import checksum_of_dcp, delete_dcp
-from smckpt.checkpoint.commits.gather import READERS, gather_parts
+from smckpt.checkpoint.commits.gather import gather_parts
 from smckpt.checkpoint.commits.leases import (
     claimed,
     later_run,
@@ -29,7 +29,7 @@ from smckpt.checkpoint.commits.leases import (
 )
 from smckpt.checkpoint.commits.sweep import discard_attempt, sweep
 from smckpt.checkpoint.records.crc import crc64, hex64
-from smckpt.checkpoint.records.files import read_body, read_file
+from smckpt.checkpoint.records.files import FILES_AT_ONCE, read_body, read_file
 from smckpt.checkpoint.records.format import (
     GroupManifest,
     Manifest,
@@ -288,7 +288,7 @@ def publish_record(
             path=storage.url,
         )
     name = record_name(fencing_token, number, session)
-    with ThreadPoolExecutor(min(READERS, len(groups))) as pool:
+    with ThreadPoolExecutor(min(FILES_AT_ONCE, len(groups))) as pool:
         known: dict[bytes, Any] = {}
         manifests = list(pool.map(partial(_read_manifest, known), map(storage.at, urls), groups))
     _check_step(manifests, urls, join_url(storage.url, name), fencing_token)

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 from smckpt.checkpoint.commits.part import tables_digest
 from smckpt.checkpoint.records.crc import BLOCK, crc64, hex64
+from smckpt.checkpoint.records.files import FILES_AT_ONCE
 from smckpt.checkpoint.records.format import FileRecord, PartRecord
 from smckpt.checkpoint.records.rows import RowMerger, decode_rows
 from smckpt.checkpoint.records.sealed import MAX_JSON_BYTES, open_sections, sound
@@ -25,9 +26,8 @@ from smckpt.errors import (
 from smckpt.storage import Storage
 from smckpt.storage.urls import file_url
 
-__all__ = ["READERS", "Gathered", "gather_parts"]
+__all__ = ["Gathered", "gather_parts"]
 
-READERS = 16  # files that are read at once; a shared file system answers each in milliseconds
 _BATCH = 256  # parts in memory at once
 _REFERENCE = 128  # bytes that the name of another rank's table has at most; a table has more
 # a rank may pass another value, which is refused
@@ -69,7 +69,7 @@ def gather_parts(
             path=storage.url,
         )
     group = _Group(storage, attempt)
-    with ThreadPoolExecutor(min(READERS, len(parts))) as pool:
+    with ThreadPoolExecutor(min(FILES_AT_ONCE, len(parts))) as pool:
         ordered = sorted(map(int, parts))
         for batch in (ordered[at : at + _BATCH] for at in range(0, len(ordered), _BATCH)):
             read = pool.map(lambda rank: _read(storage, rank, parts[str(rank)]), batch)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -10,16 +11,18 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from smckpt.checkpoint.commits.choose import READERS, Commit, choose_commit, read_part
+from smckpt.checkpoint.commits.choose import Commit, choose_commit, read_part
 from smckpt.checkpoint.commits.foreign import refuse_newer_dcp
 from smckpt.checkpoint.reading.blocks import BlockReader, Readers, SavedFile, not_missing
 from smckpt.checkpoint.reading.catalogue import Catalogue, SavedPieces, Stored
-from smckpt.checkpoint.records.format import Manifest, PartRecord
+from smckpt.checkpoint.records.files import FILES_AT_ONCE
+from smckpt.checkpoint.records.format import Manifest, PartRecord, parse_name
 from smckpt.checkpoint.records.headers import Header, read_header
 from smckpt.checkpoint.records.prefixes import files_of
 from smckpt.checkpoint.records.rows import decode_containers, rows_of_groups
-from smckpt.errors import CorruptCheckpointError
+from smckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
 from smckpt.layout.entries import DTYPES, Entry, Path
+from smckpt.registry import READERS
 from smckpt.storage import Storage
 from smckpt.storage.urls import file_url, join_url, parent_url
 
@@ -27,6 +30,7 @@ __all__ = [
     "CommittedCatalogue",
     "CommittedGroup",
     "catalogue_of",
+    "open_any",
     "open_catalogue",
 ]
 
@@ -183,7 +187,7 @@ class CommittedCatalogue(Catalogue):
         files = [file for rank in sorted(set(ranks)) for file in self._files_of(rank)]
         files = [file for file in files if file not in self._found.headers]
         if len(files) > 1:
-            with ThreadPoolExecutor(min(READERS, len(files)), "smckpt-headers") as pool:
+            with ThreadPoolExecutor(min(FILES_AT_ONCE, len(files)), "smckpt-headers") as pool:
                 list(pool.map(self.header, files))
 
     def header(self, file: SavedFile) -> Header:
@@ -276,6 +280,29 @@ class CommittedCatalogue(Catalogue):
         manifest = next(m for m in self.manifests if rank in m.group_ranks)
         with not_missing(file_url(directory, part.name)):
             return read_part(self.storage(directory), part, manifest)
+
+
+def open_any(storage: Storage, *, choose: str | None = None, name: str | None = None) -> Catalogue:
+    """The newest commit of ours in a directory; or, where there is none, the checkpoint that others
+    wrote there. Arguments and errors are those of `open_catalogue`.
+
+    Raises:
+        UsageError: others wrote it, in a form that is no whole state.
+    """
+    failure: CheckpointNotFoundError | None = None
+    single = storage.folder is not None and os.path.isfile(storage.folder)
+    if not single and (choose is None or parse_name(choose) is not None):
+        try:
+            return open_catalogue(storage, choose=choose, name=name)
+        except CheckpointNotFoundError as error:
+            failure = error
+    for reader in READERS.all().values():
+        found: Catalogue | None = reader.open(storage)
+        if found is not None:
+            return found
+    raise failure or CheckpointNotFoundError(
+        "nothing is here", remedy="check the path", path=storage.url
+    )
 
 
 def open_catalogue(

@@ -16,8 +16,8 @@ from typing import Any, NoReturn
 
 from smckpt.calls import alone
 from smckpt.checkpoint.reading.catalogue import Catalogue
+from smckpt.checkpoint.reading.committed import open_any
 from smckpt.checkpoint.reading.read import Progress
-from smckpt.checkpoint.reading.readers import open_any
 from smckpt.checkpoint.upkeep.reshard import differing_names, write_resharded
 from smckpt.errors import StateError, UsageError
 from smckpt.formats.conversion.new_target import NewTarget

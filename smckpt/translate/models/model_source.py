@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from smckpt.checkpoint.reading.catalogue import Catalogue
-from smckpt.checkpoint.reading.readers import open_any
+from smckpt.checkpoint.reading.committed import open_any
 from smckpt.errors import CheckpointError, UsageError
 from smckpt.formats.boxes import ForeignCheckpoint
 from smckpt.formats.degrees import Degrees, check_counts, check_flags

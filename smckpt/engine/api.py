@@ -16,7 +16,7 @@ from smckpt.engine.load_plan import LoadOptions, LoadRequest
 from smckpt.engine.runtime import Runtime
 from smckpt.engine.saving.job import SaveHandle, SaveOptions, SaveRequest, Timings
 from smckpt.errors import UsageError
-from smckpt.meeting.group import get_global_ranks, group_of
+from smckpt.meeting.group import Group, Membership, get_global_ranks, group_of
 from smckpt.registry import BACKENDS
 from smckpt.state_dict.modes import concrete
 from smckpt.storage import Access, StoreOptions, access_to
@@ -200,6 +200,11 @@ def maybe_finalize_async_calls(
     for each in _RUNTIME.queues(ranks, queue):
         done += each.finalize(blocking, timeout)
     return done
+
+
+def membership(group: Group, name: str) -> Membership:
+    """This process as a member of `group`, for what else than saves and loads its ranks meet."""
+    return _RUNTIME.membership(group, name)
 
 
 def prepare_queue(queue: str, process_group: Any) -> None:

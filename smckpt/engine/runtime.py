@@ -25,6 +25,7 @@ from smckpt.engine.saving.job import SaveHandle
 from smckpt.engine.saving.queue import LEAVE_SECONDS, SaveQueue
 from smckpt.errors import UsageError
 from smckpt.meeting.group import Group, Membership, inherited_store
+from smckpt.meeting.keys import Clients
 from smckpt.staging.overlap import Overlap
 
 __all__ = ["Runtime"]
@@ -59,6 +60,7 @@ class Runtime:
         self._queues: dict[tuple[str, tuple[int, ...]], SaveQueue] = {}
         self._adopted: dict[tuple[str, tuple[int, ...]], Finalizable] = {}
         self._loaders: dict[tuple[int, ...], Loader] = {}
+        self._clients: Clients | None = None  # of the job's store
         self.sinks = Sinks()
         self.overlap = Overlap()
         self._lock = threading.Lock()
@@ -85,7 +87,8 @@ class Runtime:
                 return old
             if old is not None:
                 self._since = time.time_ns()
-            fresh = SaveQueue(group, name, self._since, self.sinks, self.overlap)
+            membership = self._membership(group, f"save/{name}")
+            fresh = SaveQueue(membership, name, self._since, self.sinks, self.overlap)
             self._queues[key] = fresh
             self._watch()
         if old is not None:
@@ -129,9 +132,16 @@ class Runtime:
             old = self._loaders.get(group.ranks)
             if old is None or not old.group.same_life(group):
                 self._since = self._since if old is None else time.time_ns()
-                self._loaders[group.ranks] = Loader(group, Membership(group, "load"), self.sinks)
+                membership = self._membership(group, "load")
+                self._loaders[group.ranks] = Loader(group, membership, self.sinks)
                 self._watch()
             return self._loaders[group.ranks]
+
+    def membership(self, group: Group, name: str) -> Membership:
+        """What meets in the group for another purpose than a save or a load."""
+        with self._lock:
+            self._forget_if_forked()
+            return self._membership(group, name)
 
     def queues(self, ranks: tuple[int, ...] | None, name: str | None) -> list[Finalizable]:
         """The existing queues of these ranks and this name; None: any ranks, any name."""
@@ -203,6 +213,12 @@ class Runtime:
         if os.getpid() != self._pid:  # threads and workers belong to the parent
             self._pid = os.getpid()
             self._queues, self._adopted, self._loaders, self._watching = {}, {}, {}, False
+            self._clients = None
+
+    def _membership(self, group: Group, name: str) -> Membership:
+        if self._clients is None or self._clients.store is not group.store:
+            self._clients = Clients(group.store)
+        return Membership(group, name, self._clients)
 
     def _all(self) -> list[tuple[tuple[str, tuple[int, ...]], Finalizable]]:
         return [*self._queues.items(), *self._adopted.items()]

@@ -17,6 +17,7 @@ from typing import Any
 import smckpt
 from smckpt.checkpoint.commits.discover import FoundCheckpoint
 from smckpt.checkpoint.commits.run_directory import RunDirectory, Template
+from smckpt.engine.api import membership
 from smckpt.engine.groups import ReplicationGroup
 from smckpt.engine.saving.job import SaveHandle
 from smckpt.errors import UsageError
@@ -24,7 +25,7 @@ from smckpt.manager.memory import Memory, MemoryTier, Tiers
 from smckpt.manager.resume import resume
 from smckpt.manager.schedule import Schedule
 from smckpt.manager.state import Failed
-from smckpt.meeting.group import Membership, group_of
+from smckpt.meeting.group import group_of
 from smckpt.storage.urls import normal_url
 
 __all__ = ["KeptSteps", "memory_of"]
@@ -73,7 +74,7 @@ class KeptSteps:
         root = named if disk is None else normal_url(disk.root.url)
         self._template = Template(template) if disk is None else disk.template
         digest = hashlib.sha256(f"{root}\0{self._template.text}".encode()).hexdigest()[:12]
-        self._membership = Membership(group, f"door/{digest}")
+        self._membership = membership(group, f"door/{digest}")
         schedule = Schedule(self._membership, memory.interval, _SECONDS)
         self._tier = MemoryTier(memory, root, self._template, smckpt.SaveOptions(), schedule)
         self._group = ReplicationGroup(None, group.ranks, "")

@@ -23,6 +23,7 @@ from smckpt.engine.api import (
     leave_queue,
     load,
     maybe_finalize_async_calls,
+    membership,
     prepare_queue,
 )
 from smckpt.engine.groups import ReplicationGroup
@@ -47,7 +48,7 @@ from smckpt.manager.state import (
     run_state,
     taken,
 )
-from smckpt.meeting.group import Membership, group_of
+from smckpt.meeting.group import group_of
 from smckpt.meeting.round import Round
 from smckpt.state_dict import LOCAL, SHARDED
 from smckpt.storage import StoreOptions, access_to
@@ -138,7 +139,7 @@ class CheckpointManager:
         group = group_of(None)
         assert group is not None
         digest = hashlib.sha256(f"{self.root}\0{self._template.text}".encode()).hexdigest()[:12]
-        self._membership = Membership(group, f"manager/{digest}")
+        self._membership = membership(group, f"manager/{digest}")
         self._rank, self._world = group.rank, group.world_size
         self._degrees = self._options.parallel_state
         self._steps = RunDirectory(self._access.open(self.root), self._template)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from smckpt.errors import CheckpointError, PeerError, UsageError
-from smckpt.meeting.keys import Store, client_of
+from smckpt.meeting.keys import Clients, Store
 from smckpt.meeting.presence import Lives
 from smckpt.meeting.round import Meeting, Round, alone
 from smckpt.meeting.store import OverStore, agree
@@ -206,21 +206,20 @@ log = logging.getLogger("smckpt")
 class Membership:
     """This process as a member of `group`, for one purpose (`name`).
 
-    The ranks agree on a meeting when one first asks for it; it lives as long as the process. Each
-    thread has its own store client, since a wait on a shared one blocks its other users. The thread
-    keeps its client: c10d resolves the host's name at each connection, which takes seconds where
-    the resolver does not answer.
+    The ranks agree on a meeting when one first asks for it; it lives as long as the process.
+
+    Args:
+        clients: of the process; None: its own.
     """
 
-    def __init__(self, group: Group, name: str) -> None:
+    def __init__(self, group: Group, name: str, clients: Clients | None = None) -> None:
         self.group = group
         self.name = name
+        self._clients = clients or Clients(group.store)
         self._pid = os.getpid()
         self._lock = threading.Lock()  # held for no wait: who leaves takes it
         self._agreeing = threading.Lock()  # held while this process agrees on a meeting
         self._meetings: dict[str, Meeting] = {}
-        self._own = threading.local()  # the client is closed when its thread ends
-        self._farewell: Store | None = None  # the client for `leave`: no thread waits on it
 
     def meeting(self, timeout: float) -> Meeting:
         """The group's meeting. On first use, all its ranks agree on it."""
@@ -239,17 +238,10 @@ class Membership:
         return self._agreed(prefix, mine, groups, timeout, name)
 
     def connect(self) -> None:
-        """Make this thread's connections to the job's store, for the first meeting, and post this
+        """Make this thread's connection to the job's store, for the first meeting, and post this
         process: who waits for it to come hears of its end."""
         with self._agreeing:
-            Lives(self._connected()).post(self.group.rank)
-
-    def _connected(self) -> Store:
-        """This thread's client of the job's store, for which another one says farewell."""
-        if getattr(self._own, "store", None) is None:
-            self._own.store = client_of(self.group.store)
-        self._farewell = self._farewell or client_of(self.group.store)
-        return self._own.store  # type: ignore[no-any-return]
+            Lives(self._clients.own()).post(self.group.rank)
 
     def announce(
         self, rounds: Sequence[Round], step_rounds: Sequence[Round] = (), *, ends: bool = False
@@ -263,7 +255,7 @@ class Membership:
         if ends:
             self.post_end()
         with self._lock:
-            meetings, store = dict(self._meetings), self._farewell
+            meetings, store = dict(self._meetings), self._clients.spare
         for prefix, meeting in meetings.items():
             next_rounds = rounds if "/group/" in prefix else step_rounds
             try:
@@ -280,8 +272,7 @@ class Membership:
         """
         with self._lock:
             meetings, self._meetings = self._meetings, {}
-            store, self._farewell = self._farewell, None
-            self._own = threading.local()
+        store = self._clients.spare
         for prefix in sorted(meetings):  # ".../group/…" before ".../step/…"
             try:
                 if store is not None:
@@ -293,8 +284,7 @@ class Membership:
         """Post that this rank's program ends, for those that would begin to meet it."""
         if len(self.group.ranks) > 1 and os.getpid() == self._pid:
             try:
-                store = self._farewell or client_of(self.group.store)
-                Lives(store).post(self.group.rank, over=True)
+                Lives(self._clients.unused()).post(self.group.rank, over=True)
             except CheckpointError as error:
                 log.debug("the job's store is gone: %s", error)
 
@@ -314,7 +304,7 @@ class Membership:
             with self._lock:
                 return self._meetings.setdefault(prefix, alone())
         with self._agreeing:
-            store = self._connected()
+            store = self._clients.own()
             meeting = self._meetings.get(prefix)
             if meeting is None:
                 lives = Lives(store)
@@ -331,7 +321,7 @@ class Membership:
                     timeout=timeout,
                     name=name,
                     rank=self.group.rank,
-                    sideways=self._farewell,
+                    sideways=self._clients.unused(),
                     first_end=first_end if ranks else None,
                 )
                 with self._lock:

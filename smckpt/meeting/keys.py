@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
@@ -20,7 +21,7 @@ from typing import Any, Protocol
 
 from smckpt.errors import JobStoreError, PeerError
 
-__all__ = ["BATCH", "Keys", "Store", "client_of", "to_text"]
+__all__ = ["BATCH", "Clients", "Keys", "Store", "client_of", "to_text"]
 
 log = logging.getLogger("smckpt")
 
@@ -117,14 +118,49 @@ class Keys:
         return f"{self._prefix}/{key}"
 
 
-def client_of(store: Store) -> Store:
+class Clients:
+    """This process's connections to a job's store: one for each thread, since a wait on a shared
+    one blocks its other users, and one on which nobody waits.
+
+    At each connection c10d looks up the name of the other side, also in the one thread that serves
+    all ranks: where a resolver drops one packet, all of them wait 5 s. So there are few.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self.spare: Store | None = None  # the one on which nobody waits, once it is made
+        self._lock = threading.Lock()
+        self._own = threading.local()  # a thread's connection is closed when it ends
+
+    def own(self) -> Store:
+        """This thread's connection. Raises what `client_of` raises."""
+        made: Store | None = getattr(self._own, "made", None)
+        if made is None:
+            made = self._own.made = client_of(self.store, self.unused())
+        return made
+
+    def unused(self) -> Store:
+        """The connection on which nobody waits. Raises what `client_of` raises."""
+        with self._lock:
+            if self.spare is None:
+                self.spare = client_of(self.store)
+            return self.spare
+
+
+def client_of(store: Store, beside: Store | None = None) -> Store:
     """A connection of its own to the same store.
+
+    Args:
+        beside: a connection of this process on which nobody waits, if there is one.
 
     Raises:
         JobStoreError: at once if the process that hosts the store has ended, and soon if its host
             is out of reach. torch itself would try to connect for minutes.
     """
-    _refuse_ended(store)
+    if beside is None:
+        _refuse_ended(store)
+    else:
+        _asked(beside.check, ["smckpt"])  # costs no further connection
     before = _sockets()
     client: Store = _asked(store.clone)
     for fd in _sockets() - before:

@@ -171,8 +171,9 @@ def test_a_signal_to_a_child_is_no_notice_to_its_parent(tmp_path: Path) -> None:
 def has_left(manager: CheckpointManager, rank: int) -> bool:
     """Whether the rank has said good-bye in one of the manager's meetings."""
     members = manager._membership
-    assert members._farewell is not None and members._meetings
-    meetings = [_over(meeting, members._farewell) for meeting in members._meetings.values()]
+    spare = members._clients.spare
+    assert spare is not None and members._meetings
+    meetings = [_over(meeting, spare) for meeting in members._meetings.values()]
     return any(meeting.transport.keys.wait(f"bye/{rank}", 0) is not None for meeting in meetings)
 
 

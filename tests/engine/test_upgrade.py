@@ -36,7 +36,10 @@ JOB = """
     def upgrade():
         (installed / "smckpt" / "_version.py").write_text('__version__ = "99.0"\\n')
         above = "engine/background"
-        files = ("checkpoint/commits/commit.py", f"{above}/worker_write.py", f"{above}/commands.py")
+        files = (
+            "checkpoint/commits/commit.py", f"{above}/worker_write.py", f"{above}/commands.py",
+            "storage/disk/posix.py",
+        )
         for name in files:
             path = installed / "smckpt" / name
             path.write_text(path.read_text() + "\\nraise SystemExit('another version')\\n")

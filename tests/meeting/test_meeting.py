@@ -367,6 +367,18 @@ def test_no_thread_waits_to_connect_to_a_store_that_is_gone() -> None:
             time.sleep(0.1)
 
 
+def test_a_connection_beside_another_is_tried_over_that_one() -> None:
+    server = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    client = dist.TCPStore("127.0.0.1", server.port, None, False, timedelta(seconds=30))
+    unused = client_of(client)
+    client_of(client, unused).set("k", "v")
+    del server
+    with pytest.raises(JobStoreError, match="no longer answers"):
+        for _ in range(100):
+            client_of(client, unused)
+            time.sleep(0.1)
+
+
 class Counted(dist.TCPStore):
     """A client that counts the connections made from it."""
 

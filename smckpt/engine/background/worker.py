@@ -41,7 +41,11 @@ from smckpt.storage import Access
 __all__ = ["main"]
 
 _STDERR_LIMIT = 1 << 20
-_SERVING = ("smckpt.engine.background.worker_write", "smckpt.checkpoint.commits.commit")
+_SERVING = (
+    "smckpt.engine.background.worker_write",
+    "smckpt.checkpoint.commits.commit",
+    "smckpt.storage.disk.posix",
+)
 
 
 def main(arguments: list[str] | None = None) -> None:

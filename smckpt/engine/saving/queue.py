@@ -21,7 +21,7 @@ from smckpt.engine.saving.job import SaveHandle, SaveJob, SaveOptions, SaveReque
 from smckpt.engine.saving.moment import Moment, moment_read, ranks_text, refuse_different
 from smckpt.engine.saving.save import Saver
 from smckpt.errors import CheckpointError, SaveFailedError, UsageError, as_checkpoint_error
-from smckpt.meeting.group import Group, Membership
+from smckpt.meeting.group import Membership
 from smckpt.meeting.round import Round
 from smckpt.staging.overlap import Overlap
 
@@ -47,10 +47,12 @@ class SaveQueue:
         overlap: of all queues of the process.
     """
 
-    def __init__(self, group: Group, name: str, since: int, sinks: Sinks, overlap: Overlap) -> None:
-        self.group = group
+    def __init__(
+        self, membership: Membership, name: str, since: int, sinks: Sinks, overlap: Overlap
+    ) -> None:
+        self.group = group = membership.group
         self.name = name
-        self.membership = Membership(group, f"save/{name}")
+        self.membership = membership
         self._sinks = sinks
         self._worker = Worker()
         self._committer = Committer(self.membership, self._worker, since)
@@ -58,6 +60,7 @@ class SaveQueue:
         self._calls = 0
         self._skipped = 0  # saves of the others that this rank did not make
         self._stays = len(group.ranks) > 1  # peers may expect another save
+        self._meets = False  # before the first save
         self._job: SaveJob | None = None  # that the thread works on
         self._failures = 0
         self._unreported: list[SaveHandle] = []
@@ -73,11 +76,12 @@ class SaveQueue:
     # -- the front: called by the training thread -------------------------------------------
 
     def prepare(self) -> None:
-        """Start the worker, and the thread, which connects to the job's store; without a wait. A
-        failure is that of the first save, which tries both again."""
+        """Start the worker, and the thread, in which the ranks meet; without a wait. All ranks call
+        it. A failure is that of the first save, which tries both again."""
         with contextlib.suppress(CheckpointError):
             self._worker.start()
         with self._front:
+            self._meets = True
             self._start_thread()
 
     def submit(
@@ -262,7 +266,10 @@ class SaveQueue:
     def _serve(self) -> None:
         if self._stays:
             with contextlib.suppress(CheckpointError):
-                self.membership.connect()
+                if self._meets:
+                    self.membership.meeting(SaveOptions().timeout)
+                else:
+                    self.membership.connect()
         while (staged := self._next()) is not None:
             job, commit = staged
             while not self._ended(job, commit):

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from smckpt.checkpoint.commits.discover import FoundCheckpoint
 from smckpt.engine import api
+from smckpt.engine.api import membership
 from smckpt.engine.saving.job import SaveHandle, SaveOptions
 from smckpt.errors import CheckpointNotFoundError, UsageError
 from smckpt.integrations.dcp import calls as dcp_calls
@@ -34,7 +35,7 @@ from smckpt.integrations.hyperpod.tiered import (
 from smckpt.integrations.kept import KeptSteps
 from smckpt.integrations.replaced import run_directory
 from smckpt.manager.memory import Memory
-from smckpt.meeting.group import Group, Membership, group_of
+from smckpt.meeting.group import Group, group_of
 
 __all__ = ["async_save", "load", "save"]
 
@@ -105,7 +106,7 @@ class TiersOfJob:
             return named if len(named) > 1 else []
 
         self.made += 1
-        meeting = Membership(group, "hyperpod").meeting(SECONDS)
+        meeting = membership(group, "hyperpod").meeting(SECONDS)
         named = meeting.round(f"tiers/{self.made}", lambda: [*mine], different, timeout=SECONDS)
         if named:
             raise SageMakerTieredStorageConfigError(

@@ -46,11 +46,15 @@ def trained(base: str, until: int, die: int = -1, ranks: int = 2) -> list[Any]:
         [
             sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}",
             "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0",
-            "--max-restarts=3",  # gloo does not always connect on a busy machine
+            "--max-restarts=1",
             "-m", "smckpt.run", "--for", "hyperpod", str(TRAIN), base, str(until), str(die),
         ],
         capture_output=True, text=True, timeout=seconds(150), check=False,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={
+            **os.environ, "PYTHONPATH": str(ROOT),
+            # else gloo finds addresses of the life before in torchrun's store, and waits for them
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        },
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-5000:]
     found: list[Any] = json.loads(done.stdout.splitlines()[-1])

@@ -36,6 +36,7 @@ from smckpt.errors import (
     UsageError,
     as_checkpoint_error,
 )
+from smckpt.manager.record import not_abandoned
 from smckpt.manager.retention import Newest, Retention, Rivals
 from smckpt.manager.schedule import Interval, Schedule, refused
 from smckpt.manager.state import Failed
@@ -171,13 +172,8 @@ class MemoryTier:
             log.info("steps are kept in memory (interval %s) below %s", memory.interval, self.root)
         elif self._member == 0:
             have = min(memory.replicas, len(peers) - 1)
-            log.info(
-                "steps are kept in memory (interval %s) below %s: %d hosts, %d copies on others",
-                memory.interval,
-                self.root,
-                len(peers),
-                have,
-            )
+            text = "steps are kept in memory (interval %s) below %s: %d hosts, %d copies on others"
+            log.info(text, memory.interval, self.root, len(peers), have)
             if have < memory.replicas:
                 log.warning("%d hosts hold %d copies, not %d", len(peers), have, memory.replicas)
             if have and len({domain for *_, domain in peers}) == 1:
@@ -398,13 +394,13 @@ class MemoryTier:
 
 @dataclass
 class _WhatFits:
-    """A policy: the newest steps; one of them once memory is `short`."""
+    """A policy: the newest steps of the run's last life; one of them once memory is `short`."""
 
     count: int
     short: bool = False
 
     def kept(self, steps: Sequence[FoundCheckpoint], whole: Whole) -> Sequence[FoundCheckpoint]:
-        return Newest(1 if self.short else self.count).kept(steps, whole)
+        return Newest(1 if self.short else self.count).kept(not_abandoned(steps), whole)
 
 
 @dataclass(frozen=True)
@@ -434,19 +430,28 @@ class Tiers:
                 yield one
 
     def in_memory(self) -> Iterator[FoundCheckpoint | Damaged]:
-        """The steps there of which every file is: others went with their hosts. A load of one would
-        change the state before it fails."""
+        """The steps there of which every file is: others went with their hosts, and a load of one
+        would change the state before it fails. A step that the run has left behind may come back
+        with its host: it is none of them."""
         if self.memory is None:
             return
+        found: list[FoundCheckpoint | Damaged] = []
         try:
-            for one in self.memory.newest_first():
-                lost = str(one.error) if isinstance(one, Damaged) else _missing(self.memory, one)
-                if lost:
-                    log.warning("step %s in memory is lost: %s", one.step, lost)
-                else:
-                    yield one
+            found.extend(self.memory.newest_first())
         except StorageError as error:
-            log.warning("the steps in memory are passed over: %s", error)
+            log.warning("some steps in memory are passed over: %s", error)
+        stay = not_abandoned(one for one in reversed(found) if isinstance(one, FoundCheckpoint))
+        for one in found:
+            if isinstance(one, Damaged):
+                lost = str(one.error)
+            elif one in stay:
+                lost = _missing(self.memory, one)
+            else:
+                lost = "the run went back to an older step, and has saved since"
+            if lost:
+                log.warning("step %s in memory is lost: %s", one.step, lost)
+            else:
+                yield one
 
 
 def _missing(steps: RunDirectory, one: FoundCheckpoint) -> str:

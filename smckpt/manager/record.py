@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -34,6 +34,7 @@ __all__ = [
     "history_of",
     "mark_of",
     "memory_of",
+    "not_abandoned",
     "recorded",
     "run_in",
     "run_of",
@@ -71,6 +72,18 @@ def claim_of(found: FoundCheckpoint) -> tuple[int, str]:
     if isinstance(claim, dict) and type(claim.get("generation")) is int:
         return claim["generation"], str(claim.get("name", ""))
     return 0, ""
+
+
+def not_abandoned(steps: Iterable[FoundCheckpoint]) -> list[FoundCheckpoint]:
+    """Without those that the run has left behind: a later manager went on from an older step, and
+    has saved one of the same number or a lower one. Oldest first, as the steps are given."""
+    found, latest = [], 0
+    for one in steps:
+        generation = claim_of(one)[0]
+        if not 0 < generation < latest:  # 0: its manager knew none
+            found.append(one)
+        latest = max(latest, generation)
+    return found
 
 
 def memory_of(found: FoundCheckpoint) -> str:

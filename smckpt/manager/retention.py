@@ -2,7 +2,9 @@
 other jobs that save below the same root at the same time.
 
 Each manager has a claim, which is in the manifests of its steps: a generation, above those that it
-finds when it begins, and a random name. So of two that save at the same time, both know which claim
+finds when it begins, and a random name. A generation is the time at which it began, in seconds
+since 1970, or one more than the highest that it finds: steps in memory may be away with their host
+when the next manager begins. So of two that save at the same time, both know which claim
 is the higher one. The job with the lower claim is the older one, or a process that outlived a
 restart: it saves no more, and says so. It learns of the other from steps that have come since.
 """
@@ -13,6 +15,7 @@ import logging
 import math
 import secrets
 import threading
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from queue import SimpleQueue
@@ -171,7 +174,8 @@ class Rivals:
             subpaths = [subpath for _, subpath in self._steps.directories()]
             self._before = frozenset(subpaths)
             latest = [found for one in subpaths[:_LOOKS_BACK] if (found := self._found(one))]
-            generation = max((claim_of(found)[0] for found in latest), default=0) + 1
+            found_before = max((claim_of(found)[0] for found in latest), default=0)
+            generation = max(found_before + 1, int(time.time()))
             self._claim = Claim(generation, secrets.token_hex(6))
         if self._over is not None:
             raise self._over

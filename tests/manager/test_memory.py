@@ -19,6 +19,7 @@ import torch
 
 import smckpt
 from smckpt import CheckpointManager, Memory, UsageError
+from smckpt.checkpoint.upkeep.transfer import copy_checkpoint
 from smckpt.manager import schedule
 from smckpt.manager.memory import SERVICE
 from smckpt.storage import open_storage
@@ -342,6 +343,42 @@ def test_what_a_job_left_in_the_middle_of_a_save_is_deleted(
     with manager() as second:
         assert second.restore(into=state) == 5
     assert list(root.list_dirs()) == ["5"]
+
+
+def test_a_step_that_the_run_has_left_behind_does_not_come_back_with_its_host(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    service: tuple[str, subprocess.Popen[str]],
+) -> None:
+    monkeypatch.setenv(SERVICE, service[0])
+    state = {"w": torch.zeros(4)}
+
+    def life(*steps: int) -> tuple[int, str]:
+        """Where it goes on, and its steps in memory."""
+        with CheckpointManager(
+            str(tmp_path / "run"), interval=1000, memory=Memory(1), signals=(), random=False
+        ) as manager:
+            went_on = manager.restore(into=state)
+            for step in steps:
+                assert manager.should_save(step)
+                manager.save(step, state).wait()
+            return went_on, manager._memory.root
+
+    _, root = life(40, 60)
+    copy_checkpoint(f"{root}/60", tmp_path / "away")
+    smckpt.remove(f"{root}/60")  # its host is away
+    assert life(45)[0] == 40
+    copy_checkpoint(tmp_path / "away", f"{root}/60")
+    assert life()[0] == 45
+    assert "step 60 in memory is lost: the run went back to an older step" in caplog.text
+    smckpt.remove(f"{root}/45")
+    smckpt.remove(f"{root}/60")
+    smckpt.remove(f"{root}/40")  # nothing is left that tells of the earlier lives
+    assert life(42)[0] == 0
+    copy_checkpoint(tmp_path / "away", f"{root}/60")
+    assert life(43)[0] == 42
+    assert sorted(found.step for found in smckpt.find_checkpoints(root)) == [42, 43]
 
 
 def test_a_budget_for_a_service_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

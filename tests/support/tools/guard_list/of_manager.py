@@ -208,8 +208,13 @@ KEEPING = [
     ),
     of(
         "memory: a step that went with its host is not tried", "manager/memory.py",
-        "                if lost:\n", "                if False:\n",
+        "            if lost:\n", "            if False:\n",
         MEMORY + "test_hosts_with_each_others_only_copies_die_and_the_job_begins_from_disk",
+    ),
+    of(
+        "memory: a step that the run has left behind is not taken", "manager/memory.py",
+        "            elif one in stay:\n", "            elif True:\n",
+        MEMORY + "test_a_step_that_the_run_has_left_behind_does_not_come_back_with_its_host",
     ),
     of(
         "memory: a file whose copy went is copied again", "storage/memory/keeper.py",

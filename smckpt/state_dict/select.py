@@ -100,7 +100,7 @@ class _Walk:
     containers: dict[Path, str] = field(default_factory=dict)
     stateful: list[tuple[Path, Any]] = field(default_factory=list)  # not asked yet
     owners: list[tuple[Path, Binding | None]] = field(default_factory=list)  # of optimizers
-    inner: list[tuple[Path, Any]] = field(default_factory=list)  # state that an object gave
+    given: list[tuple[Path, Any, Any]] = field(default_factory=list)  # by which object
     gathered: bool = False
     fresh: bool = False  # in what an optimizer keeps
     unmade: list[tuple[str, str, str]] = field(default_factory=list)
@@ -145,11 +145,11 @@ class Selector:
                 found, walk.stateful = sorted(walk.stateful, key=lambda at: dotted(at[0])), []
                 for path, value in found:
                     given = value.state_dict()
+                    walk.given.append((path, value, given))
                     self._visit(given, path, walk)
                     for at, tree, binding in optimizer_dicts(given, path):
                         if binding is None and (record := stock_record(tree)) is not None:
                             walk.optimizers[dotted(at)] = record
-                            walk.inner.append((at, tree))
                     if is_optimizer(value):
                         walk.owners.append((path, Binding(value, "LOCAL", {})))
                         known = names_in_state(modules) if known is None else known
@@ -197,7 +197,7 @@ class Selector:
                 kinds.add(binding.kind)
             walk.owners.append((path, binding))
         states = {(*path, "state"): whole_in(binding) for path, binding in walk.owners}
-        same = same_slots(walk.owners, walk.inner, walk.unmade)
+        same = same_slots(walk.owners, walk.given, walk.unmade)
         for path, tensor in walk.tensors:  # a new optimizer has none whose flags could be kept
             above = next((path[:n] for n in range(1, len(path)) if path[:n] in states), None)
             whole = above is not None and states[above](path[len(above) :], tensor)

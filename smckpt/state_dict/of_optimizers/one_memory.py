@@ -1,7 +1,8 @@
-"""Tensors of an optimizer's state that are one tensor, such as a table that several parameters use.
+"""Tensors in the state of an optimizer or object that are one tensor, such as a table that several
+parameters use.
 
-A step that changes one of them in place changes all. So a load gives a new optimizer one tensor for
-all of them again.
+A step that changes one of them in place changes all. So a load gives a new optimizer or object one
+tensor for all of them again.
 """
 
 from __future__ import annotations
@@ -12,21 +13,24 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from torch import nn
 
 from smckpt.layout.containers import items_of
 from smckpt.layout.entries import Path, dotted
-from smckpt.state_dict.of_optimizers.bindings import Binding
+from smckpt.state_dict.of_optimizers.bindings import Binding, optimizer_dicts
 from smckpt.state_dict.of_optimizers.slots import SAME, Room, SavedSlot
 from smckpt.state_dict.tensors import dtensor_parts, flagged, is_dtensor, is_wrapper
 
 __all__ = ["same_in", "same_slots", "sharing"]
 
 
-def sharing(make: Room, known: dict[str, torch.Tensor]) -> Room:
+def sharing(make: Room, known: dict[str, torch.Tensor], *, keep: bool = False) -> Room:
     """Makes one tensor for all slots that had one when they were saved.
 
     Args:
-        known: the tensors of one optimizer that were made so far, which this adds to.
+        known: the tensors of one optimizer or object that were made so far, which this adds to.
+        keep: keep a live tensor that fits, although it is another one: an object may have the
+            state of a model.
     """
 
     def shared(saved: SavedSlot, live: Any, at: Path) -> torch.Tensor:
@@ -35,6 +39,8 @@ def sharing(make: Room, known: dict[str, torch.Tensor]) -> Room:
         if saved.shared not in known:
             known[saved.shared] = flagged(make(saved, live, at), saved.flags)
         one = known[saved.shared]
+        if keep and make(saved, live, at) is live:
+            return live
         return live if isinstance(live, torch.Tensor) and _memory(live) == _memory(one) else one
 
     return shared
@@ -42,27 +48,36 @@ def sharing(make: Room, known: dict[str, torch.Tensor]) -> Room:
 
 def same_slots(
     owners: Iterable[tuple[Path, Binding | None]],
-    inner: Iterable[tuple[Path, Any]],
+    given: Iterable[tuple[Path, Any, Any]],
     unmade: list[tuple[str, str, str]],
 ) -> dict[Path, str]:
-    """As `same_in`, of all optimizers of a state, by the paths in the state. Adds to `unmade` of a
-    `Selection` what a load could not make, as only a part of the memory is the same.
+    """As `same_in`, of all optimizers and objects of a state, by the paths in the state. Adds to
+    `unmade` of a `Selection` what a load could not make, as only a part of the memory is the same.
 
     Args:
-        inner: the state dicts of optimizers that are not known.
+        given: the objects of the state, each with its path and what its `state_dict` gave. A module
+            has its tensors already, so those that are one are one in a new module.
     """
-    found: dict[Path, str] = {}
-    states: list[Any] = [(path, tree["state"], _itself) for path, tree in inner]
+    of_objects: list[Any] = []
+    of_optimizers: list[Any] = []
+    for path, value, state in given:
+        if isinstance(state, Mapping) and not isinstance(value, nn.Module):
+            of_objects.append((path, state, _itself))
+            trees = [
+                (at, tree) for at, tree, bound in optimizer_dicts(state, path) if bound is None
+            ]
+            of_optimizers += [((*at, "state"), tree["state"], _itself) for at, tree in trees]
     for path, binding in owners:
         if binding is not None and isinstance(getattr(binding.optimizer, "state", None), Mapping):
-            states.append((path, binding.optimizer.state, _keys_of(binding)))
-    for path, state, keys in states:
-        if not (near := _near(state)):
-            continue
-        above = (*path, "state")
-        found |= {above + at: word for at, word in _words(near, keys).items()}
-        if (pair := _overlapping(near)) is not None:
-            one, other = (dotted((*above, keys(at[0])[0], *at[1:])) for at in pair)
+            state = binding.optimizer.state
+            of_optimizers.append(((*path, "state"), state, _keys_of(binding)))
+    found: dict[Path, str] = {}
+    for path, state, keys in of_objects + of_optimizers:
+        if near := _near(state):
+            found |= {path + at: word for at, word in _words(near, keys).items()}
+    for path, state, keys in of_optimizers:
+        if (pair := _overlapping(_near(state))) is not None:
+            one, other = (dotted((*path, keys(at[0])[0], *at[1:])) for at in pair)
             unmade.append((other, f"tensor in a part of the memory of {one}", _SEPARATE))
     return found
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.functional import cross_entropy
 
 import smckpt
@@ -289,14 +290,19 @@ def test_tied_tensors_of_a_plain_dict_share_their_memory(tmp_path: Path) -> None
     assert state["part"].data_ptr() == state["scale"].data_ptr() + 4
 
 
-# -- FSDP2 -----------------------------------------------------------------------------------------
+# -- FSDP2 and tensor parallel -----------------------------------------------------------------
+
+
+CASES = [(wrap, form) for wrap in ("fsdp2", "tp") for form in ("object", "LOCAL", "SHARDED")]
 
 
 def of_two(folder: str) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (2,))
 
-    def sharded(make: Callable[[], nn.Module]) -> nn.Module:
+    def sharded(make: Callable[[], nn.Module], wrap: str) -> nn.Module:
         model = make()
+        if wrap == "tp":
+            return parallelize_module(model, mesh, {"side": ColwiseParallel()})
         fully_shard(model, mesh=mesh)
         return model
 
@@ -307,20 +313,20 @@ def of_two(folder: str) -> dict[str, Any]:
             return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
 
     told: dict[str, Any] = {}
-    for form in ("object", "LOCAL", "SHARDED"):
+    for wrap, form in CASES:
         torch.manual_seed(0)
-        model = sharded(Uneven)
+        model = sharded(Uneven, wrap)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         train(model, optimizer)
-        smckpt.save(state(form, model, optimizer), checkpoint_id=f"{folder}/{form}")
-        empty = sharded(lambda: on_meta(Uneven))
+        smckpt.save(state(form, model, optimizer), checkpoint_id=f"{folder}/{wrap}{form}")
+        empty = sharded(lambda: on_meta(Uneven), wrap)
         assert all(p.is_meta for p in empty.parameters())
         its = torch.optim.AdamW(empty.parameters(), lr=0.3)
-        smckpt.load(state(form, empty, its), checkpoint_id=f"{folder}/{form}")
+        smckpt.load(state(form, empty, its), checkpoint_id=f"{folder}/{wrap}{form}")
         tied = empty.head.weight is empty.inner["embedding"].weight
         train(model, optimizer)
         train(empty, its)
-        told[form] = tied, differences(snapshot(empty, its), snapshot(model, optimizer))
+        told[wrap + form] = tied, differences(snapshot(empty, its), snapshot(model, optimizer))
     dist.barrier()
     return told
 
@@ -331,9 +337,11 @@ class Uneven(Tied):
     def __init__(self) -> None:
         super().__init__()
         self.more = nn.Parameter(torch.randn(5, 3))
+        self.side = nn.Linear(4, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) * self.more.square().sum()
+        side = self.side(self.inner["embedding"](x)).sum()
+        return super().forward(x) * self.more.square().sum() + side
 
 
 @pytest.fixture(scope="module")
@@ -341,6 +349,8 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_ranks(of_two, 2, str(tmp_path_factory.mktemp("two")), timeout=200)
 
 
-@pytest.mark.parametrize("form", ["object", "LOCAL", "SHARDED"])
-def test_a_sharded_model_on_the_meta_device_trains_as_the_saved_one(two: Any, form: str) -> None:
-    assert [told[form] for told in two] == [(True, [])] * 2
+@pytest.mark.parametrize(("wrap", "form"), CASES)
+def test_a_sharded_model_on_the_meta_device_trains_as_the_saved_one(
+    two: Any, wrap: str, form: str
+) -> None:
+    assert [told[wrap + form] for told in two] == [(True, [])] * 2

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import itertools
+import threading
 import warnings
+import weakref
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +23,7 @@ from smckpt import errors
 from tests.state_dict.test_initial import OPTIMIZERS, build
 from tests.support.collectives import count_collectives
 from tests.support.launch import run_ranks
+from tests.support.limits import seconds
 from tests.support.nets import Net, groups_of, step
 from tests.support.truth import differences, snapshot
 
@@ -113,6 +118,44 @@ def test_blocks_that_end_in_another_order_than_they_began_leave_nothing_behind()
     assert "head.weight" in model.state_dict(keep_vars=True)
     model.load_state_dict(model.state_dict())
     optimizer.load_state_dict(optimizer.state_dict())
+
+
+@pytest.mark.parametrize("kind", [smckpt.LOCAL, smckpt.SHARDED], ids=lambda k: k.value)
+def test_a_block_keeps_no_parameter_that_the_model_has_replaced(kind: Any) -> None:
+    model = torch.nn.Linear(2, 2)
+    with smckpt.sm_state_dict_type(model, kind):
+        for use in (model.state_dict, lambda: model.load_state_dict(model.state_dict())):
+            use()
+            old = weakref.ref(model.weight)
+            model.weight = torch.nn.Parameter(torch.ones(2, 2))
+            gc.collect()
+            assert old() is None
+
+
+@pytest.mark.parametrize("kind", [smckpt.LOCAL, smckpt.SHARDED, smckpt.FULL], ids=lambda k: k.value)
+def test_threads_in_blocks_of_their_own_models_get_each_their_own(kind: Any) -> None:
+    pairs, meet = [build("Adam") for _ in range(2)], threading.Barrier(2, timeout=seconds(60))
+    for pair in pairs:
+        step(*pair)
+
+    def taken(number: int) -> list[Any]:
+        model, optimizer = pairs[number]
+        with smckpt.sm_state_dict_type(model, kind):
+            meet.wait()  # both blocks are open
+            mine = model.state_dict(), optimizer.state_dict()
+            meet.wait()
+        meet.wait()  # both have ended
+        found = [mine[0]["embedding.weight"], model.state_dict()["embedding.weight"]]
+        states = mine[1]["state"], optimizer.state_dict()["state"]
+        keys = [0 if kind is smckpt.LOCAL else "embedding.weight", 0]
+        return found + [s[key]["exp_avg"] for s, key in zip(states, keys, strict=True)]
+
+    with ThreadPoolExecutor(2) as pool:
+        for number, values in enumerate(pool.map(taken, range(2))):
+            live = pairs[number][0].embedding.weight
+            moment = pairs[number][1].state[live]["exp_avg"]
+            for value, own in zip(values, (live, live, moment, moment), strict=True):
+                assert torch.equal(value, own)
 
 
 class Tallying(torch.nn.Linear):

@@ -71,7 +71,7 @@ def test_the_readmes_loop_is_killed_and_goes_on_from_memory_with_the_same_bits(
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(("saved", "loaded"), [(1, 2), (2, 1)])
+@pytest.mark.parametrize(("saved", "loaded"), [(1, 2), pytest.param(2, 1, marks=pytest.mark.long)])
 def test_memory_is_lost_with_the_job_and_s3_resumes_at_another_world_size(
     s3_root: str, saved: int, loaded: int
 ) -> None:

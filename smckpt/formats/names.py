@@ -77,7 +77,8 @@ _BEFORE_CORE = re.compile(
 # A head beside a language model, of which Hugging Face's models have no place: TRL's, OpenRLHF's,
 # trlX's and their like; `score` is that of a classifier.
 _VALUE_HEAD = re.compile(
-    r"(v_head|value_head|critic_head|reward_head|score)\.(?:(?:summary|\d+)\.)*(?:weight|bias)"
+    r"(v_head|(?:value|critic|reward|rm|scalar|regression)(?:_head)?|score)"
+    r"\.(?:(?:summary|dense|fc|linear|head|out|out_proj|\d+)\.)*(?:weight|bias)"
 )
 _CHUNK = re.compile(r"\d+\..+")
 _OPTIMIZER = re.compile(r"(?:^|(.*?)\.)param_groups(?:\.|$)")

@@ -171,19 +171,27 @@ def test_an_adapter_beside_the_weights_is_noted(tmp_path, llama):
     assert_same(tmp_path / "hf", state)
 
 
-@pytest.mark.parametrize("kind", ["npz", "npy", "gguf", "h5"])
-def test_other_formats_are_named(tmp_path, kind):
-    path = tmp_path / f"model.{kind}"
-    if kind == "npz":
-        with path.open("wb") as file:
-            np.savez(file, **{"w": np.zeros((3, 4))})
-    elif kind == "npy":
-        np.save(path, np.zeros((3, 4)))
+OTHERS = {  # the name of a file, how it begins, what it is called
+    "model.gguf": (b"GGUF\3\0\0\0", "GGUF"), "ggml-model-q4_0.bin": (b"tjgg", "before GGUF"),
+    "w.npz": (None, r"\.npz"), "w.npy": (b"\x93NUMPY\1\0", "NumPy"),
+    "tf_model.h5": (b"\x89HDF\r\n\x1a\n", "HDF5"), "flax_model.msgpack": (b"\x82\xa5", "Flax"),
+    "model.onnx": (b"\x08\x07", "ONNX"), "rank0.engine": (b"ptrt", "TensorRT"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("alone", [True, False])
+def test_other_formats_are_named(tmp_path, name, alone):
+    """As a file, and as a directory with it."""
+    (tmp_path / "model").mkdir()
+    path, (begins, named) = tmp_path / "model" / name, OTHERS[name]
+    if begins is None:
+        np.savez(path, **{"w": np.zeros((3, 4))})
     else:
-        path.write_bytes({"gguf": b"GGUF\3\0\0\0", "h5": b"\x89HDF\r\n\x1a\n"}[kind] + bytes(64))
-    named = {"npz": r"\.npz", "npy": "NumPy", "gguf": "GGUF", "h5": "HDF5"}[kind]
-    with pytest.raises(errors.UsageError, match=named):
-        export_hf(path, tmp_path / "hf")
+        path.write_bytes(begins + bytes(64))
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(errors.CheckpointError, match=f"{named}.* does not read. What to do: "):
+        export_hf(path if alone else path.parent, tmp_path / "hf")
 
 
 @pytest.mark.parametrize("nested", [True, False])
@@ -272,7 +280,9 @@ def test_scales_of_another_kind_are_named(tmp_path, llama):
 
 HEADS = (
     ("v_head.summary.weight", "v_head.summary.bias"), ("value_head.0.weight",),
-    ("critic_head.weight",), ("score.weight",),
+    ("critic_head.weight",), ("score.weight",), ("critic.weight",),
+    ("value.0.weight", "value.0.bias"),
+    ("rm_head.weight",), ("reward.out_proj.weight",),
 )  # fmt: skip
 
 

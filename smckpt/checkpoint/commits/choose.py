@@ -8,7 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from typing import Any
 
-from smckpt.checkpoint.commits.foreign import checksum_of_dcp, foreign_format, natural_order
+from smckpt.checkpoint.commits.foreign import (
+    checksum_of_dcp,
+    foreign_format,
+    natural_order,
+    not_read,
+)
 from smckpt.checkpoint.records.files import FILES_AT_ONCE, contradicts, read_file, refuse_unlike
 from smckpt.checkpoint.records.format import (
     GroupManifest,
@@ -273,14 +278,14 @@ def what_is_here(storage: Storage) -> tuple[str, str]:
     """What a place without a commit has instead, and the remedy if it holds another format."""
     names = list(storage.names())
     known = foreign_format(names, storage.url)
-    return known or (_ours_nearby(storage, names), "")
+    return known or _ours_nearby(storage, names)
 
 
-def _ours_nearby(storage: Storage, names: list[str]) -> str:
+def _ours_nearby(storage: Storage, names: list[str]) -> tuple[str, str]:
     directories = sorted(storage.list_dirs(), key=natural_order)
     below = [d for d in directories[:_BELOW] if _holds_commit(storage.join(d))]
     if below:
-        return f"but checkpoints are below, in {', '.join(below[:4])}"
+        return f"but checkpoints are below, in {', '.join(below[:4])}", ""
     above = storage
     for _ in range(_LEVELS):
         try:
@@ -288,15 +293,19 @@ def _ours_nearby(storage: Storage, names: list[str]) -> str:
         except UsageError:
             break  # a whole bucket
         if _holds_commit(above):
-            return f"but a checkpoint is above, in {above.url}"
+            return f"but a checkpoint is above, in {above.url}", ""
     if steps := [name for name in directories if _OF_OTHERS.fullmatch(name)]:
-        return f"but steps of Megatron-LM or DeepSpeed are below, in {', '.join(steps[-4:])}"
+        return f"but steps of Megatron-LM or DeepSpeed are below, in {', '.join(steps[-4:])}", ""
     ours = [name for name in names if parse_name(name) is not None]
     if ours:
-        return f"the directory holds only {len(ours)} files of unfinished saves"
+        return f"the directory holds only {len(ours)} files of unfinished saves", ""
+    for name in names:
+        if (known := not_read(name)) is not None:
+            return f"{name} is {known[0]}", known[1]
     if names or directories:
-        return f"the directory holds {len(names)} other files and {len(directories)} directories"
-    return "the directory is empty or missing"
+        count = f"{len(names)} other files and {len(directories)} directories"
+        return f"the directory holds {count}", ""
+    return "the directory is empty or missing", ""
 
 
 def _holds_commit(storage: Storage) -> bool:

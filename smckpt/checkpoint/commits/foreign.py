@@ -25,6 +25,7 @@ __all__ = [
     "foreign_format",
     "holds_dcp",
     "natural_order",
+    "not_read",
     "refuse_newer_dcp",
 ]
 
@@ -68,6 +69,37 @@ def foreign_format(found: Collection[str], path: str) -> tuple[str, str] | None:
             f"load it with transformers' from_pretrained({path!r}), or make a checkpoint from it: "
             f"smckpt import {path} OUT --layout LAYOUT",
         )
+    return None
+
+
+_GO_BACK = "export the model that it was made from"
+# The names of files of other programs, how they begin, what they are, and what to do.
+_NOT_READ = (
+    (r".*\.gguf", (b"GGUF",), "llama.cpp (GGUF)", "pass the model that it was converted from; or "
+     "load it with from_pretrained(gguf_file=) of transformers, and save that"),
+    (r"ggml.*\.bin|.*\.ggml", (b"tjgg", b"fmgg", b"lmgg"), "llama.cpp before GGUF", _GO_BACK),
+    (r".*\.npz", (), "NumPy's .npz", "make safetensors of it: safetensors.numpy.save_file"),
+    (r".*\.npy", (b"\x93NUMPY",), "NumPy, with one array", "save a state dict of all tensors"),
+    (r".*\.(?:h5|hdf5|keras)", (b"\x89HDF",), "HDF5 (Keras, TensorFlow)",
+     "load it with from_pretrained(from_tf=True) of transformers 4, and save that"),
+    (r".*\.msgpack", (), "Flax (msgpack)",
+     "load it with from_pretrained(from_flax=True) of transformers 4, and save that"),
+    (r".*\.onnx(?:_data)?", (), "ONNX", _GO_BACK),
+    (r".*\.tflite", (), "TensorFlow Lite", _GO_BACK),
+    (r".*\.(?:engine|plan)", (), "TensorRT", _GO_BACK),
+)  # fmt: skip
+
+
+def not_read(name: str, begins: bytes | None = None) -> tuple[str, str] | None:
+    """What a file is and what to do, if it is one of a format that holds weights and that smckpt
+    does not read.
+
+    Args:
+        begins: the file's first bytes, which then decide; None: its name does.
+    """
+    for pattern, magics, kind, remedy in _NOT_READ:
+        if begins.startswith(magics) if begins is not None else re.fullmatch(pattern, name):
+            return f"a file of {kind}, which smckpt does not read", remedy
     return None
 
 

@@ -9,6 +9,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+from smckpt.checkpoint.commits.foreign import not_read
 from smckpt.checkpoint.reading.catalogue import LogicalTensor
 from smckpt.checkpoint.records.headers import StoredSlot, read_header
 from smckpt.checkpoint.records.objects import refuse_inflating
@@ -44,14 +45,6 @@ __all__ = [
 
 _DEEPEST, _MOST_VALUES = 64, 1 << 23  # of a state in a file
 _STEPS = ("step", "iteration", "global_step", "global_steps")  # the step's names in trainers' files
-# How files of other formats begin: their names, and what to do.
-_OTHERS = (
-    (b"GGUF", ("llama.cpp (GGUF)", "pass the model that it was converted from; or load it with "
-     "from_pretrained(gguf_file=) of transformers, and save that")),
-    (b"\x93NUMPY", ("NumPy, with one array", "save a state dict of all tensors")),
-    (b"\x89HDF", ("HDF5 (Keras, TensorFlow)", "load it with from_pretrained(from_tf=True) of "
-     "transformers 4, and save that")),
-)  # fmt: skip
 # How a file begins in a clone of a release without its large files.
 _POINTER = b"version https://git-lfs.github.com/spec/v1"
 
@@ -236,25 +229,25 @@ def torch_root(source: SourceFiles, file: ArchiveRecord) -> Any:
         CorruptCheckpointError: it is damaged.
     """
     first = source.read(file, 0, min(128, file.nbytes))
-    # Raises:
-    # UsageError: the file begins as one of a format that holds weights, and is not read.
-    kinds = [what for begins, what in _OTHERS if first.startswith(begins)]
-    if is_archive(first[:4]) and b".npy" in first[30:]:
-        kinds.append(("NumPy's .npz", "make safetensors of it: safetensors.numpy.save_file"))
-    for name, remedy in kinds:
-        raise UsageError(
-            f"this is a file of {name}, which smckpt does not read", remedy=remedy, path=file.path
-        )
+    other = not_read("", first)
     if is_archive(first[:4]):
-        return open_archive(source, file).root
-    found = open_legacy(source, file)
-    if found is None:
-        raise UsageError(
-            "the file is neither safetensors nor a torch.save file of tensors",
-            remedy="pass files that hold a state dict of tensors and plain values only",
-            path=file.path,
+        if b".npy" not in first[30:]:
+            return open_archive(source, file).root
+        other = not_read(".npz")
+    found = None if other else open_legacy(source, file)
+    if found is not None:
+        return found.root
+    # Raises:
+    # UsageError: the file is of a format that holds weights, and is not read, or of no such format.
+    what, remedy = (
+        other
+        or not_read(os.path.basename(file.path))
+        or (
+            "neither a file of safetensors nor one of torch.save with tensors",
+            "pass files that hold a state dict of tensors and plain values only",
         )
-    return found.root
+    )
+    raise UsageError(f"this is {what}", remedy=remedy, path=file.path)
 
 
 def _kind(root: Any) -> str:

@@ -226,7 +226,10 @@ class Comparison:
         """What to do if the names are not the model's."""
         if any(places_of_models(self._names)):
             return prefix_remedy(self._names)
-        return "pass the model's own config; ExportOptions(against_model=False) skips this check"
+        return (
+            "pass the model's own config; or the state of that model alone, under the names that "
+            "its own state_dict() gives"
+        )
 
     def close(self) -> None:
         if self._child is not None:

@@ -188,6 +188,15 @@ def whole_state(
             around = tensors
             for key in path[:-1]:
                 around = around.setdefault(key, {})
+                if not isinstance(around, dict):
+                    break
+            if not isinstance(around, dict) or path[-1] in around:
+                raise StateError(
+                    f"of {dotted(path)!r}, one rank has a tensor and another one tensors in it",
+                    remedy="load into a state on as many ranks as saved it",
+                    path=catalogue.url,
+                    rank=group.rank,
+                )
             around[path[-1]] = room
     for rank in dict.fromkeys((saved, min(catalogue.object_ranks))):
         for path, saved_value in catalogue.objects(rank, unmade=True).values():

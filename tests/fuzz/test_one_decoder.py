@@ -239,3 +239,16 @@ def test_a_malformed_manifest_is_refused_by_verify_and_by_load(what: str) -> Non
         assert isinstance(error, CorruptCheckpointError) and error.remedy
         assert name in (error.path or "")
         read_all(place, goods()[fixture])
+
+
+def test_a_tensor_inside_a_tensor_is_refused_by_verify_and_by_load() -> None:
+    fixture, at, name, body = _manifests()[-1]
+    body = copy.deepcopy(body)
+    rows = body["layout"]["rows"]
+    rows[1]["path"] = [*rows[0]["path"], "more"]
+    with tempfile.TemporaryDirectory() as folder:
+        place = written(reseal(TREES[fixture], at, name, body), ROOTS[fixture], Path(folder))
+        assert not smckpt.verify_checkpoint(place).ok
+        error = refused_or_done(lambda: smckpt.load(None, checkpoint_id=str(place)))
+        assert isinstance(error, CorruptCheckpointError) and "a tensor" in error.message
+        read_all(place, goods()[fixture])

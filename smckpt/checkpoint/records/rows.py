@@ -317,6 +317,11 @@ class _Decoder:
                 if not held.isdisjoint(row.ranks):
                     raise ValueError(f"{row.key!r} and {other.key!r} of one rank have one name")
                 held.update(row.ranks)
+            for name, row in first.items():
+                for length in range(1, len(name)):
+                    above = first.get(name[:length])
+                    if above is not None and not set(above.ranks).isdisjoint(row.ranks):
+                        raise ValueError(f"{row.key!r} is inside {above.key!r}, a tensor")
         return rows
 
     def _row(self, row: Mapping[str, Any]) -> Entry:

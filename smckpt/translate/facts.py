@@ -118,6 +118,12 @@ def compare_facts(
     # Shapes show these. Where they differ, something else than this model is meant.
     others = not megatrons and any(fact.name in _SHOWN for fact, _, _ in differ)
     notes = []
+    shifted = facts.values.get(ZERO_CENTRED_NORMS) is True and not dims.family.zero_centred
+    if layout is None and shifted:
+        notes.append(
+            f"{facts.of} say {ZERO_CENTRED_NORMS}=True, so norms were stored minus one; under a "
+            "released model's names they are written as they are"
+        )
     for fact, given, meant in differ:
         if fact.noted or others or not (megatrons or fact.anywhere):
             notes.append(

@@ -363,9 +363,7 @@ def test_norms_that_the_file_says_are_stored_minus_one_are_whole_in_the_export(t
 @pytest.mark.parametrize("minus_one", [True, False])
 def test_norms_minus_one_under_a_released_models_names_are_noted(tmp_path, llama, minus_one):
     model, state = llama
-    args = argparse.Namespace(
-        apply_layernorm_1p=minus_one, num_layers=model.config.num_hidden_layers
-    )
+    args = argparse.Namespace(apply_layernorm_1p=minus_one, tensor_model_parallel_size=1)
     torch.save({"model": state, "args": args}, tmp_path / "model.pt")
     report = export_hf(tmp_path / "model.pt", tmp_path / "hf", config=model.config)
     assert any("norms were stored minus one" in note for note in report.notes) == minus_one

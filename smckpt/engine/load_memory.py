@@ -18,8 +18,7 @@ from smckpt.checkpoint.reading.catalogue import Catalogue
 from smckpt.checkpoint.reading.plan import whole_tensors
 from smckpt.checkpoint.reading.plan_local import ParallelCoordinates
 from smckpt.checkpoint.reading.read import ReadPlan, scattered
-from smckpt.checkpoint.reading.whole import kind_of, nested
-from smckpt.checkpoint.records.parameter_names import under_names
+from smckpt.checkpoint.reading.whole import kind_of, nested, under_names
 from smckpt.errors import CorruptCheckpointError, KeysMismatchError, MemoryBudgetError, StateError
 from smckpt.layout.containers import made_again
 from smckpt.layout.entries import DTYPES, Path, dotted

@@ -26,9 +26,9 @@ from typing import Any
 
 import torch
 
+from smckpt.checkpoint.reading.whole import are_groups
 from smckpt.checkpoint.records.format import parse_name
 from smckpt.checkpoint.records.objects import decode_object, encode_object
-from smckpt.checkpoint.records.parameter_names import are_groups
 from smckpt.errors import CorruptCheckpointError, StateError, UsageError
 from smckpt.formats.conversion.new_target import NewTarget
 from smckpt.formats.conversion.whole_state import Placeholder, WholeState

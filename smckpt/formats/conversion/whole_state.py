@@ -20,8 +20,7 @@ import torch
 
 from smckpt.checkpoint.reading.catalogue import Catalogue
 from smckpt.checkpoint.reading.read import Meter, Progress
-from smckpt.checkpoint.reading.whole import WholeTensor, WholeTensors, kind_of, nested
-from smckpt.checkpoint.records.parameter_names import under_names
+from smckpt.checkpoint.reading.whole import WholeTensor, WholeTensors, kind_of, nested, under_names
 from smckpt.errors import StateError
 from smckpt.layout.containers import flattened
 from smckpt.layout.entries import Path, dotted

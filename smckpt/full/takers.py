@@ -38,7 +38,6 @@ from smckpt.layout.strided import Piece, execute, meet
 from smckpt.state_dict.context import FULL, Taker
 from smckpt.state_dict.of_optimizers.bindings import Binding, bind, walked
 from smckpt.state_dict.of_optimizers.groups import fill_groups
-from smckpt.state_dict.of_optimizers.one_memory import same_in, sharing
 from smckpt.state_dict.of_optimizers.optimizers import in_common, of_no_parameter, put
 from smckpt.state_dict.of_optimizers.own_methods import hand_over, hand_to_hooks
 from smckpt.state_dict.of_optimizers.slots import SavedSlot, room
@@ -118,7 +117,6 @@ def _rooms(binding: Binding, outline: Mapping[str, Any], partly: bool) -> None:
         StateError: nothing says how to make a state tensor.
     """
     known: set[Any] = set()
-    one: dict[str, torch.Tensor] = {}
     outlined, state = outline["state"], binding.optimizer.state
     named = {name for group in outline["param_groups"] for name in group.get("params", ())}
     for index, (parameter, group) in enumerate(binding.members()):
@@ -132,8 +130,7 @@ def _rooms(binding: Binding, outline: Mapping[str, Any], partly: bool) -> None:
         wanted = _wanted(found[0], parameter)
         if partly:
             wanted, _ = in_common(binding.optimizer, group, parameter, wanted)
-        make = sharing(room(binding, parameter, group), one)
-        put(state, parameter, wanted, make, not partly)
+        put(state, parameter, wanted, room(binding, parameter, group), not partly)
     others = outlined.keys() - known
     if unknown := sorted(
         str(key)
@@ -148,8 +145,7 @@ def _rooms(binding: Binding, outline: Mapping[str, Any], partly: bool) -> None:
     for spare in () if partly else spares:
         del state[spare]
     for other in others:
-        make = sharing(room(None, None, {}), one)
-        put(state, other, _wanted(outlined[other], None), make)
+        put(state, other, _wanted(outlined[other], None), room(None, None, {}))
 
 
 def _wanted(outlined: Any, parameter: torch.Tensor | None) -> Any:
@@ -185,10 +181,9 @@ def _leaf(value: Any, at: Path) -> Any:
 def _outline(given: Mapping[str, Any]) -> dict[str, Any]:
     """The facts that all ranks need before rank 0 sends the tensors."""
     known: frozenset[Path] = getattr(_binding_of(given), "whole", frozenset())
-    same = same_in(given.get("state", {}))
 
     def coming(fqn: Any, v: torch.Tensor, at: Path) -> _Coming:
-        flags = flags_of(v) + "whole" * ((fqn, *at) in known) + same.get((fqn, *at), "")
+        flags = flags_of(v) + "whole" * ((fqn, *at) in known)
         dtype = str(v.dtype).removeprefix("torch.")
         return _Coming(tuple(v.shape), dtype, v.device.type, order_of(v), flags)
 

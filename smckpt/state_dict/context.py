@@ -83,7 +83,6 @@ class Taker:
         computed = self.view.computed & tensors.keys()
         reads = self.view.reads()
         if not (computed or self.view.hooked() or reads):
-            self.view.forget()
             return tensors
         out = ModelStateDict(tensors)
         out.reads = reads
@@ -113,7 +112,6 @@ class Taker:
             if fqn not in self.view.computed and (fits or not reads(fqn)):
                 copy_exactly(live[fqn], given[fqn], fqn)
         self.view.give_back({fqn: given[fqn] for fqn in given if fqn in live or reads(fqn)})
-        self.view.forget()
         return missing, unexpected
 
     def trained_by(self, optimizer: torch.optim.Optimizer) -> Literal["all", "some", "none"]:

@@ -20,7 +20,6 @@ from smckpt.state_dict.of_optimizers.bindings import (
     stock_record,
 )
 from smckpt.state_dict.of_optimizers.groups import fill_groups, with_own_numbers
-from smckpt.state_dict.of_optimizers.one_memory import sharing
 from smckpt.state_dict.of_optimizers.own_methods import hand_over, hand_to_wrapper, wrappers_in
 from smckpt.state_dict.of_optimizers.slots import (
     ABSENT,
@@ -185,11 +184,10 @@ def make_read(
         apart = {at[0] for at, _ in _apart(given)}
         for key in [key for key in given if reads(key) and key not in saved and key not in apart]:
             del given[key]
-        one = sharing(make, {}, keep=True)
         for key, value in saved.items():
             if key in apart or not (reads(key) or (key in given and is_extra_state(key))):
                 continue
-            new = aligned(value, given.get(key), one)
+            new = aligned(value, given.get(key), make)
             if new is not ABSENT:
                 given[key] = new
                 settled.add((*path, key if type(key) is int else str(key)))

@@ -32,7 +32,6 @@ from smckpt.state_dict.of_optimizers.bindings import (
     whole_in,
 )
 from smckpt.state_dict.of_optimizers.groups import names_of, names_record
-from smckpt.state_dict.of_optimizers.one_memory import same_slots
 from smckpt.state_dict.of_optimizers.own_methods import is_optimizer, swaps_parameters
 from smckpt.state_dict.parts import not_made, note_attributes, parts_of, unregistered
 from smckpt.state_dict.tags import (
@@ -100,7 +99,6 @@ class _Walk:
     containers: dict[Path, str] = field(default_factory=dict)
     stateful: list[tuple[Path, Any]] = field(default_factory=list)  # not asked yet
     owners: list[tuple[Path, Binding | None]] = field(default_factory=list)  # of optimizers
-    given: list[tuple[Path, Any, Any]] = field(default_factory=list)  # by which object
     gathered: bool = False
     fresh: bool = False  # in what an optimizer keeps
     unmade: list[tuple[str, str, str]] = field(default_factory=list)
@@ -145,7 +143,6 @@ class Selector:
                 found, walk.stateful = sorted(walk.stateful, key=lambda at: dotted(at[0])), []
                 for path, value in found:
                     given = value.state_dict()
-                    walk.given.append((path, value, given))
                     self._visit(given, path, walk)
                     for at, tree, binding in optimizer_dicts(given, path):
                         if binding is None and (record := stock_record(tree)) is not None:
@@ -189,21 +186,21 @@ class Selector:
                 walk.containers.setdefault(path, order_kind(order))  # an array stays one
             tensors.append(local)
             tags.append(tag)
+        optimizers = walk.optimizers
         for path, tree, binding in optimizer_dicts(state_dict):
             record = stock_record(tree) if binding is None else binding.record()
             if record is not None:
-                walk.optimizers[dotted(path)] = record
+                optimizers[dotted(path)] = record
             if binding is not None and binding.held:
                 kinds.add(binding.kind)
             walk.owners.append((path, binding))
         states = {(*path, "state"): whole_in(binding) for path, binding in walk.owners}
-        same = same_slots(walk.owners, walk.given, walk.unmade)
         for path, tensor in walk.tensors:  # a new optimizer has none whose flags could be kept
             above = next((path[:n] for n in range(1, len(path)) if path[:n] in states), None)
             whole = above is not None and states[above](path[len(above) :], tensor)
             if walk.containers.get(path) == "ndarray":
                 continue
-            if flags := (flags_of(tensor) + "whole" * whole) * bool(above) + same.get(path, ""):
+            if above and (flags := flags_of(tensor) + "whole" * whole):
                 walk.containers[path] = f"{walk.containers.get(path, '')};{flags}"
         if len(entries) != len(self._last) or any(
             a is not b for a, b in zip(entries, self._last, strict=True)
@@ -220,7 +217,7 @@ class Selector:
             self._last,
             tuple(tensors),
             tuple(walk.objects),
-            walk.optimizers,
+            optimizers,
             walk.containers,
             self._parameters,
             self._stepped,

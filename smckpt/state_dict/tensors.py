@@ -137,7 +137,7 @@ def flags_of(tensor: torch.Tensor) -> str:
 
 def flagged(tensor: torch.Tensor, flags: str) -> torch.Tensor:
     """The same memory, as a tensor with these flags."""
-    if "grad" not in flags and "parameter" not in flags:
+    if not flags:
         return tensor
     made = tensor.detach().requires_grad_("grad" in flags)
     return nn.Parameter(made, made.requires_grad) if "parameter" in flags else made

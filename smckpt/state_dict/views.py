@@ -116,10 +116,6 @@ class ModelView:
         """Give modules the values in `given` that they computed."""
         give_back(self.model, self._taken, given, self.name)
 
-    def forget(self) -> None:
-        """Let go of the model's own state dict: nothing of it will be given back."""
-        self._taken = {}
-
     def reads(self) -> Callable[[Any], bool] | None:
         """The names that modules read by code of their own, if there are such modules."""
         return read_by(self.model, self.name)

@@ -80,46 +80,6 @@ def test_an_object_gets_exactly_the_state_that_was_saved(tmp_path: Path, name: s
         assert plain(target) == plain(saved)
 
 
-class Average:
-    """Names the tensor that it changes twice, and keeps it in a queue, from its first step on."""
-
-    def __init__(self) -> None:
-        self.value: Any = torch.zeros(3)
-        self.best: Any = None
-        self.last: Any = deque(maxlen=2)
-
-    def step(self) -> list[Any]:
-        self.best = self.value if self.best is None else self.best
-        self.best.add_(1)
-        self.last.append(self.value)
-        return [plain(each) for each in (self.value, self.best, self.last)]
-
-    def state_dict(self) -> Any:
-        return {"value": self.value, "best": self.best, "last": self.last}
-
-    def load_state_dict(self, given: Any) -> None:
-        self.value, self.best, self.last = given["value"], given["best"], given["last"]
-
-
-def test_what_is_one_tensor_in_an_object_is_one_in_a_new_object(tmp_path: Path) -> None:
-    saved, fresh = Average(), Average()
-    saved.step()
-    smckpt.save({"o": {"in": saved}}, checkpoint_id=tmp_path)
-    smckpt.load({"o": {"in": fresh}}, checkpoint_id=tmp_path)
-    assert fresh.step() == saved.step()
-
-
-def test_an_object_with_the_state_of_a_tied_model_is_loaded_into_an_untied_one(
-    tmp_path: Path,
-) -> None:
-    tied, other = (nn.ModuleDict({"a": nn.Linear(3, 3), "b": nn.Linear(3, 3)}) for _ in range(2))
-    tied["b"].weight = tied["a"].weight
-    smckpt.save({"o": Kept({"model": tied.state_dict()})}, checkpoint_id=tmp_path)
-    smckpt.load({"o": Kept({"model": other.state_dict()})}, checkpoint_id=tmp_path)
-    assert plain(other.state_dict()) == plain(tied.state_dict())
-    assert other["a"].weight.data_ptr() != other["b"].weight.data_ptr()
-
-
 def test_an_object_keeps_its_state_where_a_load_fails(tmp_path: Path) -> None:
     smckpt.save({"o": Kept({"t": T}), "n": 1}, checkpoint_id=tmp_path)
     target = Kept({"old": 1})

@@ -12,11 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 
 import smckpt
 from smckpt.errors import StateError
-from smckpt.state_dict.tags import local_of
 from tests.support.launch import run_ranks
 from tests.support.optimizers.people import net, step
 
@@ -222,108 +220,6 @@ class Apart(Around):
 
 def both(parameters: Any) -> Around:
     return Around({0: Counts(parameters), 1: Base(parameters)})
-
-
-class Shares(Base):
-    """One table, that all parameters use, and two names for one moment."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        tables = [slots["table"] for slots in self.state.values() if "table" in slots]
-        table = tables[0] if tables else torch.ones(3)
-        table.mul_(1.5)
-        self.state["all"].setdefault("in", (table, {"deep": table}))
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                slots = self.state[parameter]
-                slots.setdefault("table", table)
-                moment = slots.setdefault("m", torch.ones_like(parameter))
-                slots.setdefault("also", moment)
-                moment.add_(1)
-                parameter.sub_(slots["also"] * table[0] * self.state["all"]["in"][1]["deep"][1])
-
-
-class SharesOwn(Shares):
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "more": 1}
-
-    def load_state_dict(self, state_dict: Any) -> None:
-        super().load_state_dict({k: v for k, v in state_dict.items() if k != "more"})
-
-
-class Inside:
-    """An object that gives the state dict of its optimizer as a part of its own."""
-
-    def __init__(self, optimizer: Any) -> None:
-        self.optimizer = optimizer
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"inner": self.optimizer.state_dict()}
-
-    def load_state_dict(self, state_dict: Any) -> None:
-        self.optimizer.load_state_dict(state_dict["inner"])
-
-
-def of_three(wrap: str, build: Any, seed: int) -> tuple[nn.Module, Any]:
-    torch.manual_seed(seed)
-    model: nn.Module = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
-    if wrap == "ddp":
-        model = nn.parallel.DistributedDataParallel(model)
-    if wrap == "fsdp2":
-        fully_shard(model)
-    return model, build(model.parameters())
-
-
-def around(model: nn.Module, optimizer: Any, kind: str) -> dict[str, Any]:
-    if kind == "inside":
-        return {"model": model, "optimizer": Inside(optimizer)}
-    return taken(model, optimizer, kind)
-
-
-def gone_on(folder: str, wrap: str, build: Any, kind: str) -> list[Any]:
-    """The parameters after a save, a load into new ones and two steps; and without."""
-    found = []
-    for cut in (True, False):
-        model, optimizer = of_three(wrap, build, 1)
-        for step_ in range(4):
-            if step_ == 2 and cut:
-                smckpt.save(around(model, optimizer, kind), checkpoint_id=folder)
-                model, optimizer = of_three(wrap, build, 2)
-                smckpt.load(around(model, optimizer, kind), checkpoint_id=folder)
-            optimizer.step()
-        found.append([local_of(p)[0].tolist() for p in model.parameters()])
-    return found
-
-
-@pytest.mark.parametrize("kind", ["object", "inside", "LOCAL", "SHARDED", "FULL"])
-@pytest.mark.parametrize("build", [Shares, SharesOwn])
-def test_tensors_that_are_one_are_one_again(tmp_path: Path, build: Any, kind: str) -> None:
-    one, other = gone_on(str(tmp_path), "plain", build, kind)
-    assert one == other
-
-
-def gone_on_in_all(folder: str) -> list[list[Any]]:
-    cases = [("ddp", "FULL"), ("fsdp2", "object"), ("fsdp2", "SHARDED"), ("fsdp2", "FULL")]
-    return [gone_on(f"{folder}/{wrap}{kind}", wrap, Shares, kind) for wrap, kind in cases]
-
-
-def test_tensors_that_are_one_are_one_again_on_ranks(tmp_path: Path) -> None:
-    for found in run_ranks(gone_on_in_all, 2, str(tmp_path)):
-        assert [one for one, other in found] == [other for one, other in found]
-
-
-@pytest.mark.parametrize("kind", ["object", "LOCAL", "SHARDED", "FULL"])
-def test_a_part_of_the_memory_of_another_tensor_is_refused_at_the_save(
-    tmp_path: Path, kind: str
-) -> None:
-    model, optimizer = made(begins(m=torch.ones_like), 1)
-    optimizer.step()
-    slots = optimizer.state[model.weight]
-    slots["part"] = slots["m"][1]
-    with pytest.raises(StateError, match=r"part is a tensor in a part of the memory of .*\.m,"):
-        smckpt.save(taken(model, optimizer, kind), checkpoint_id=tmp_path)
-    slots["m"], slots["part"] = torch.ones(3, 4).unbind(1)[:2]  # beside each other is no fault
-    smckpt.save(taken(model, optimizer, kind), checkpoint_id=tmp_path)
 
 
 def ones(*shape: int, **how: Any) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import copy
-import gc
 import io
 import itertools
 import threading
 import warnings
-import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -118,18 +116,6 @@ def test_blocks_that_end_in_another_order_than_they_began_leave_nothing_behind()
     assert "head.weight" in model.state_dict(keep_vars=True)
     model.load_state_dict(model.state_dict())
     optimizer.load_state_dict(optimizer.state_dict())
-
-
-@pytest.mark.parametrize("kind", [smckpt.LOCAL, smckpt.SHARDED], ids=lambda k: k.value)
-def test_a_block_keeps_no_parameter_that_the_model_has_replaced(kind: Any) -> None:
-    model = torch.nn.Linear(2, 2)
-    with smckpt.sm_state_dict_type(model, kind):
-        for use in (model.state_dict, lambda: model.load_state_dict(model.state_dict())):
-            use()
-            old = weakref.ref(model.weight)
-            model.weight = torch.nn.Parameter(torch.ones(2, 2))
-            gc.collect()
-            assert old() is None
 
 
 @pytest.mark.parametrize("kind", [smckpt.LOCAL, smckpt.SHARDED, smckpt.FULL], ids=lambda k: k.value)

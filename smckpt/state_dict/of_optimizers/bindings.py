@@ -139,7 +139,7 @@ class Binding:
         seen: set[int] = set()
         for parameter, slots in self.optimizer.state.items():
             if not isinstance(parameter, torch.Tensor):
-                state[parameter] = slots  # what belongs to no parameter
+                state[parameter] = _untagged(slots)  # what belongs to no parameter
                 continue
             if id(parameter) not in ids:
                 raise StateError(
@@ -167,9 +167,6 @@ class Binding:
             key = index if self.by_id or held is None else held.fqns[0]
             take = partial(_tagged, parameter=parameter, held=held, seen=seen)
             state[key] = walked(slots, take)
-        others: list[Any] = [k for k in self.optimizer.state if not isinstance(k, torch.Tensor)]
-        for other in others:  # at last: a tensor in them may be a parameter's too, with its tag
-            state[other] = _untagged(state[other])
         return OptimizerStateDict(state=state, param_groups=self._groups(ids))
 
     def numbered(self) -> dict[Any, Any]:

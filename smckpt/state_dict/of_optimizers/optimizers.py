@@ -28,7 +28,6 @@ from smckpt.state_dict.of_optimizers.bindings import (
     optimizer_dicts,
 )
 from smckpt.state_dict.of_optimizers.groups import fill_groups, matched_groups, renamed_groups
-from smckpt.state_dict.of_optimizers.one_memory import same_in, sharing
 from smckpt.state_dict.of_optimizers.own_methods import has_own_methods, init_slots, wrappers_in
 from smckpt.state_dict.of_optimizers.slots import (
     ABSENT,
@@ -204,7 +203,6 @@ def _align_live(
 ) -> bool:
     """Give the live optimizer the saved slots. Returns whether any changed."""
     state, changed = binding.optimizer.state, False
-    known: dict[str, torch.Tensor] = {}
     for index, (parameter, group) in enumerate(binding.members()):
         keys = (*binding.names(parameter, index), binding.number(index))
         wanted = saved.slots(keys)
@@ -225,13 +223,11 @@ def _align_live(
         if not strict:
             wanted, made = in_common(binding.optimizer, group, parameter, wanted)
             changed |= made
-        make = sharing(room(binding, parameter, group), known)
-        changed |= put(state, parameter, wanted, make, strict)
+        changed |= put(state, parameter, wanted, room(binding, parameter, group), strict)
     live = {str(key): key for key in state if not isinstance(key, torch.Tensor)}
     for owner in other:
         key = live.pop(owner, saved.key(owner))
-        make = sharing(room(None, None, {}), known)
-        changed |= put(state, key, saved.slots([owner]), make, strict)
+        changed |= put(state, key, saved.slots([owner]), room(None, None, {}), strict)
     for key in live.values() if strict else ():
         del state[key]
         changed = True
@@ -273,13 +269,12 @@ def _align_given(tree: StatefulStateDict, saved: SavedState, strict: bool) -> No
     """The same for a dict that its object will load."""
     live = {str(key): key for key in tree["state"]}
     state = {} if strict else dict(tree["state"])
-    known: dict[str, torch.Tensor] = {}
     for owner in saved.owners():
         key = live.get(owner, saved.key(owner))
         if not saved.mine(owner) and owner not in live:
             continue
         parameter, group = tree.owner_of(key)
-        make = sharing(room(None, parameter, group), known)
+        make = room(None, parameter, group)
         state[key] = aligned(saved.slots([owner]), tree["state"].get(key), make, keep=not strict)
     tree["state"] = state
 
@@ -291,7 +286,7 @@ def _align_full(
     paths of the "whole" ones too."""
     changed, whole = False, set[Path]()
 
-    def whole_room(tensor: SavedSlot, live: Any, at: Path) -> torch.Tensor:
+    def make(tensor: SavedSlot, live: Any, at: Path) -> torch.Tensor:
         if "whole" in tensor.flags:
             whole.add((name, *at))
         found = isinstance(live, torch.Tensor) and (tuple(live.shape), live.dtype, order_of(live))
@@ -299,7 +294,6 @@ def _align_full(
             return live  # type: ignore[no-any-return]
         return replace(tensor, local=None).zeros()
 
-    make = sharing(whole_room, {})
     known: set[str] = set()
     for index, (parameter, group) in enumerate(binding.members() if binding.holds else ()):
         for name in binding.names(parameter, index):
@@ -336,7 +330,6 @@ def fill_optimizer(binding: Binding, given: Mapping[str, Any]) -> None:
     wanted: dict[int, Any] = {}
     owners: dict[int, tuple[Any, Mapping[str, Any]]] = {}
     others: dict[Any, Any] = {}
-    same, known = same_in(state), dict[str, torch.Tensor]()
     for key, slots in state.items():
         owner = _owner(binding, key, slots)
         if owner is None:
@@ -344,16 +337,13 @@ def fill_optimizer(binding: Binding, given: Mapping[str, Any]) -> None:
         else:
             owners[id(owner[0])] = owner
             cut = is_dtensor(owner[0]) and dtensor_parts(owner[0])[0].shape != owner[0].shape
-            wanted[id(owner[0])] = described(
-                slots, flat=binding.flat(owner[0]), cut=cut, same=same, at=(key,)
-            )
+            wanted[id(owner[0])] = described(slots, flat=binding.flat(owner[0]), cut=cut)
     for key in [key for key in live if id(key) not in wanted and key not in others]:
         del live[key]
     for number, (parameter, group) in owners.items():
-        put(live, parameter, wanted[number], sharing(room(binding, parameter, group), known))
+        put(live, parameter, wanted[number], room(binding, parameter, group))
     for key, value in others.items():
-        wish = described(value, same=same, at=(key,))
-        put(live, key, wish, sharing(room(None, None, {}), known))
+        put(live, key, described(value), room(None, None, {}))
     here = binding.take()["state"]
     numbered = binding.numbered()
     for key, slots in state.items():

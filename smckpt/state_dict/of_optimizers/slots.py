@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,9 +29,7 @@ from smckpt.state_dict.tensors import (
 if TYPE_CHECKING:
     from smckpt.checkpoint.reading.catalogue import Catalogue
 
-__all__ = ["ABSENT", "SAME", "Room", "SavedSlot", "SavedState", "aligned", "described", "room"]
-
-SAME = "same"
+__all__ = ["ABSENT", "Room", "SavedSlot", "SavedState", "aligned", "described", "room"]
 
 
 @dataclass(frozen=True)
@@ -40,8 +37,8 @@ class SavedSlot:
     """A tensor that was saved. shape: the global one. local: the shape of the array that this rank
     takes, if ranks saved arrays of their own; None if a mesh or a flat parameter divides the
     tensor. placements: as the mesh's dimensions divided it: the tensor's dimension, or None. array:
-    it was one of NumPy. flags: as of `flags_of`, "whole" if a mesh divided its parameter, but not
-    the tensor, and the word of `same_in`."""
+    it was one of NumPy. flags: as of `flags_of`, and "whole" if a mesh divided its parameter, but
+    not the tensor."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -52,11 +49,6 @@ class SavedSlot:
     order: tuple[int, ...] | None = None
     array: bool = False
     flags: str = ""
-
-    @property
-    def shared(self) -> str:
-        """What tensors that were one tensor when they were saved have alike; "" for any other."""
-        return self.flags.partition(SAME)[2]
 
     @property
     def flat(self) -> bool:
@@ -309,31 +301,21 @@ def aligned(saved: Any, live: Any, make: Room, *, keep: bool = False, at: Path =
     return saved
 
 
-def described(
-    value: Any,
-    *,
-    flat: bool = False,
-    cut: bool = False,
-    same: Mapping[Path, str] = MappingProxyType({}),
-    at: Path = (),
-) -> Any:
+def described(value: Any, *, flat: bool = False, cut: bool = False) -> Any:
     """A state dict's value with a `SavedSlot` for each tensor.
 
     Args:
         flat: its parameter is flat, so a tensor may be the part of a flat one. cut: a mesh cuts it.
-        same: of the whole state, as `same_in` tells it, with the value at `at`.
     """
     if isinstance(value, torch.Tensor):
         tag = tag_of(value)
         part = flat and value.dim() > 0 and (tag is None or tag.geometry is not None)
         local = None if part or is_dtensor(value) else tuple(value.shape)
-        flags = flags_of(value) + "whole" * (cut and local is not None) + same.get(at, "")
+        flags = flags_of(value) + "whole" * (cut and local is not None)
         return SavedSlot(value.dtype, tuple(value.shape), local, order=order_of(value), flags=flags)
     if (pairs := items_of(value)) is None:
         return value
-    items = {
-        key: described(child, flat=flat, cut=cut, same=same, at=(*at, key)) for key, child in pairs
-    }
+    items = {key: described(child, flat=flat, cut=cut) for key, child in pairs}
     return items if isinstance(value, Mapping) else like(value, items)
 
 

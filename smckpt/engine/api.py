@@ -207,10 +207,11 @@ def membership(group: Group, name: str) -> Membership:
     return _RUNTIME.membership(group, name)
 
 
-def prepare_queue(queue: str, process_group: Any) -> None:
-    """Start the worker of a queue, which takes seconds on a busy host, before its first save."""
+def prepare_queue(queue: str, process_group: Any, timeout: float) -> None:
+    """Start the worker of a queue, which takes seconds on a busy host, before its first save.
+    timeout: seconds in which its ranks meet."""
     if (group := group_of(process_group)) is not None:
-        _RUNTIME.queue(group, queue).prepare()
+        _RUNTIME.queue(group, queue).prepare(timeout)
 
 
 def leave_queue(queue: str, timeout: float) -> None:

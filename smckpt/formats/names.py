@@ -80,6 +80,7 @@ _VALUE_HEAD = re.compile(
     r"(v_head|(?:value|critic|reward|rm|scalar|regression)(?:_head)?|score)"
     r"\.(?:(?:summary|dense|fc|linear|head|out|out_proj|\d+)\.)*(?:weight|bias)"
 )
+_HEADS = ("v_head", "value_head", "critic_head", "reward_head")  # of no other model
 _CHUNK = re.compile(r"\d+\..+")
 _OPTIMIZER = re.compile(r"(?:^|(.*?)\.)param_groups(?:\.|$)")
 
@@ -142,11 +143,11 @@ def _below(tensors: Mapping[str, T], at_prefix: str) -> dict[str, T]:
 
 
 def value_heads(names: Iterable[str], architectures: Collection[str]) -> list[str]:
-    """The names of a value head (or a reward's) beside a language model. `score` counts only where
-    the config's class is one that generates."""
+    """The names of a value head (or a reward's) beside a language model. What may be a layer of
+    another model counts only where the config's class is one that generates."""
     generates = any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in architectures)
     found = (_VALUE_HEAD.fullmatch(name) for name in names)
-    return [match[0] for match in found if match and (match[1] != "score" or generates)]
+    return [match[0] for match in found if match and (generates or match[1] in _HEADS)]
 
 
 def refuse_peft(names: Iterable[str], where: str) -> None:

@@ -474,7 +474,8 @@ class CheckpointManager:
             meeting, point = self._membership.meeting(self._timeout), f"groups/{next(self._rounds)}"
             how = self._degrees, self._template, self._timeout
             self._groups = agreed_group(meeting, point, state, *how)
-            prepare_queue(QUEUE, self._groups.process_group)  # the first save need not wait
+            # so that the first save need not wait
+            prepare_queue(QUEUE, self._groups.process_group, self._timeout)
             self._memory.begin(self._membership, self._groups.process_group, self._timeout)
         return self._groups
 

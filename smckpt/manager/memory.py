@@ -167,7 +167,7 @@ class MemoryTier:
         self._policy = _WhatFits(memory.keep)
         self._rivals = Rivals(self.steps)
         self.retention = Retention(self.steps, (self._policy,), None, self._rivals)
-        prepare_queue(MEMORY_QUEUE, process_group)
+        prepare_queue(MEMORY_QUEUE, process_group, timeout)
         if self._member == 0 and memory.daemon is not None:
             log.info("steps are kept in memory (interval %s) below %s", memory.interval, self.root)
         elif self._member == 0:

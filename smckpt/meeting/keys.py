@@ -136,7 +136,13 @@ class Clients:
         """This thread's connection. Raises what `client_of` raises."""
         made: Store | None = getattr(self._own, "made", None)
         if made is None:
-            made = self._own.made = client_of(self.store, self.unused())
+            try:
+                made = client_of(self.store, self.unused())
+            except JobStoreError:  # that one alone may be cut
+                with self._lock:
+                    self.spare = None
+                made = client_of(self.store)
+            self._own.made = made
         return made
 
     def unused(self) -> Store:

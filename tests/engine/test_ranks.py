@@ -276,6 +276,20 @@ def load_in_one(folder: str) -> dict[str, torch.Tensor]:
     return out
 
 
+def save_of_two_forms(folder: str) -> None:
+    inner = torch.ones(2)
+    smckpt.save({"x": {"y": inner} if dist.get_rank() else inner}, checkpoint_id=folder)
+
+
+def test_a_tensor_of_one_rank_that_another_one_has_in_parts_is_refused_by_a_load_of_all(
+    tmp_path: Path,
+) -> None:
+    run_ranks(save_of_two_forms, 2, str(tmp_path))
+    assert smckpt.verify_checkpoint(tmp_path).ok
+    with pytest.raises(errors.StateError, match=r"x.*one rank has a tensor and another"):
+        smckpt.load(None, checkpoint_id=str(tmp_path))
+
+
 @pytest.mark.parametrize("kind", ["LOCAL", "SHARDED"])
 def test_a_checkpoint_of_two_ranks_loads_in_one_plain_process(tmp_path: Path, kind: str) -> None:
     expected = run_ranks(save_on_two, 2, str(tmp_path), kind)[0]

@@ -86,7 +86,7 @@ _NOT_READ = (
      "load it with from_pretrained(from_flax=True) of transformers 4, and save that"),
     (r".*\.onnx(?:_data)?", (), "ONNX", _GO_BACK),
     (r".*\.tflite", (), "TensorFlow Lite", _GO_BACK),
-    (r".*\.(?:engine|plan)", (), "TensorRT", _GO_BACK),
+    (r"(?:rank\d+|model)\.(?:engine|plan)", (), "TensorRT", _GO_BACK),
 )  # fmt: skip
 
 

@@ -320,7 +320,10 @@ class _Decoder:
             for name, row in first.items():
                 for length in range(1, len(name)):
                     above = first.get(name[:length])
-                    if above is not None and not set(above.ranks).isdisjoint(row.ranks):
+                    if above is None:
+                        continue
+                    held = holders.get(name[:length]) or set(above.ranks)
+                    if not held.isdisjoint(holders.get(name) or row.ranks):
                         raise ValueError(f"{row.key!r} is inside {above.key!r}, a tensor")
         return rows
 

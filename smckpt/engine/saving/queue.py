@@ -60,7 +60,7 @@ class SaveQueue:
         self._calls = 0
         self._skipped = 0  # saves of the others that this rank did not make
         self._stays = len(group.ranks) > 1  # peers may expect another save
-        self._meets = False  # before the first save
+        self._meets: float | None = None  # seconds in which ranks meet before the first save
         self._job: SaveJob | None = None  # that the thread works on
         self._failures = 0
         self._unreported: list[SaveHandle] = []
@@ -75,13 +75,14 @@ class SaveQueue:
 
     # -- the front: called by the training thread -------------------------------------------
 
-    def prepare(self) -> None:
-        """Start the worker, and the thread, in which the ranks meet; without a wait. All ranks call
-        it. A failure is that of the first save, which tries both again."""
+    def prepare(self, timeout: float) -> None:
+        """Start the worker, and the thread, in which the ranks meet within `timeout` seconds;
+        without a wait. All ranks call it. A failure is that of the first save, which tries both
+        again."""
         with contextlib.suppress(CheckpointError):
             self._worker.start()
         with self._front:
-            self._meets = True
+            self._meets = timeout
             self._start_thread()
 
     def submit(
@@ -266,8 +267,8 @@ class SaveQueue:
     def _serve(self) -> None:
         if self._stays:
             with contextlib.suppress(CheckpointError):
-                if self._meets:
-                    self.membership.meeting(SaveOptions().timeout)
+                if self._meets is not None:
+                    self.membership.meeting(self._meets)
                 else:
                     self.membership.connect()
         while (staged := self._next()) is not None:

@@ -231,9 +231,10 @@ def torch_root(source: SourceFiles, file: ArchiveRecord) -> Any:
     first = source.read(file, 0, min(128, file.nbytes))
     other = not_read("", first)
     if is_archive(first[:4]):
-        if b".npy" not in first[30:]:
+        keras = first[30:].startswith(b"metadata.json")
+        if b".npy" not in first[30:] and not keras:
             return open_archive(source, file).root
-        other = not_read(".npz")
+        other = not_read(".keras" if keras else ".npz")
     found = None if other else open_legacy(source, file)
     if found is not None:
         return found.root

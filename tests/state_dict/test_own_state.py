@@ -222,6 +222,15 @@ def both(parameters: Any) -> Around:
     return Around({0: Counts(parameters), 1: Base(parameters)})
 
 
+class OfBoth(Base):
+    def step(self, closure: Any = None) -> None:
+        self.state["table"].setdefault("t", torch.ones(3))
+        super().step()
+
+    def begin(self, slots: Any, parameter: torch.Tensor) -> None:
+        slots["t"] = self.state["table"]["t"]
+
+
 def ones(*shape: int, **how: Any) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda _: torch.ones(shape, **how)
 
@@ -247,6 +256,7 @@ CASES: dict[str, Any] = {
     "tensors in groups": InGroups,
     "a number in groups": Ungrouped,
     "of no parameter": OfNone,
+    "of no parameter and of one": OfBoth,
     "listed": Listed,
     "a key of its own": Total,
     "hooks": Hooked,

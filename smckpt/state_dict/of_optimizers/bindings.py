@@ -137,9 +137,10 @@ class Binding:
         ids = {id(p): self.number(index) for index, p in enumerate(self.parameters())}
         state: dict[Any, Any] = {}
         seen: set[int] = set()
+        others: dict[Any, Any] = {}  # what belongs to no parameter
         for parameter, slots in self.optimizer.state.items():
             if not isinstance(parameter, torch.Tensor):
-                state[parameter] = _untagged(slots)  # what belongs to no parameter
+                others[parameter] = slots
                 continue
             if id(parameter) not in ids:
                 raise StateError(
@@ -167,6 +168,8 @@ class Binding:
             key = index if self.by_id or held is None else held.fqns[0]
             take = partial(_tagged, parameter=parameter, held=held, seen=seen)
             state[key] = walked(slots, take)
+        # at last: a tensor in them may be a parameter's too, and has its tag by now
+        state |= {key: _untagged(slots) for key, slots in others.items()}
         return OptimizerStateDict(state=state, param_groups=self._groups(ids))
 
     def numbered(self) -> dict[Any, Any]:

@@ -58,7 +58,7 @@ def test_the_stock_trainer_goes_on_bit_for_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, ranks: int
 ) -> None:
     died = child.script(
-        SUPPORT / "trainer_run.py", str(tmp_path / "run"), how, "die", "5", ranks=ranks
+        SUPPORT / "trainer_run.py", str(tmp_path / "run"), how, "die", "5", "between", ranks=ranks
     )
     assert died.returncode != 0 and "it lives" not in died.stderr, died.stderr
     source = newest(tmp_path / "run")

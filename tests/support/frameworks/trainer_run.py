@@ -1,7 +1,8 @@
 """A script that trains a tiny model with transformers' Trainer through smckpt.
 
 Its arguments: OUT HOW WHAT [STEP]. HOW: plain, fsdp (FSDP2), fsdp1; on the CPU, or with "-cuda".
-WHAT: "die" (SIGKILL to itself once STEP is done), "resume" (go on in OUT, then train in
+WHAT: "die" (SIGKILL to itself once STEP is done; with "between" behind it, once saves have
+ended), "resume" (go on in OUT, then train in
 OUT-straight without a stop; print both as JSON), "best" (train with an evaluation every other step,
 and end with the best; print its digest and that of what its checkpoint holds), "loaded" (only load
 the newest in OUT, and print what is not as it was saved), "begun" (only load, and print the step),
@@ -73,11 +74,13 @@ class Tokens(torch.utils.data.Dataset):  # type: ignore[type-arg]
 
 
 class Dies(TrainerCallback):
-    def __init__(self, step: int) -> None:
-        self.step = step
+    def __init__(self, step: int, between: str = "") -> None:
+        self.step, self.between = step, between
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.global_step == self.step:
+            if self.between:  # not in a save: the files beside it are written after its commit
+                smckpt.maybe_finalize_async_calls(blocking=True)
             os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -185,7 +188,7 @@ def ended(trained: SavedTrainer) -> dict[str, Any]:
 def main() -> None:
     out, how, what, *rest = sys.argv[1:]
     if what == "die":
-        trainer(out, how, [Dies(int(rest[0]))]).train()
+        trainer(out, how, [Dies(int(rest[0]), *rest[1:])]).train()
         raise AssertionError("it lives")
     if what == "best":
         print(f"told {json.dumps(best(out, how))}", flush=True)

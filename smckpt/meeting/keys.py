@@ -141,7 +141,7 @@ class Clients:
             except JobStoreError:  # that one alone may be cut
                 with self._lock:
                     self.spare = None
-                made = client_of(self.store)
+                made = client_of(self.store, self.unused())
             self._own.made = made
         return made
 

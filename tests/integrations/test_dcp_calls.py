@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import load as safetensors_load
 from torch import nn
 from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension
 from torch.distributed.checkpoint.api import CheckpointException
@@ -263,14 +264,13 @@ def test_extensions_of_the_writer_are_dcps_and_read_by_every_name(
 
 
 def test_another_serialization_is_written_by_dcp(tmp_path: Path) -> None:
-    safetensors = pytest.importorskip("safetensors.torch")
     format = dcp.filesystem.SerializationFormat.SAFETENSORS
     writer = calls.FileSystemWriter(tmp_path, serialization_format=format)
     assert type(writer) is dcp.FileSystemWriter and writer.serialization_format is format
     calls.save({"w": torch.ones(2)}, storage_writer=writer)
     assert saved_by_dcp(tmp_path)
     (file,) = tmp_path.glob("*.distcp")
-    (found,) = safetensors.load(file.read_bytes()).values()
+    (found,) = safetensors_load(file.read_bytes()).values()
     assert found.tolist() == [1.0, 1.0]
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -21,7 +24,7 @@ from smckpt.errors import (
     StateError,
 )
 from smckpt.meeting.group import Group, Membership
-from smckpt.meeting.keys import Keys, client_of
+from smckpt.meeting.keys import Clients, Keys, _sockets, client_of
 from smckpt.meeting.round import Meeting, Message, Round, alone, over_group
 from smckpt.meeting.store import OverStore, agree
 from tests.support.launch import run_ranks
@@ -377,6 +380,18 @@ def test_a_connection_beside_another_is_tried_over_that_one() -> None:
         for _ in range(100):
             client_of(client, unused)
             time.sleep(0.1)
+
+
+def test_a_spare_connection_that_was_cut_is_made_anew() -> None:
+    server = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    store = dist.TCPStore("127.0.0.1", server.port, None, False, timedelta(seconds=30))
+    clients, before = Clients(store), _sockets()
+    cut = clients.unused()
+    for fd in _sockets() - before:
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as made:
+            made.shutdown(socket.SHUT_RDWR)
+    clients.own().set("k", "v")
+    assert clients.unused() is not cut and clients.unused().get("k") == b"v"
 
 
 class Counted(dist.TCPStore):

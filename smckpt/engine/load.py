@@ -261,12 +261,11 @@ class Loader:
             failure = failure or error
         return LoadTarget(state_dict, selector, selection, failure), rounds
 
-    def close(self, timeout: float) -> None:
-        """Leave: peers that wait for another load of this rank hear that none comes."""
+    def announce_end(self) -> None:
+        """Tell peers that wait for another load of this rank that none comes."""
         self.membership.announce(
             [Round(f"call/{self._numbers}")], [Round(f"load/{self._loads}/plan")]
         )
-        self.membership.leave(timeout)
 
     def find(
         self, look: Callable[[], FoundCheckpoint | None], timeout: float

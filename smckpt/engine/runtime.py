@@ -93,7 +93,7 @@ class Runtime:
             self._watch()
         if old is not None:
             log.info("the process group is new; waiting for the saves of the earlier one")
-            fresh.inherit(old.close(_exit_timeout(), leave=False))
+            fresh.inherit(old.close(_exit_timeout()))
         return fresh
 
     def adopt(
@@ -177,12 +177,17 @@ class Runtime:
             if given_up:
                 failed += given_up
                 queues.remove(queue)
+        # Peers leave the store that this process may host. It has waited for those that are gone.
+        patience = 0.0 if failed else LEAVE_SECONDS
         for membership in members[:1]:
             membership.post_end()
         for queue in queues:
             failed += queue.close(left())
         for loader in loaders:
-            loader.close(min(left(), LEAVE_SECONDS))
+            loader.announce_end()
+        leave_by = min(time.monotonic() + patience, deadline)
+        for membership in members:
+            membership.leave(max(leave_by - time.monotonic(), 0))
         return failed
 
     def drop(self, name: str, timeout: float) -> list[SaveHandle]:
@@ -192,7 +197,7 @@ class Runtime:
             self._forget_if_forked()
             keys = [key for key in self._queues if key[0] == name]
             queues = [self._queues.pop(key) for key in keys]
-        return [lost for queue in queues for lost in queue.close(timeout, leave=False)]
+        return [lost for queue in queues for lost in queue.close(timeout)]
 
     def note_fork(self) -> None:
         """In a forked child."""

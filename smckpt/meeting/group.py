@@ -13,6 +13,7 @@ import logging
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -265,18 +266,19 @@ class Membership:
                 log.debug("the job's store is gone: %s", error)
 
     def leave(self, timeout: float) -> None:
-        """Leave all meetings. The leader waits at most `timeout` seconds for the others to leave.
+        """Leave all meetings. A leader waits at most `timeout` seconds in all for others to leave.
 
         The last answers vanish with the process that hosts the store. So the members of each group
         leave first, then the coordinators of the other groups, then the lead.
         """
         with self._lock:
             meetings, self._meetings = self._meetings, {}
-        store = self._clients.spare
+        store, deadline = self._clients.spare, time.monotonic() + timeout
         for prefix in sorted(meetings):  # ".../group/…" before ".../step/…"
             try:
                 if store is not None:
-                    _over(meetings[prefix], store).leave(timeout)
+                    left = max(deadline - time.monotonic(), 0)
+                    _over(meetings[prefix], store).leave(left)
             except CheckpointError as error:
                 log.info("a peer ended without leaving the meeting: %s", error)
 

@@ -11,8 +11,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
+import smckpt
+from smckpt.engine import runtime
+from smckpt.engine.api import _RUNTIME
+from smckpt.meeting.group import Membership
+from tests.support.launch import run_ranks
 from tests.support.limits import seconds
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -235,3 +241,32 @@ def test_an_exit_ends_in_its_time_although_the_first_save_has_met_nobody(
     monkeypatch.setenv("SMCKPT_EXIT_TIMEOUT", "1")
     _, text = ranks(tmp_path, str(tmp_path / "c"), script=NEVER_MET)
     assert "rank 0 has ended" in text, text
+
+
+def end_without_the_other(folder: str) -> list[float]:
+    """Rank 0 uses four meetings and ends; rank 1 stays until then. The patience of each leaving."""
+    patience: list[float] = []
+    leave = Membership.leave
+
+    def noted(self: Membership, timeout: float) -> None:
+        patience.append(timeout)
+        leave(self, timeout)
+
+    for name in ("one", "two", "three"):
+        options = smckpt.SaveOptions(queue=name)
+        smckpt.save({"a": torch.ones(3)}, checkpoint_id=f"{folder}/{name}", options=options)
+    smckpt.load({"a": torch.ones(3)}, checkpoint_id=f"{folder}/one")
+    if dist.get_rank() == 0:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(runtime, "LEAVE_SECONDS", 2.0)
+            patch.setattr(Membership, "leave", noted)
+            assert _RUNTIME.close(seconds(60)) == []
+    dist.barrier()
+    return patience
+
+
+def test_an_end_waits_once_for_peers_that_do_not_leave(tmp_path: Path) -> None:
+    """And not once for each queue and loader."""
+    patience, _ = run_ranks(end_without_the_other, 2, str(tmp_path))
+    assert len(patience) == 4
+    assert 1 < sum(patience) <= 2

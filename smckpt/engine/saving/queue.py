@@ -27,7 +27,7 @@ from smckpt.staging.overlap import Overlap
 
 __all__ = ["SaveQueue"]
 
-LEAVE_SECONDS = 30.0  # seconds that the store's host waits at exit for peers that read from it
+LEAVE_SECONDS = 30.0  # seconds in which a thread ends, and in which peers leave the store's host
 
 IDLE_SECONDS = 1.0  # how often an idle queue looks whether its process group still exists
 
@@ -182,15 +182,12 @@ class SaveQueue:
             committed, self._committed = self._committed, []
         return committed
 
-    def close(
-        self, timeout: float, *, announce: bool = True, leave: bool = True
-    ) -> list[SaveHandle]:
+    def close(self, timeout: float, *, announce: bool = True) -> list[SaveHandle]:
         """Wait at most `timeout` seconds for the save in flight. Then stop the thread and the
         worker and free the arena.
 
         Args:
             announce: tell peers that wait for another save of this rank that none comes.
-            leave: also wait until no peer needs the store that this process may host.
 
         Returns:
             The saves whose failure nobody has seen: those that failed and the one that was given
@@ -213,8 +210,6 @@ class SaveQueue:
             self._thread = None
         if announce:
             self._announce_end()
-        if leave:
-            self.membership.leave(min(max(deadline - time.monotonic(), 0), LEAVE_SECONDS))
         self._worker.close(timeout=5)
         if flying is None or flying.done():
             self._saver.close()

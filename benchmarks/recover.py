@@ -19,6 +19,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -49,6 +50,9 @@ def main() -> None:
     parser.add_argument("--tensors", type=int, default=16, help="of 32 MiB")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--dir", help="the directory of the disk; by default a temporary one")
+    parser.add_argument(
+        "--pause", type=float, default=5, help="seconds from a restore to the first save"
+    )
     options = parser.parse_args()
     state = {f"t{n}": torch.randn(TENSOR) for n in range(options.tensors)}
     other = {name: torch.empty_like(tensor) for name, tensor in state.items()}
@@ -62,7 +66,7 @@ def main() -> None:
     limit = statistics.median(copies)
     nbytes = 4 * TENSOR * options.tensors
     print(f"{nbytes / 2**30:.2f} GiB, medians of {options.repeats} (spread), ÷ a plain copy")
-    print(f"{'plain copy':46}{text(copies, limit)}")
+    print(f"{'plain copy':60}{text(copies, limit)}")
     kinds: tuple[tuple[str, dict[str, Any]], ...] = (
         ("memory", {"memory": Memory(interval=1, replicas=0, budget=4 * nbytes + (1 << 20))}),
         ("disk, through the page cache", {"interval": 1}),
@@ -70,9 +74,8 @@ def main() -> None:
     for name, more in kinds:
         with tempfile.TemporaryDirectory(dir=options.dir) as root:
             blocked, committed, step = [], [], 0
-            with CheckpointManager(
-                root, keep_last_n=1, random=False, signals=(), **more
-            ) as manager:
+            made = partial(CheckpointManager, root, keep_last_n=1, random=False, signals=())
+            with made(**more) as manager:
                 for step in range(1, options.repeats + 2):
                     assert manager.should_save(step)
                     handle = manager.save(step, state)
@@ -82,9 +85,21 @@ def main() -> None:
                     committed.append(handle.timings.committed)
                 took = seconds(lambda: manager.restore(into=other), options.repeats + 1)
                 assert all(torch.equal(other[key], state[key]) for key in state)
-            for what, each in (("blocks", blocked), ("is committed", committed)):
-                print(f"{f'{name}: a save {what}':46}{text(each[1:], limit)}")
-            print(f"{f'{name}: a restore':46}{text(took[1:], limit)}")
+            with made(**more) as manager:  # the run goes on in another process
+                manager.restore(into=other)
+                time.sleep(options.pause)
+                assert manager.should_save(step + 1)
+                handle = manager.save(step + 1, state)
+                handle.wait()
+                assert handle.timings is not None
+            resumed = handle.timings.blocked, handle.timings.committed
+            for what, each, first in zip(
+                ("blocks", "is committed"), (blocked, committed), resumed, strict=True
+            ):
+                print(f"{f'{name}: a save {what}':60}{text(each[1:], limit)}")
+                print(f"{f'{name}: a first save {what}':60}{text(each[:1], limit)}")
+                print(f"{f'{name}: a first save after a restore {what}':60}{text([first], limit)}")
+            print(f"{f'{name}: a restore':60}{text(took[1:], limit)}")
     from_another_host(state, other, nbytes, options.repeats)
 
 
@@ -108,13 +123,13 @@ def from_another_host(
         asked_locally(names[0], {"do": "join", "peers": peers, "replicas": 0})
         raw = seconds(lambda: sent(nbytes), repeats + 1)[1:]
         limit = statistics.median(raw)
-        print(f"{'sendfile over loopback':46}{text(raw, limit)}")
+        print(f"{'sendfile over loopback':60}{text(raw, limit)}")
         for tensor in other.values():
             tensor.zero_()
         where = f"keeper://{names[0]}/1"
         took = seconds(lambda: smckpt.load(other, checkpoint_id=where), repeats + 1)[1:]
         assert all(torch.equal(other[key], state[key]) for key in state)
-        print(f"{'memory of another host: a load, ÷ sendfile':46}{text(took, limit)}")
+        print(f"{'memory of another host: a load, ÷ sendfile':60}{text(took, limit)}")
 
 
 def sent(nbytes: int) -> None:

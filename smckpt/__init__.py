@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         latest_checkpoint,
         load,
         maybe_finalize_async_calls,
+        prewarm,
         remove,
         save,
     )
@@ -153,6 +154,7 @@ __all__ = [
     "maybe_finalize_async_calls",
     "parse_s3_url",
     "pinned",
+    "prewarm",
     "publish",
     "register_layout",
     "register_store",
@@ -185,6 +187,7 @@ _HOMES = {
         "latest_checkpoint",
         "load",
         "maybe_finalize_async_calls",
+        "prewarm",
         "remove",
         "save",
     ),

@@ -40,6 +40,7 @@ __all__ = [
     "latest_checkpoint",
     "load",
     "maybe_finalize_async_calls",
+    "prewarm",
     "remove",
     "save",
 ]
@@ -175,6 +176,34 @@ def _finalize(ranks: tuple[int, ...], queue: str) -> None:
 
 
 @alone()
+@concrete()
+def prewarm(
+    state_dict: Mapping[str, Any] | None = None,
+    *,
+    process_group: Any = None,
+    options: SaveOptions | None = None,
+) -> None:
+    """Begin what the first save of a process waits for: start the worker, meet the other ranks, and
+    get host memory for a state like this one, at about a second for each GiB.
+
+    All ranks that will save call it, after a load, or after the first step of an optimizer, which
+    has no state before. It selects the state and returns; the rest goes on in threads. If that
+    fails, or the host has not twice as much memory, the first save does it again. It does nothing
+    once a save has begun.
+
+    Args:
+        state_dict: as the one to be saved. None: the worker and the meeting alone.
+        process_group, options: those of the saves; see `async_save`.
+
+    Raises:
+        UsageError, StateError: this state or these options cannot be saved.
+    """
+    known = checked(SaveOptions, options)
+    if (group := group_of(process_group)) is not None:
+        _RUNTIME.queue(group, known.queue).prewarm(state_dict, known)
+
+
+@alone()
 def maybe_finalize_async_calls(
     blocking: bool = True,
     process_group: Any = None,
@@ -205,13 +234,6 @@ def maybe_finalize_async_calls(
 def membership(group: Group, name: str) -> Membership:
     """This process as a member of `group`, for what else than saves and loads its ranks meet."""
     return _RUNTIME.membership(group, name)
-
-
-def prepare_queue(queue: str, process_group: Any, timeout: float) -> None:
-    """Start the worker of a queue, which takes seconds on a busy host, before its first save.
-    timeout: seconds in which its ranks meet."""
-    if (group := group_of(process_group)) is not None:
-        _RUNTIME.queue(group, queue).prepare(timeout)
 
 
 def leave_queue(queue: str, timeout: float) -> None:

@@ -24,7 +24,7 @@ from smckpt.engine.api import (
     load,
     maybe_finalize_async_calls,
     membership,
-    prepare_queue,
+    prewarm,
 )
 from smckpt.engine.groups import ReplicationGroup
 from smckpt.engine.load_plan import LoadOptions
@@ -338,6 +338,8 @@ class CheckpointManager:
             return 0
         (loaded,) = filled
         step = found.step or 0
+        for options in self._options, *([self._memory.options] if self._memory.root else []):
+            prewarm(loaded, process_group=group.process_group, options=options)
         own = loaded.pop("manager", {})
         give_back(into, loaded)
         if self._random and own.get("random"):
@@ -474,9 +476,9 @@ class CheckpointManager:
             meeting, point = self._membership.meeting(self._timeout), f"groups/{next(self._rounds)}"
             how = self._degrees, self._template, self._timeout
             self._groups = agreed_group(meeting, point, state, *how)
-            # so that the first save need not wait
-            prepare_queue(QUEUE, self._groups.process_group, self._timeout)
-            self._memory.begin(self._membership, self._groups.process_group, self._timeout)
+            group, met_within = self._groups.process_group, self._timeout
+            prewarm(process_group=group, options=replace(self._options, timeout=met_within))
+            self._memory.begin(self._membership, group, met_within)
         return self._groups
 
     def _directory(self, subpath: str) -> str:

@@ -25,7 +25,7 @@ from typing import Any
 from smckpt.checkpoint.commits.contents import what_is_missing
 from smckpt.checkpoint.commits.discover import FoundCheckpoint
 from smckpt.checkpoint.commits.run_directory import Damaged, RunDirectory, Template, Whole
-from smckpt.engine.api import leave_queue, maybe_finalize_async_calls, prepare_queue
+from smckpt.engine.api import leave_queue, maybe_finalize_async_calls, prewarm
 from smckpt.engine.groups import ReplicationGroup
 from smckpt.engine.saving.job import SaveHandle, SaveOptions
 from smckpt.errors import (
@@ -167,7 +167,7 @@ class MemoryTier:
         self._policy = _WhatFits(memory.keep)
         self._rivals = Rivals(self.steps)
         self.retention = Retention(self.steps, (self._policy,), None, self._rivals)
-        prepare_queue(MEMORY_QUEUE, process_group, timeout)
+        prewarm(process_group=process_group, options=replace(self.options, timeout=timeout))
         if self._member == 0 and memory.daemon is not None:
             log.info("steps are kept in memory (interval %s) below %s", memory.interval, self.root)
         elif self._member == 0:

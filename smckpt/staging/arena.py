@@ -66,6 +66,8 @@ class Arena:
             self._map = mmap.mmap(self.fd, self.size)
             _advise(self._map, "MADV_DONTFORK")
             _advise(self._map, "MADV_HUGEPAGE")  # fewer faults where shmem_enabled=advise
+            # before the long part, during which the trainer may fork its data loader's workers
+            os.register_at_fork(after_in_child=partial(_forget_in_child, weakref.ref(self)))
             _fault_in(self._map, self.size)
         except BaseException as error:
             os.close(self.fd)
@@ -73,7 +75,6 @@ class Arena:
             if isinstance(error, OSError):
                 raise _refused(self.size, error) from error
             raise
-        os.register_at_fork(after_in_child=partial(_forget_in_child, weakref.ref(self)))
 
     def view(self, offset: int, length: int) -> memoryview:
         """`length` bytes at `offset`, writable. Do not use it after `close`."""

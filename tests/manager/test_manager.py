@@ -8,8 +8,6 @@ import inspect
 import os
 import random
 import shutil
-import socket
-import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -26,12 +24,9 @@ from smckpt import (
     find_checkpoints,
     verify_checkpoint,
 )
-from smckpt.engine.api import _RUNTIME
 from smckpt.errors import CheckpointError, CorruptCheckpointError, KeysMismatchError, UsageError
-from smckpt.manager.manager import QUEUE
 from smckpt.manager.retention import Best, Every
 from tests.support.launch import run_ranks
-from tests.support.limits import seconds
 
 
 class Loader:
@@ -444,46 +439,3 @@ def test_what_one_rank_cannot_save_all_ranks_hear_of(tmp_path: Path) -> None:
         assert "step is -1" in three
         assert "optimizer" in four
     assert [one.step for one in find_checkpoints(tmp_path)] == [2]
-
-
-def test_the_worker_of_the_first_save_starts_while_the_run_restores(tmp_path: Path) -> None:
-    with CheckpointManager(tmp_path, signals=()) as manager:
-        assert not _RUNTIME.queues(None, QUEUE)
-        manager.restore(into=objects(0))
-        (queue,) = _RUNTIME.queues(None, QUEUE)
-        worker = queue._worker  # type: ignore[attr-defined]
-        first = worker.pid
-        assert worker.alive
-        manager.save(1, objects(0)).wait()
-        assert worker.pid == first
-    assert not worker.alive
-
-
-def connections() -> int:
-    """Those of this rank to the job's store."""
-    found = 0
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as one:
-            found += one.getpeername()[1:2] == (int(os.environ["MASTER_PORT"]),)
-    return found
-
-
-def first_and_last(folder: str) -> tuple[bool, int]:
-    """Whether the ranks meet before the first save; connections that stay."""
-    before = connections()
-    with CheckpointManager(folder, signals=()) as manager:
-        manager.restore(into=objects(0))
-        (queue,) = _RUNTIME.queues(None, QUEUE)
-        until = time.monotonic() + seconds(60)
-        membership = queue.membership  # type: ignore[attr-defined]
-        while not (met := bool(membership._meetings)) and time.monotonic() < until:
-            time.sleep(0.01)
-        manager.save(1, objects(0)).wait()
-        manager.restore(into=objects(0))
-        return met, connections() - before
-
-
-def test_the_ranks_meet_before_the_first_save_over_one_connection_a_thread(tmp_path: Path) -> None:
-    found = run_ranks(first_and_last, 2, str(tmp_path))
-    assert [met for met, _ in found] == [True, True]
-    assert found[1][1] == 3  # of two threads, and the one on which nobody waits

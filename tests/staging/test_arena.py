@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 import mmap
 import os
+import signal
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+import smckpt.staging.arena as arena_module
 from smckpt.errors import MemoryBudgetError, UsageError
 from smckpt.staging.arena import Arena
 from tests.support import child
@@ -86,6 +88,32 @@ def test_a_forked_child_holds_none_of_the_memory() -> None:
         os.close(fd)
     os.waitpid(pid, 0)
     assert held == (0, 0)
+
+
+def test_a_child_that_is_forked_while_the_pages_are_made_holds_none_of_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first arena may be made in a thread, while the trainer forks its loader's workers."""
+    forked: list[tuple[int, int]] = []
+    populate = arena_module._populate
+
+    def fork_first(memory: mmap.mmap, start: int, length: int) -> int:
+        ready, say_ready = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            os.write(say_ready, b"x")
+            signal.pause()  # until the parent ends it
+        os.read(ready, 1)
+        os.close(ready)
+        os.close(say_ready)
+        forked.append(held_by(pid))
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        return populate(memory, start, length)
+
+    monkeypatch.setattr(arena_module, "_populate", fork_first)
+    Arena(1 << 20).close()
+    assert forked == [(0, 0)]
 
 
 def test_a_child_may_fork_and_use_its_own_descriptors_after() -> None:

@@ -71,19 +71,33 @@ class SaveQueue:
         self._front = threading.Lock()  # only one thread uses the arena at a time
         self._inbox: queue.SimpleQueue[_Staged | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._reserving: threading.Thread | None = None
         self._pid = os.getpid()
 
     # -- the front: called by the training thread -------------------------------------------
 
-    def prepare(self, timeout: float) -> None:
-        """Start the worker, and the thread, in which the ranks meet within `timeout` seconds;
-        without a wait. All ranks call it. A failure is that of the first save, which tries both
-        again."""
+    def prewarm(self, state_dict: Mapping[str, Any] | None, options: SaveOptions) -> None:
+        """Start the worker, and the threads in which the ranks meet and the memory for this state
+        is provided. A failure there is that of the first save, which tries again."""
+
+        def provide() -> None:
+            # Twice the memory: a rank that is refused here must not be refused by its first save,
+            # when the others on its host have their arenas already.
+            with self._front, contextlib.suppress(CheckpointError):
+                if self._reserving is not None and not self._calls:
+                    self._saver.room(size, copies=2)
+
         with contextlib.suppress(CheckpointError):
             self._worker.start()
         with self._front:
-            self._meets = timeout
+            self._meets = options.timeout
             self._start_thread()
+            if state_dict is None or self._calls:
+                return
+            size = self._saver.size_of(state_dict, options)
+        if size:
+            self._reserving = threading.Thread(target=provide, name="smckpt-arena", daemon=True)
+            self._reserving.start()
 
     def submit(
         self,
@@ -208,6 +222,9 @@ class SaveQueue:
             left = max(5.0, min(deadline - time.monotonic(), LEAVE_SECONDS))
             self._thread.join(timeout=1 if late else left)
             self._thread = None
+        reserving, self._reserving = self._reserving, None
+        if reserving is not None:
+            reserving.join(LEAVE_SECONDS)
         if announce:
             self._announce_end()
         self._worker.close(timeout=5)

@@ -251,7 +251,7 @@ class Saver:
             self._observer = observer = Observer(*of)
         if layout.arena_size:
             self._wait_for_copies(job)  # of an earlier save, which failed before they ended
-            arena = self._room(layout.arena_size)
+            arena = self.room(layout.arena_size)
             order = {id(e): t for e, t in zip(selection.entries, selection.tensors, strict=True)}
             tensors = [order[id(entry)] for entry in layout.entries]
             options = job.request.options
@@ -314,6 +314,33 @@ class Saver:
             looked=looked,
         )
 
+    @neutral()
+    def size_of(self, state_dict: Mapping[str, Any], options: SaveOptions) -> int:
+        """The bytes of the arena that this state needs."""
+        return compile_layout(
+            self._selector.select(state_dict).entries,
+            rank=self.group.rank,
+            group_ranks=self.group.ranks,
+            max_file_bytes=options.max_file_bytes,
+        ).arena_size
+
+    def room(self, size: int, copies: int = 1) -> Arena:
+        """An arena that is large enough. A new one is made when the state has grown.
+
+        Raises:
+            MemoryBudgetError: the host has no memory for so many copies on each of its ranks.
+        """
+        if self._arena is not None and self._arena.size >= size:
+            return self._arena
+        if self._arena is not None:
+            if self._arena_id is not None and self._worker.alive:
+                self._worker.detach(self._arena_id)
+            self._arena.close()
+            self._arena = self._arena_id = None
+        check_memory(size, int(os.environ.get("LOCAL_WORLD_SIZE", "1")), copies)
+        self._arena = Arena(size)
+        return self._arena
+
     @property
     def coordinator(self) -> int:
         """The rank that publishes, as far as it is known."""
@@ -355,19 +382,6 @@ class Saver:
         if owner == self.group.rank:
             return part
         return {**part, "layout": table_of(owner, digest), "optimizers": {}}
-
-    def _room(self, size: int) -> Arena:
-        """An arena that is large enough. A new one is made when the state has grown."""
-        if self._arena is not None and self._arena.size >= size:
-            return self._arena
-        if self._arena is not None:
-            if self._arena_id is not None and self._worker.alive:
-                self._worker.detach(self._arena_id)
-            self._arena.close()
-            self._arena = self._arena_id = None
-        check_memory(size, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-        self._arena = Arena(size)
-        return self._arena
 
     def _attached(self, arena: Arena) -> int:
         """Attach the arena to the worker if needed. Returns its number there."""

@@ -1,0 +1,131 @@
+"""`prewarm`: what the first save waits for is there before it."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import threading
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import smckpt
+from smckpt.engine.api import _RUNTIME
+from smckpt.engine.saving.queue import SaveQueue
+from smckpt.errors import StateError, UsageError
+from smckpt.staging import arena
+from tests.support.launch import run_ranks
+from tests.support.limits import seconds
+
+MANY = 1 << 18  # elements of a float32
+
+
+def arenas() -> dict[int, int]:
+    """Inode → bytes that the kernel has provided, of the arenas of this process."""
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if "smckpt-arena" in os.readlink(f"/proc/self/fd/{name}"):
+                status = os.stat(f"/proc/self/fd/{name}")
+                found[status.st_ino] = status.st_blocks * 512
+    return found
+
+
+def prewarmed(name: str) -> dict[int, int]:
+    """The arenas, once the thread has ended that gets the memory."""
+    (queue,) = _RUNTIME.queues(None, name)
+    assert isinstance(queue, SaveQueue)
+    if queue._reserving is not None:
+        queue._reserving.join(seconds(60))
+        assert not queue._reserving.is_alive()
+    return arenas()
+
+
+def train_and_save(folder: str, kind: str) -> tuple[dict[int, int], dict[int, int], bool]:
+    """The arenas after the first step and after the saves; whether one worker did both."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(512, MANY // 512)
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    options = smckpt.SaveOptions(queue="mine")
+
+    def taken(step: int) -> dict[str, Any]:
+        with smckpt.sm_state_dict_type(model, kind):
+            of = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        return {**of, "step": step}
+
+    for step in range(1, 4):
+        model(torch.ones(2, 512)).sum().backward()
+        optimizer.step()
+        if step == 1:
+            smckpt.prewarm(taken(step), options=options)
+            before = prewarmed("mine")
+            (queue,) = _RUNTIME.queues(None, "mine")
+            worker = queue._worker.pid  # type: ignore[attr-defined]
+            assert worker is not None
+        smckpt.save(taken(step), checkpoint_id=folder, options=options)
+    after = arenas()
+    smckpt.prewarm(taken(step), options=options)
+    assert prewarmed("mine") == after  # nothing is got once there is an arena
+    return before, after, queue._worker.pid == worker  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("kind", [smckpt.LOCAL, smckpt.SHARDED, smckpt.FULL])
+def test_the_memory_and_the_worker_of_the_first_save_are_there_before_it(
+    tmp_path: Path, kind: str
+) -> None:
+    ranks = run_ranks(train_and_save, 2, str(tmp_path), kind)
+    for before, after, same in ranks:
+        assert after == before and same
+    # parameters and two moments; FULL has them on rank 0 alone
+    assert sum(sum(before.values()) for before, *_ in ranks) >= 3 * 4 * MANY
+
+
+def test_memory_that_the_host_lacks_is_left_to_the_first_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = {"w": torch.ones(16 << 20), "step": 1}
+    with open("/proc/meminfo") as file:
+        (free,) = [int(line.split()[1]) << 10 for line in file if "MemAvailable" in line]
+    # each takes 64 MiB and a reserve of 64: there is room for one arena of each, and not for two
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(free // (160 << 20)))
+    options, others = smckpt.SaveOptions(queue="narrow"), arenas()
+    smckpt.prewarm(state, options=options)
+    assert prewarmed("narrow") == others
+    smckpt.save(state, checkpoint_id=tmp_path, options=options)
+    assert len(arenas()) == len(others) + 1
+    _RUNTIME.drop("narrow", 10)
+
+
+def test_what_cannot_be_saved_is_refused_before_the_first_save() -> None:
+    with pytest.raises(StateError, match="sparse"):
+        smckpt.prewarm({"w": torch.ones(2, 2).to_sparse()})
+    with pytest.raises(UsageError, match="SaveOptions"):
+        smckpt.prewarm({"w": torch.ones(1)}, options={"queue": "mine"})  # type: ignore[arg-type]
+
+
+def test_a_queue_that_closes_meanwhile_leaves_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    populate, closing, others = arena._populate, threading.Event(), arenas()
+
+    def late(memory: mmap.mmap, start: int, length: int) -> int:
+        assert closing.wait(seconds(60))
+        return populate(memory, start, length)
+
+    monkeypatch.setattr(arena, "_populate", late)
+    smckpt.prewarm({"w": torch.ones(MANY)}, options=smckpt.SaveOptions(queue="short"))
+    (queue,) = _RUNTIME.queues(None, "short")
+    assert isinstance(queue, SaveQueue)
+    thread = queue._reserving
+    assert thread is not None
+    monkeypatch.setattr(thread, "join", lambda limit: (closing.set(), Thread.join(thread, limit)))
+    _RUNTIME.drop("short", 10)
+    closing.set()
+    Thread.join(thread, seconds(60))
+    assert arenas() == others

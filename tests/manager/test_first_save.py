@@ -1,0 +1,94 @@
+"""What a manager does before its first save, so that the save need not wait for it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from smckpt import CheckpointManager
+from smckpt.engine.api import _RUNTIME
+from smckpt.manager.manager import QUEUE
+from tests.engine.test_prewarm import arenas, prewarmed
+from tests.manager.test_manager import objects
+from tests.support.launch import run_ranks
+from tests.support.limits import seconds
+
+
+def test_the_worker_of_the_first_save_starts_while_the_run_restores(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path, signals=()) as manager:
+        assert not _RUNTIME.queues(None, QUEUE)
+        manager.restore(into=objects(0))
+        (queue,) = _RUNTIME.queues(None, QUEUE)
+        worker = queue._worker  # type: ignore[attr-defined]
+        first = worker.pid
+        assert worker.alive
+        manager.save(1, objects(0)).wait()
+        assert worker.pid == first
+    assert not worker.alive
+
+
+def connections() -> int:
+    """Those of this rank to the job's store."""
+    found = 0
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as one:
+            found += one.getpeername()[1:2] == (int(os.environ["MASTER_PORT"]),)
+    return found
+
+
+def first_and_last(folder: str) -> tuple[bool, int]:
+    """Whether the ranks meet before the first save; connections that stay."""
+    before = connections()
+    with CheckpointManager(folder, signals=()) as manager:
+        manager.restore(into=objects(0))
+        (queue,) = _RUNTIME.queues(None, QUEUE)
+        until = time.monotonic() + seconds(60)
+        membership = queue.membership  # type: ignore[attr-defined]
+        while not (met := bool(membership._meetings)) and time.monotonic() < until:
+            time.sleep(0.01)
+        manager.save(1, objects(0)).wait()
+        manager.restore(into=objects(0))
+        return met, connections() - before
+
+
+def test_the_ranks_meet_before_the_first_save_over_one_connection_a_thread(tmp_path: Path) -> None:
+    found = run_ranks(first_and_last, 2, str(tmp_path))
+    assert [met for met, _ in found] == [True, True]
+    assert found[1][1] == 3  # of two threads, and the one on which nobody waits
+
+
+def trained(step: int) -> dict[str, Any]:
+    state = objects(step)
+    state["model"](torch.ones(2, 5)).sum().backward()
+    state["training"]["optimizer"].step()
+    return {**state, "large": torch.full((1 << 18,), float(step))}
+
+
+def before_and_after(folder: str, saves: int) -> tuple[dict[int, int], dict[int, int]]:
+    """The arenas after a restore, and after the saves."""
+    with CheckpointManager(folder, signals=()) as manager:
+        step = manager.restore(into=trained(0))
+        before = prewarmed(QUEUE)
+        for number in range(step + 1, step + 1 + saves):
+            manager.save(number, trained(number)).wait()
+        return before, arenas()
+
+
+@pytest.mark.parametrize("ranks", [(1, 1), (2, 2), (2, 1), (1, 2)])
+def test_a_restored_run_has_the_memory_of_its_first_save_before_the_save(
+    tmp_path: Path, ranks: tuple[int, int]
+) -> None:
+    first, again = ranks
+    for before, after in run_ranks(before_and_after, first, str(tmp_path), 1):
+        assert not before  # the state of a fresh optimizer is not there yet
+        assert len(after) == 1
+    for before, after in run_ranks(before_and_after, again, str(tmp_path), 2):
+        assert sum(before.values()) >= 4 << 18 // again  # the kernel has provided the pages
+        assert after == before  # and the saves took no others

@@ -38,6 +38,7 @@ from smckpt.state_dict.select import is_stateful
 from smckpt.state_dict.tags import (
     OptimizerStateDict,
     RememberingDict,
+    RememberingList,
     StatefulStateDict,
     model_of,
     set_tag,
@@ -98,21 +99,20 @@ class Opened:
             if same and getattr(value, "reads", None) is None:
                 return value
             items = {key: items[key] for key in value}
-            return self._copy(
-                value.like(items) if isinstance(value, RememberingDict) else items, value
-            )
+            items = value.like(items) if isinstance(value, RememberingDict) else items
+            return self._copy(_holding(items, value.items()), value)
         if isinstance(value, (list, tuple)):
             opened = [self._open(child) for child in value]
             if all(new is child for new, child in zip(opened, value, strict=True)):
                 return value
-            return self._copy(opened, value)
+            return self._copy(_holding(opened, enumerate(value)), value)
         if type(value) is deque or named_class(value) == "data":
             pairs = items_of(value) or []
             inside = {key: self._open(child) for key, child in pairs}
             if all(inside[key] is child for key, child in pairs):
                 return value
             made = list(inside.values()) if isinstance(value, deque) else inside
-            return self._copy(made, value)
+            return self._copy(_holding(made, pairs), value)
         return value
 
     def _taken(self, value: Any) -> Any:
@@ -218,6 +218,15 @@ class Opened:
             if not had or new is not own[key]:
                 own[key] = new
         return own
+
+
+def _holding(made: Any, pairs: Iterable[tuple[Any, Any]]) -> Any:
+    """The copy of a container; it remembers under which of its keys objects are."""
+    if holds := [key for key, child in pairs if type(child) is not dict and is_stateful(child)]:
+        if not isinstance(made, RememberingDict):
+            made = RememberingDict(made) if isinstance(made, dict) else RememberingList(made)
+        made.holds = holds
+    return made
 
 
 def _optimizers_of(value: Any, depth: int = 2) -> Iterator[Any]:

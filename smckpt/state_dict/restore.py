@@ -157,8 +157,8 @@ def make_read(
     grows: bool,
 ) -> tuple[bool, frozenset[Path]]:
     """Give what objects and modules read by code of their own the structure that was saved, with
-    tensors to fill: extra state, lists and buffers that grow, all that an object gives. Nothing
-    else says their sizes, and a new object may have none of it.
+    tensors to fill: extra state, lists and buffers that grow, all that an object gives, be it a
+    dict or not. Nothing else says their sizes, and a new object may have none of it.
 
     Args:
         values: what was saved and is no tensor.
@@ -176,12 +176,21 @@ def make_read(
     make: Room | None = None
     for path, given in [*_reading(state_dict)]:
         above = SavedState(catalogue, values, path[:-1], rank, owned=()).more()
-        saved = above.get(str(path[-1])) if path else above
-        if not isinstance(saved, Mapping) or not (_has_tensors(saved) or _has_tensors(given)):
+        saved = above.get(str(path[-1]), ABSENT) if path else above
+        if saved is ABSENT or not (_has_tensors(saved) or _has_tensors(given)):
             continue  # one value in the place of another
         make = make or room(None, None, {}, [*_divided(state_dict)])
         reads = (getattr(given, "reads", None) if grows else None) or _none
         apart = {at[0] for at, _ in _apart(given)}
+        if not (isinstance(given, dict) and isinstance(saved, Mapping)):
+            if grows and not apart and (reads is not _none or not isinstance(given, dict)):
+                around: Any = state_dict
+                for key in path[:-1]:
+                    around = around[key]
+                around[path[-1]] = aligned(saved, given, make)
+                settled.add(path)
+                renewed = True
+            continue
         for key in [key for key in given if reads(key) and key not in saved and key not in apart]:
             del given[key]
         for key, value in saved.items():
@@ -207,6 +216,9 @@ def _reading(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
         return
     if isinstance(tree, dict) and (getattr(tree, "reads", None) or any(map(is_extra_state, tree))):
         yield path, tree
+    for key in getattr(tree, "holds", ()):
+        if not isinstance(tree[key], dict):
+            yield (*path, key), tree[key]
     for at, value in _apart(tree) if is_object else _inside(tree):
         yield from _reading(value, (*path, *at))
 

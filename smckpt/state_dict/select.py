@@ -271,7 +271,7 @@ class Selector:
         return False
 
     def _children(self, value: Any, items: Any, path: Path, walk: _Walk) -> bool:
-        mark, found = len(walk.objects), False
+        mark, found = len(walk.objects), bool(getattr(value, "holds", ()))
         odd: list[Any] = []  # keys that no path can hold
         of_optimizer = is_optimizer_dict(value)
         for key, child in items:

@@ -160,10 +160,13 @@ class RememberingDict(dict):  # type: ignore[type-arg]
     names: of an optimizer object that gave the dict for a load, the names of its parameters.
     reads: the keys whose values the object that gave the dict reads by code of its own. A load
         gives it exactly what was saved under them, in whatever structure and sizes.
+    holds: of a container in a load, the keys under which it holds what objects gave. A save stored
+        each of them by itself.
     """
 
     names: Sequence[Sequence[str]] = ()
     reads: Callable[[Any], bool] | None = None
+    holds: Sequence[Any] = ()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (OrderedDict, (), None, None, iter(self.items()))
@@ -178,6 +181,12 @@ class RememberingDict(dict):  # type: ignore[type-arg]
         made = type(self)(items)
         made.__dict__.update(self.__dict__)
         return made
+
+
+class RememberingList(list):  # type: ignore[type-arg]
+    """A list in a load. holds: as in `RememberingDict`."""
+
+    holds: Sequence[Any] = ()
 
 
 class FullStateDict(RememberingDict):

@@ -49,6 +49,25 @@ STATES = {
     "a deque": ({"last": deque(maxlen=4)}, {"last": deque([1, T], maxlen=4)}),
     "an array": ({"a": np.zeros(0)}, {"a": np.arange(4.0)}),
     "the keys of an optimizer, one by one": ({"state": {}}, {"state": {"x": T}, "param_groups": 2}),
+    "a list alone that grows": ([1], [1, T, [5, {"deep": T}]]),
+    "a list alone that shrinks": ([T, T], [torch.ones(2)]),
+    "an empty list": ([T], []),
+    "bytes in a list": ([b"x"], [b"y", b"z"]),
+    "numbers in lists": ([[1], [2]], [[1, 2], [2], [T]]),
+    "None first": (None, {"w": T, "at": [3, T]}),
+    "None first, numbers later": (None, {"at": 3}),
+    "None later": ({"w": T, "at": 3}, None),
+    "None of a tensor": (T, None),
+    "a tensor of None": (None, T),
+    "a tensor of a number": (7, T.long()),
+    "a longer tensor alone": (torch.zeros(1), T),
+    "an array alone": (np.zeros(0), np.arange(4)),
+    "a number of a dict": ({"w": T}, 0.5),
+    "a dict of a list": ([T], {"w": T}),
+    "a list of a dict": ({"w": T}, [T, 1]),
+    "a tuple": ((), (T, (1, T))),
+    "a deque alone": (deque(maxlen=3), deque([T, 1], maxlen=3)),
+    "a list with another object": ([Kept([]), 1], [Kept([T]), 2]),
     "an ordered dict": (OrderedDict(), OrderedDict(b=T, a={"deep": [T]})),
     "another object inside": (
         {"inner": Kept({}), "list": [Kept({"n": 0})], "own": None},
@@ -70,10 +89,17 @@ def plain(value: Any) -> Any:
     return value
 
 
+WRAPS: tuple[Any, ...] = (
+    lambda o: {"o": o},
+    lambda o: {"x": [{"o": o}], "step": 1},
+    lambda o: {"x": ([3, o], deque([o, 1])), "m": T},
+)
+
+
 @pytest.mark.parametrize("name", STATES)
 def test_an_object_gets_exactly_the_state_that_was_saved(tmp_path: Path, name: str) -> None:
     fresh, saved = copy.deepcopy(STATES[name])
-    for at, wrap in enumerate((lambda o: {"o": o}, lambda o: {"x": [{"o": o}], "step": 1})):
+    for at, wrap in enumerate(WRAPS):
         target = Kept(copy.deepcopy(fresh))
         smckpt.save(wrap(Kept(copy.deepcopy(saved))), checkpoint_id=tmp_path / str(at))
         smckpt.load(wrap(target), checkpoint_id=tmp_path / str(at))

@@ -24,6 +24,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load as safetensors_load
 from torch import nn
+from torch.distributed.checkpoint import format_utils
 from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
@@ -285,6 +286,52 @@ def test_writer_and_reader_name_one_save(tmp_path: Path, planner: Any) -> None:
         assert meta.save_id == writer.save_id and meta.load_id == reader.load_id
         seen.append(meta.save_id)
     assert seen[0] != seen[1]
+
+
+@pytest.mark.parametrize("planner", [None, DefaultSavePlanner(dedup_save_to_lowest_rank=True)])
+def test_one_writer_and_reader_serve_the_directories_of_many_saves(
+    tmp_path: Path, planner: Any
+) -> None:
+    writer, reader = calls.FileSystemWriter(tmp_path), calls.FileSystemReader(tmp_path)
+    for step in (1, 2):
+        at = tmp_path / f"step-{step}"
+        state = {"w": torch.full((2,), step)}
+        calls.save(state, checkpoint_id=at, storage_writer=writer, planner=planner)
+    calls.async_save({"w": torch.full((2,), 3)}, checkpoint_id=at, storage_writer=writer).result()
+    for step, value in ((1, 1), (2, 3)):
+        target = {"w": torch.zeros(2, dtype=torch.int64)}
+        calls.load(target, checkpoint_id=tmp_path / f"step-{step}", storage_reader=reader)
+        assert target["w"].tolist() == [value, value]
+    assert not [*tmp_path.glob("manifest*")]
+
+
+@pytest.mark.parametrize("planner", [None, DefaultSavePlanner(dedup_save_to_lowest_rank=True)])
+def test_torchs_converter_makes_the_lists_and_dicts_that_were_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, planner: Any
+) -> None:
+    model, w = nn.Linear(2, 2), torch.arange(2.0)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(w).sum().backward()
+    optimizer.step()
+    state = {
+        "tensors": [w, w + 1],
+        "mixed": [w, 3, [w, 7], {"q": w}],
+        "deep": [[w], [w, w]],
+        "values": [1, [2]],
+        "numbers": {0: w, 1: {"a": 4}},
+        "optimizer": optimizer.state_dict(),
+        "object": optimizer,
+    }
+    dcp.save(state, checkpoint_id=tmp_path / "dcp")
+    calls.save(state, checkpoint_id=tmp_path / "ours", planner=planner)
+    loaded = []
+    monkeypatch.setattr(format_utils, "FileSystemReader", calls.FileSystemReader)
+    for of in ("dcp", "ours"):
+        format_utils.dcp_to_torch_save(tmp_path / of, tmp_path / f"{of}.pt")
+        loaded.append(torch.load(tmp_path / f"{of}.pt"))
+    torch.testing.assert_close(*loaded, rtol=0, atol=0)
+    whole = smckpt.load(checkpoint_id=tmp_path / "ours")
+    assert [type(whole[key]) for key in ("tensors", "mixed", "deep")] == [list] * 3
 
 
 def test_a_planner_of_the_callers_is_used(tmp_path: Path) -> None:

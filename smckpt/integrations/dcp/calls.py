@@ -422,7 +422,10 @@ def _detected(checkpoint_id: CheckpointId, storage: Any = None) -> Any:
         open_storage(checkpoint_id)
     except UsageError as error:
         raise RuntimeError(f"Cannot detect a reader or writer: {error}") from error
-    return checkpoint_id
+    if storage is None:
+        return checkpoint_id
+    storage.reset(checkpoint_id)  # one writer for the directories of many saves, as in DCP
+    return None
 
 
 def as_dcp(call: Callable[[], T], process_group: Any) -> T:

@@ -34,6 +34,7 @@ from smckpt.checkpoint.commits.foreign import holds_dcp
 from smckpt.checkpoint.reading.committed import CommittedCatalogue, open_catalogue
 from smckpt.checkpoint.reading.plan import plan_logical
 from smckpt.checkpoint.reading.read import execute
+from smckpt.checkpoint.reading.whole import kind_of
 from smckpt.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -253,7 +254,8 @@ class DistributedFileSystemReader(StorageReader):
                     for box in sorted(boxes, key=lambda b: (b.offsets, b.sizes))
                 ],
             )
-            paths[name] = tuple(tensor.path)
+            ((row, _), *_) = catalogue.pieces.by_name[name]
+            paths[name] = _as_cut_by_dcp(tensor.path, row.path, catalogue)
         for path, value in self._flat_objects(catalogue):
             name = dotted(path)
             if name not in entries:
@@ -281,7 +283,8 @@ class DistributedFileSystemReader(StorageReader):
         mine = rank if rank in saved else saved[rank % len(saved)]
         for each in dict.fromkeys((mine, saved[0])):
             optimizers = catalogue.optimizers_of(each)
-            for path, value in catalogue.objects(each).values():
+            for stored, value in catalogue.objects(each).values():
+                path = _as_cut_by_dcp(stored, stored, catalogue)
                 if WHOLE_VALUES in catalogue.manifests[0].versions:
                     yield path, value
                 yield from flattened(path, _with_names(path, value, optimizers), torch.Tensor)
@@ -390,6 +393,21 @@ def _entry(number: int, name: str, dtype: str, shape: tuple[int, ...], item: Rea
 # -- paths and values as DCP has them --------------------------------------------------------------
 
 
+def _as_cut_by_dcp(path: Path, stored: Path, catalogue: CommittedCatalogue) -> Path:
+    """A path in which places in lists alone are numbers, as DCP's are: what builds a state from
+    them (`dcp_to_torch_save`) makes lists for numbers and dicts for text.
+
+    Args:
+        stored: the same path, under which the kinds of its containers are recorded.
+    """
+    if catalogue.containers is None or len(path) != len(stored):
+        return path
+    return tuple(
+        int(part) if kind_of(catalogue, stored[:depth]) in ("list", "tuple") else str(part)
+        for depth, part in enumerate(path)
+    )
+
+
 def _with_names(path: Path, value: Any, optimizers: Mapping[str, Any]) -> Any:
     """`param_groups` of an optimizer that was saved by number, with names of parameters, as
     FSDP.optim_state_dict_to_load and torch's set_optimizer_state_dict expect.
@@ -400,6 +418,8 @@ def _with_names(path: Path, value: Any, optimizers: Mapping[str, Any]) -> Any:
     if known is None or known.get("form") != "id":
         return value
     ids = known["ids"]
+    if not any(names != [str(number)] for number, names in enumerate(ids)):
+        return value  # nothing named its parameters
     return [
         {**group, "params": [fqn for number in group["params"] for fqn in ids[number]]}
         for group in value

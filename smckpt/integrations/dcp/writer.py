@@ -254,9 +254,15 @@ class DistributedFileSystemWriter(StorageWriter):
         entries, tensors = _entries(chosen, planner, paths, ticket.rank)
         layout = compile_layout(entries, rank=ticket.rank, group_ranks=ticket.ranks)
         values = self._values(plan, planner, paths, ticket)
+        lists = {  # in DCP's paths only these have numbers
+            entry.path[:depth]: "list"
+            for entry in layout.entries
+            for depth, key in enumerate(entry.path)
+            if isinstance(key, int)
+        }
         part = part_body(
             layout,
-            encode_rows(layout.entries, {}),
+            encode_rows(layout.entries, lists),
             checkpoint_id=self.checkpoint_id,
             kind="SHARDED",
             step=self._step,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import importlib
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -12,13 +13,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from smckpt.integrations.nvrx.async_ckpt.core import AsyncCallsQueue, PersistentAsyncCaller
+from smckpt.integrations.nvrx.async_ckpt.core import (
+    AsyncCallFailedError,
+    AsyncCallsQueue,
+    PersistentAsyncCaller,
+)
 from smckpt.integrations.nvrx.async_ckpt.torch_ckpt import save_whole
 from smckpt.integrations.nvrx.local.basic_state_dict import BasicTensorAwareStateDict
 from smckpt.integrations.nvrx.local.ckpt_managers.local_manager import LocalCheckpointManager
 from tests.support import child
 from tests.support.launch import ROOT
-from tests.support.limits import seconds
+from tests.support.limits import seconds, within
 
 CARELESS = """
 import sys
@@ -160,6 +165,48 @@ def test_a_worker_without_work_that_is_still_starting_is_not_waited_for() -> Non
     assert process.exitcode in (-signal.SIGTERM, -signal.SIGKILL), "it read no end from its pipe"
     queue = AsyncCallsQueue(cpu_priority=None)
     queue.close()
+
+
+def dies(root: str) -> None:
+    (Path(root) / "pid").write_text(str(os.getpid()))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("persistent", "when"),
+    [
+        (True, "starting"),
+        (False, "starting"),
+        (True, "saving"),
+        pytest.param(False, "saving", marks=pytest.mark.long),
+        pytest.param(True, "idle", marks=pytest.mark.long),
+        pytest.param(False, "idle", marks=pytest.mark.long),
+    ],
+)
+def test_close_after_a_killed_worker_does_not_wait_for_it(
+    tmp_path: Path, persistent: bool, when: str
+) -> None:
+    manager = LocalCheckpointManager(tmp_path)
+    queue = AsyncCallsQueue(persistent=persistent, cpu_priority=None)
+    save = manager.save(BasicTensorAwareStateDict({"w": torch.ones(3)}), 1, is_async=True)
+    if when == "saving":
+        save = save._replace(async_fn=dies, async_fn_args=(str(tmp_path),))
+    queue.schedule_async_request(save)
+    if when == "idle":
+        assert queue.maybe_finalize_async_calls(blocking=True) == [0]
+    if when != "saving":
+        for process in multiprocessing.active_children():
+            os.kill(process.pid, signal.SIGKILL)
+    with within(seconds(30)):
+        if when == "idle":
+            queue.close()
+        else:
+            with pytest.raises(AsyncCallFailedError, match="the worker"):
+                queue.close()
+    assert not multiprocessing.active_children()
+    found = 1 if when == "idle" else -1
+    assert LocalCheckpointManager(tmp_path).find_latest() == found
+    assert not [*tmp_path.rglob("*.tmp")]
 
 
 @pytest.mark.parametrize(

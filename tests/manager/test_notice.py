@@ -8,7 +8,9 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -253,37 +255,46 @@ with CheckpointManager(sys.argv[1], signals=Signals(grace=float(sys.argv[2]))) a
 """
 
 
-@pytest.mark.long
-def test_a_rank_that_is_dead_holds_nobody_up(tmp_path: Path) -> None:
+@contextmanager
+def without_launcher(
+    count: int, script: str, *arguments: object
+) -> Iterator[list[subprocess.Popen[str]]]:
+    """Ranks that nobody ends when one of them dies, over a store that outlives them."""
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     common = {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(store.port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # as torchrun, which outlives its ranks
-        "WORLD_SIZE": "3",
+        "WORLD_SIZE": str(count),
         "OMP_NUM_THREADS": "1",
     }
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", DEAD, str(tmp_path), str(seconds(12))],
+            [sys.executable, "-c", script, *map(str, arguments)],
             env={**environment(), **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
-        for rank in range(3)
+        for rank in range(count)
     ]
     try:
+        yield ranks
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+
+
+@pytest.mark.long
+def test_a_rank_that_is_dead_holds_nobody_up(tmp_path: Path) -> None:
+    with without_launcher(3, DEAD, tmp_path, seconds(12)) as ranks:
         stopped = ranks[2].stdout
         assert stopped is not None
         assert any("stopped" in line for line in iter(stopped.readline, ""))
         began = time.monotonic()
         said = [rank.communicate(timeout=seconds(60))[0] for rank in ranks[:2]]
         took = time.monotonic() - began
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
     assert [rank.returncode for rank in ranks[:2]] == [143, 143], said
     assert took < seconds(30)
     assert "rank 2 did not answer" in said[0]
@@ -320,3 +331,43 @@ def test_an_exit_handler_that_hangs_ends_with_the_grace_time(tmp_path: Path, how
     assert "in the exit handler" in done.stdout, done.stderr
     assert done.returncode == 143, done.stderr
     assert len(find_checkpoints(tmp_path)) == 1
+
+
+PEER_GONE = """
+import atexit, os, signal, sys, torch
+import torch.distributed as dist
+from smckpt import CheckpointManager, Signals
+from smckpt.engine.background.worker_client import Worker
+
+root, grace, how = sys.argv[1:]
+dist.init_process_group("gloo")
+rank, state = dist.get_rank(), {"model": torch.nn.Linear(2, 2)}
+manager = CheckpointManager(root, signals=Signals(grace=float(grace)))
+manager.save(1, state).wait()
+call = Worker.call
+
+def ends(self, command, **more):
+    if command.function == "write_part":
+        os.kill(os.getpid(), signal.SIGKILL if how == "killed" else signal.SIGSTOP)
+    return call(self, command, **more)
+
+if rank == 1:
+    Worker.call = ends
+manager.save(2, state)
+
+@atexit.register  # it runs before smckpt's own, which waits for the commit
+def ended():
+    print("in the exit handler", flush=True)
+    os.kill(os.getpid(), signal.SIGTERM)
+"""
+
+
+@pytest.mark.parametrize("how", ["killed", "stopped"])
+def test_an_exit_that_waits_for_a_dead_peer_ends_within_the_grace_time(
+    tmp_path: Path, how: str
+) -> None:
+    with without_launcher(2, PEER_GONE, tmp_path, seconds(6), how) as ranks:
+        text = ranks[0].communicate(timeout=seconds(100))[0]  # exit handlers wait for 600 s
+    assert "in the exit handler" in text and ranks[0].returncode == 143, text
+    assert "rank 1" in text, text
+    assert [one.step for one in find_checkpoints(tmp_path)] == [1]

@@ -368,6 +368,8 @@ def test_an_exit_that_waits_for_a_dead_peer_ends_within_the_grace_time(
 ) -> None:
     with without_launcher(2, PEER_GONE, tmp_path, seconds(6), how) as ranks:
         text = ranks[0].communicate(timeout=seconds(100))[0]  # exit handlers wait for 600 s
-    assert "in the exit handler" in text and ranks[0].returncode == 143, text
+    # Of a killed one the save's failure may be heard first, which ends the exit handlers.
+    ended = {143} if how == "stopped" else {1, 143}
+    assert "in the exit handler" in text and ranks[0].returncode in ended, text
     assert "rank 1" in text, text
     assert [one.step for one in find_checkpoints(tmp_path)] == [1]

@@ -145,6 +145,22 @@ def test_overridden_methods_are_called_as_stock_calls_them(tmp_path: Path) -> No
     assert begins.step == 4
 
 
+@pytest.mark.parametrize("value", [1, {"seen": [0.5]}, print, object()])
+def test_what_a_callback_sets_on_the_state_stays_out_as_in_stock(
+    tmp_path: Path, value: Any
+) -> None:
+    class Sets(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            state.of_mine = value
+
+    for kind in (Trainer, SmckptTrainer):
+        out = tmp_path / kind.__name__
+        trainer(out, 2, Sets(), kind=kind).train()
+        begins = Begins()
+        trainer(out, 4, begins, Sets(), kind=kind).train(True)
+        assert begins.step == 2
+
+
 @pytest.mark.parametrize("asked", [True, "path"])
 def test_weights_saved_alone_are_resumed_as_stock_does(tmp_path: Path, asked: Any) -> None:
     begun = {}

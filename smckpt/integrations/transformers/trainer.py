@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from typing import Any
 
 from accelerate.utils import gather_object
@@ -215,7 +216,8 @@ class SmckptTrainerMixin:
             state["rng"] = rng_state()
             if getattr(self.accelerator, "scaler", None) is not None:
                 state["scaler"] = self.accelerator.scaler.state_dict()
-        state["trainer"] = self.state.__dict__.copy()
+        # as the Trainer itself does, without what callbacks have set beside its fields
+        state["trainer"] = {one.name: getattr(self.state, one.name) for one in fields(self.state)}
         return state
 
     def _after_commit(
@@ -416,7 +418,6 @@ class SmckptTrainerMixin:
                 target = {"optimizer": self.optimizer.state_dict()}
             self._load(target, checkpoint)
             self.lr_scheduler.load_state_dict(self._value(checkpoint, "scheduler"))
-
         self._smckpt_loading = False
         go_on(self)
 

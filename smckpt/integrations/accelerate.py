@@ -8,7 +8,6 @@ packs that into the checkpoint. So one commit has all of it.
 
 from __future__ import annotations
 
-import contextlib
 import io
 import os
 import re
@@ -16,7 +15,7 @@ import secrets
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -29,7 +28,7 @@ import smckpt
 from smckpt.checkpoint.commits.run_directory import RunDirectory
 from smckpt.checkpoint.records.format import parse_name
 from smckpt.errors import CheckpointNotFoundError, KeysMismatchError, UsageError
-from smckpt.integrations import refuse_untested
+from smckpt.integrations import optimizer_state, refuse_untested
 from smckpt.integrations.replaced import (
     below_run,
     keep_last,
@@ -153,15 +152,13 @@ def save_state(
         if named and limit is not None:
             keep_last(_run(accelerator), max(limit, 1), iteration)
 
-    with _kinds(accelerator):
-        state = {**_live(accelerator), "files": shared[0], "own_files": own}
-        smckpt.async_save(
-            state,
-            checkpoint_id=below_run(directory) if named else directory,
-            step=iteration,
-            options=smckpt.SaveOptions(on_commit=after_commit),
-            **arguments,
-        )
+    smckpt.async_save(
+        {**_live(accelerator), "files": shared[0], "own_files": own},
+        checkpoint_id=below_run(directory) if named else directory,
+        step=iteration,
+        options=smckpt.SaveOptions(on_commit=after_commit),
+        **arguments,
+    )
     return directory
 
 
@@ -246,9 +243,8 @@ def load_state(
             f"load_state does not honour {sorted(kwargs)[0]!r} for a checkpoint of smckpt",
             remedy="leave it out",
         )
-    with _kinds(accelerator):
-        target = {**_live(accelerator), "files": b"", "own_files": b""}
-        smckpt.load(target, checkpoint_id=directory, **arguments)
+    target = {**_live(accelerator), "files": b"", "own_files": b""}
+    smckpt.load(target, checkpoint_id=directory, **arguments)
     with _rest_alone(accelerator), tempfile.TemporaryDirectory() as folder:
         for name in ("files", "own_files"):  # files of the second replace those of the first
             with zipfile.ZipFile(io.BytesIO(target[name])) as packed:
@@ -260,23 +256,21 @@ def load_state(
 
 
 def _live(accelerator: Any) -> dict[str, Any]:
-    """State dicts under the names of accelerate's files: model, model_1, optimizer, optimizer_1."""
-    state = {}
-    for kind, objects in (("model", accelerator._models), ("optimizer", accelerator._optimizers)):
-        for index, each in enumerate(objects):
-            state[f"{kind}_{index}" if index else kind] = each.state_dict()
+    """The state under the names of accelerate's files: model, model_1, optimizer, optimizer_1."""
+    state: dict[str, Any] = {}
+    models = accelerator._models
+    with ExitStack() as stack:
+        for model in models:
+            stack.enter_context(smckpt.sm_state_dict_type(model, smckpt.SHARDED))
+        for index, model in enumerate(models):
+            state[f"model_{index}" if index else "model"] = model.state_dict()
+        for index, optimizer in enumerate(accelerator._optimizers):
+            key = f"optimizer_{index}" if index else "optimizer"
+            state[key] = optimizer_state(optimizer, models)
     return state
 
 
-@contextlib.contextmanager
-def _kinds(accelerator: Any) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        for model in accelerator._models:
-            stack.enter_context(smckpt.sm_state_dict_type(model, smckpt.SHARDED))
-        yield
-
-
-@contextlib.contextmanager
+@contextmanager
 def _rest_alone(accelerator: Any) -> Iterator[None]:
     """accelerate's own methods see no models and no optimizers, and use the folder that they are
     given."""

@@ -201,6 +201,42 @@ def test_two_models_with_an_optimizer_each_are_saved_and_loaded(tmp_path: Path) 
     assert all(map(torch.equal, everything(parts), wanted))
 
 
+@pytest.mark.parametrize("of", ["two models", "none", "a model and none", "a part of a model"])
+def test_an_optimizer_comes_back_whatever_tensors_it_trains(tmp_path: Path, of: str) -> None:
+    def run(kind: Any, out: Path, *, resumed: bool) -> list[torch.Tensor]:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        made = kind(cpu=True)
+        torch.manual_seed(int(resumed))
+        one, two, free = torch.nn.Linear(4, 4), torch.nn.Linear(4, 1), torch.ones(4)
+        free.requires_grad_()
+        trained = {
+            "two models": [*two.parameters(), *one.parameters()],
+            "none": [free],
+            "a model and none": [free, *two.parameters()],
+            "a part of a model": [two.bias],
+        }
+        optimizer = torch.optim.AdamW(trained[of], 0.1)
+        one, two, optimizer = made.prepare(one, two, optimizer)
+        if resumed:
+            made.load_state(str(out))
+        else:
+            made.backward(two(one(torch.ones(2, 4) * free)).sum())
+            optimizer.step()
+            made.save_state(str(out))
+        made.end_training()
+        values = [*one.state_dict().values(), *two.state_dict().values()]
+        for parameter in trained[of]:  # in order: stock may keep another
+            values += optimizer.state[parameter].values()
+        return [each.detach().clone() for each in values]
+
+    for kind in (Accelerator, SmckptAccelerator):
+        out = tmp_path / kind.__name__
+        wanted = run(kind, out, resumed=False)
+        got = run(kind, out, resumed=True)
+        assert len(wanted) > 4 and all(map(torch.equal, got, wanted)), kind
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
 @pytest.fixture
 def plain() -> Iterator[SmckptAccelerator]:
     """Without automatic names, of one model and its optimizer."""

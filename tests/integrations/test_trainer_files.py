@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import (
     Trainer,
     TrainerCallback,
@@ -143,6 +144,36 @@ def test_overridden_methods_are_called_as_stock_calls_them(tmp_path: Path) -> No
     begins = Begins()
     trainer(tmp_path / "b", 6, begins, kind=overrides(SmckptTrainer, "again")).train(True)
     assert begins.step == 4
+
+
+def test_an_optimizer_that_trains_more_than_the_model_comes_back_as_in_stock(
+    tmp_path: Path,
+) -> None:
+    def own(base: Any) -> Any:
+        class Own(base):  # type: ignore[misc]
+            def create_optimizer(self, *model: Any) -> Any:
+                made = super().create_optimizer(*model)
+                self.more = torch.zeros(3, requires_grad=True)  # as of a loss
+                made.add_param_group({"params": [self.more]})
+                return made
+
+            def training_step(self, *args: Any) -> Any:
+                self.more.grad = torch.full((3,), 1.0 + self.state.global_step)
+                return super().training_step(*args)
+
+        return Own
+
+    moments = {}
+    for kind in (Trainer, SmckptTrainer):
+        out = tmp_path / kind.__name__
+        trainer(out, 2, kind=own(kind)).train()
+        begins = Begins()
+        again = trainer(out, 4, begins, kind=own(kind))
+        again.train(True)
+        assert begins.step == 2
+        slots = again.optimizer.state[again.more]
+        moments[kind] = {**weights(again.model), "first": slots["exp_avg"], **slots}
+    assert same(moments[Trainer], moments[SmckptTrainer])
 
 
 @pytest.mark.parametrize("value", [1, {"seen": [0.5]}, print, object()])

@@ -16,6 +16,7 @@ from transformers.utils.import_utils import is_torch_xla_available
 
 import smckpt
 from smckpt.errors import CheckpointError, SaveFailedError, UsageError
+from smckpt.integrations import optimizer_state
 from smckpt.integrations.kept import KeptSteps, memory_of
 from smckpt.integrations.replaced import remove_stale, stamps, stock_files, store_arguments
 from smckpt.integrations.transformers.files import (
@@ -210,7 +211,7 @@ class SmckptTrainerMixin:
         with self._block():
             state = {"model": adapter_only(self._wrapped, self._wrapped.state_dict())}
             if not self.args.save_only_model:
-                state["optimizer"] = self.optimizer.state_dict()
+                state["optimizer"] = optimizer_state(self.optimizer, [self._wrapped])
         if not self.args.save_only_model:
             state["scheduler"] = self.lr_scheduler.state_dict()
             state["rng"] = rng_state()
@@ -235,8 +236,7 @@ class SmckptTrainerMixin:
         beside: Mapping[str, bytes] = {}
         if self.args.should_save:
             if self._smckpt_beside is None:
-                # once, and in this thread: a fast tokenizer fails where one thread uses it and
-                # another saves it
+                # once, and in this thread: a fast tokenizer is one thread's to use and save
                 self._smckpt_beside = files_of_tokenizer(self)
             beside = {**self._smckpt_beside, **files_of_run(self)}
 
@@ -415,7 +415,7 @@ class SmckptTrainerMixin:
             )
         else:
             with self._block():
-                target = {"optimizer": self.optimizer.state_dict()}
+                target = {"optimizer": optimizer_state(self.optimizer, [self._wrapped])}
             self._load(target, checkpoint)
             self.lr_scheduler.load_state_dict(self._value(checkpoint, "scheduler"))
         self._smckpt_loading = False

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,7 +17,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
 import smckpt
 from smckpt.integrations.transformers import SmckptTrainer
 from smckpt.storage import open_storage
-from tests.support.frameworks.small_trainer import flip, trainer, weights
+from tests.support.frameworks.small_trainer import flip, tiny, trainer, weights
 from tests.support.frameworks.trainer_run import sharded
 from tests.support.launch import run_ranks
 
@@ -199,11 +200,58 @@ def damaged(out: Path, url: str, how: str) -> None:
         assert starts.step == 2, (what, rank, starts.step)
 
 
+def adapters(out: Path, url: str, how: str) -> None:
+    """Of PEFT: the adapters alone are saved, and the run goes on exactly, as stock's does."""
+
+    def made(name: str) -> Any:
+        torch.manual_seed(1)
+        options = {"modules_to_save": ["lm_head"]} if name == "with a head" else {}
+        given = {"r": 2, "target_modules": ["q_proj", "v_proj"], "use_dora": name == "dora"}
+        model = peft.get_peft_model(tiny(), peft.LoraConfig(**given, **options))
+        if name == "two":
+            model.add_adapter("other", peft.LoraConfig(r=3, target_modules=["k_proj"]))
+            model.set_adapter("other")
+        return model
+
+    for name in ("lora", "with a head", "dora", "two"):
+        ended = {}
+        for kind in (Trainer, SmckptTrainer):
+            run = out / name / kind.__name__
+            first = trainer(run, 2, kind=kind, model=made(name), **kinds(how))
+            first.train()
+            starts = Starts()
+            dist.barrier()
+            again = trainer(run, 4, starts, kind=kind, model=made(name), **kinds(how))
+            again.train(True)
+            assert starts.step == 2 and equal(starts.parts, local(first.model)), (name, kind)
+            ended[kind] = local(again.model)
+        assert equal(ended[Trainer], ended[SmckptTrainer]), name
+        straight = trainer(out / name / "straight", 4, model=made(name), **kinds(how))
+        straight.train()
+        assert equal(ended[SmckptTrainer], local(straight.model)), name
+        saved = smckpt.load(
+            checkpoint_id=run / "checkpoint-4",
+            options=smckpt.LoadOptions(only=["model"]),
+            no_dist=True,
+        )
+        marks = ("lora_", "modules_to_save")
+        assert all(any(mark in key for mark in marks) for key in saved["model"]), [*saved["model"]]
+
+
 PATHS: dict[str, Callable[[Path, str, str], None]] = {
     each.__name__: each
-    for each in (looked_at, retried, damaged, weights_alone, in_s3, over_stock, overridden)
+    for each in (
+        looked_at,
+        retried,
+        adapters,
+        damaged,
+        weights_alone,
+        in_s3,
+        over_stock,
+        overridden,
+    )
 }
-QUICK = (*PATHS,)[:2]
+QUICK = (*PATHS,)[:3]
 
 
 def ranks(out: str, url: str, how: str, names: tuple[str, ...]) -> dict[str, str]:

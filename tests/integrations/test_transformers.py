@@ -80,6 +80,27 @@ def test_a_script_of_the_trainer_is_run_as_it_is(
     run_as_it_is(tmp_path, monkeypatch, sys.executable)
 
 
+def test_a_script_whose_output_dir_is_in_s3_is_run_as_it_is(
+    tmp_path: Path, s3_root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRAINER_STOCK", "1")
+    out, by = f"{s3_root}/run", ("-m", "smckpt.run", "--for", "transformers")
+    for machine in ("1", "2"):
+        (tmp_path / machine).mkdir()
+    monkeypatch.chdir(tmp_path / "1")
+    died = child.script(SCRIPT, out, "plain", "die", "5", "between", by=by)
+    assert died.returncode != 0 and "it lives" not in died.stderr, died.stderr
+    assert [one.step for one in smckpt.find_checkpoints(out)][-1] == 4
+    monkeypatch.chdir(tmp_path / "2")
+    done = child.script(SCRIPT, out, "plain", "resume", by=by)
+    assert done.returncode == 0, done.stderr[-4000:]
+    (told,) = child.told(done)
+    assert told["resumed"] == told["straight"]
+    assert [one.step for one in smckpt.find_checkpoints(out)] == [6, 7]
+    assert verify_checkpoint(f"{out}/checkpoint-7").ok
+    assert not [*tmp_path.rglob("*.safetensors")]
+
+
 @pytest.mark.long
 def test_a_script_of_transformers_4_is_run_as_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import stat
 from collections.abc import Iterator
@@ -24,7 +25,8 @@ class NewTarget:
     fails or something is there by then.
 
     Nothing is reached through a link that somebody puts there meanwhile: the directory above both,
-    which the user named, stays open, and so does what is made in it.
+    which the user named, stays open, and so does what is made in it. What killed ones left for this
+    target is removed; a living one's is locked.
     """
 
     def __init__(self, target: str, *, directory: bool) -> None:
@@ -46,10 +48,13 @@ class NewTarget:
                     taken = bool(directory.names())
             if taken:
                 raise self._taken()
+            begun = rf"{re.escape(self._name)}\.[0-9a-f]{{12}}{re.escape(UNFINISHED)}"
+            self._above.remove_dead(re.compile(begun))
             if self._directory:
                 self._made = self._above.make(self._begun)
             else:
                 self._fd = self._above.create(self._begun)
+            self._lock = self._above.lock(self._begun)
         except BaseException as error:
             self._above.close()
             if isinstance(error, OSError):
@@ -118,6 +123,8 @@ class NewTarget:
                 self._made.close()
             else:
                 os.close(self._fd)
+            if self._lock is not None:
+                os.close(self._lock)
             with self._above, suppress(OSError):
                 self._above.remove_all(self._begun)
 

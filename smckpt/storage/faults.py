@@ -208,16 +208,54 @@ def too_long(name: str, size: int, most: int, path: str) -> CorruptCheckpointErr
     )
 
 
-# verb → what it returns
-_RETURNS: Mapping[str, tuple[type, ...]] = {
-    "size": (int,), "put_exclusive": (bool, int), "read": (bytes, bytearray, memoryview),
-    "list": (Sequence,), "list_dirs": (Sequence,), "names": (Sequence,),
-    "list_unfinished": (Sequence,),
-}  # fmt: skip
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_list(value: Any, of: Callable[[Any], bool]) -> bool:
+    return (
+        isinstance(value, Sequence) and not isinstance(value, (str, bytes)) and all(map(of, value))
+    )
+
+
+def _are_names(value: Any) -> bool:
+    return _is_list(value, lambda name: isinstance(name, str))
+
+
+def _are_files(value: Any) -> bool:
+    return _is_list(
+        value,
+        lambda file: (
+            isinstance(getattr(file, "name", None), str) and _is_count(getattr(file, "size", None))
+        ),
+    )
+
+
+def _has(*methods: str) -> Callable[[Any], bool]:
+    return lambda value: all(callable(getattr(value, method, None)) for method in methods)
+
+
+# verb → what it returns, and whether a value is that
+_RETURNS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
+    "size": ("number of bytes", _is_count),
+    "put_exclusive": ("bool", lambda value: isinstance(value, int)),
+    "read": ("bytes", lambda value: isinstance(value, (bytes, bytearray, memoryview))),
+    "list": ("list of FileInfo", _are_files),
+    "list_dirs": ("list of names", _are_names),
+    "names": ("list of names", _are_names),
+    "list_unfinished": ("list of names", _are_names),
+    "create_file": ("FileWriter", _has("write_at", "finish", "abort")),
+    "join": ("store", _has("read_into", "list")),
+    "at": ("store", _has("read_into", "list")),
+}
 _OF_STORES = (
-    *_RETURNS, "create_file", "read_into", "delete", "delete_many", "put", "fetch", "try_out",
-    "discard_unfinished", "stored_crc64", "remove_directory", "refuse_links", "join", "at", "close",
+    *_RETURNS, "read_into", "delete", "delete_many", "put", "overwrite", "fetch", "try_out",
+    "discard_unfinished", "stored_crc64", "sync", "remove_directory", "rename", "refuse_links",
+    "close",
 )  # fmt: skip
+# What ends a process or a generator is not a store's. Anything else is, also what a loop of asyncio
+# or a library of Rust raises below BaseException.
+_NOT_OF_STORES = (CheckpointError, MemoryError, KeyboardInterrupt, SystemExit, GeneratorExit)
 _OF_FILES = ("read_into", "size", "read", "fetch", "stored_crc64")  # of one file, by name
 _OF_WRITERS = ("write_at", "finish", "abort")
 
@@ -238,7 +276,11 @@ def _fault_of(
         of_file: whether it was about one file, so that FileNotFoundError says that it is missing.
     """
     kind = CheckpointNotFoundError if of_file and isinstance(error, FileNotFoundError) else None
-    what = f"the store {owner} raised {type(error).__name__} in {action}: {error}"
+    try:
+        text = str(error)
+    except Exception as failed:
+        text = f"(its text raises {type(failed).__name__})"
+    what = f"the store {owner} raised {type(error).__name__} in {action}: {text}"
     remedy = "this is an error of that store and not of smckpt: correct it there, or ask its author"
     if kind is not None:
         return kind(what, remedy=remedy, path=path)
@@ -252,9 +294,9 @@ def guarded(call: Callable[..., Any], owner: str, action: str, path: str) -> Cal
     def guarding(*args: Any, **named: Any) -> Any:
         try:
             return call(*args, **named)
-        except (CheckpointError, MemoryError):
+        except _NOT_OF_STORES:
             raise
-        except Exception as error:
+        except BaseException as error:
             raise _fault_of(error, owner, action, path) from error
 
     return guarding
@@ -273,21 +315,20 @@ def guard(cls: type) -> None:
 
 
 def _verb(call: Callable[..., Any], owner: str, verb: str) -> Callable[..., Any]:
-    wanted = _RETURNS.get(verb)
+    what, is_that = _RETURNS.get(verb, ("", lambda value: True))
 
     @functools.wraps(call)
     def guarding(self: Any, *args: Any, **named: Any) -> Any:
         try:
             result = call(self, *args, **named)
-        except (CheckpointError, MemoryError):
+        except _NOT_OF_STORES:
             raise
-        except Exception as error:
+        except BaseException as error:
             path, of_file = _path_of(self, verb, args), verb in _OF_FILES
             raise _fault_of(error, owner, verb, path, of_file=of_file) from error
-        if wanted is not None and not isinstance(result, wanted):
+        if not is_that(result):
             raise StorageError(
-                f"the store {owner} returned {str(result)[:80]!r} from {verb}, which is no "
-                f"{wanted[0].__name__}",
+                f"the store {owner} returned {str(result)[:80]!r} from {verb}, which is no {what}",
                 remedy="this is an error of that store and not of smckpt: correct it there",
                 path=_path_of(self, verb, args),
             )

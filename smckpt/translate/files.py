@@ -431,9 +431,10 @@ class Output:
 
     def _there(self) -> set[str]:
         """What is in the directory, and in the one for templates."""
-        folder = TEMPLATES in self.storage.list_dirs()
-        inside = self.at(TEMPLATES).names(all_kinds=True) if folder else ()
-        return {*self.storage.names(all_kinds=True), *(f"{TEMPLATES}/{name}" for name in inside)}
+        folders = self.storage.list_dirs()
+        inside = self.at(TEMPLATES).names(all_kinds=True) if TEMPLATES in folders else ()
+        found = {*self.storage.names(all_kinds=True), *folders}
+        return found | {f"{TEMPLATES}/{name}" for name in inside}
 
     def _not_empty(self, names: Collection[str]) -> UsageError:
         return UsageError(

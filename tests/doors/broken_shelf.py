@@ -10,11 +10,26 @@ from typing import Any
 from smckpt.storage import Access, FileInfo, FileWriter, Storage
 from tests.doors.shelf import ShelfStorage
 
-__all__ = ["BrokenStorage", "OddError", "break_in", "makes_none"]
+__all__ = ["WRONG", "BrokenStorage", "OddError", "break_in", "makes_none"]
 
 
 class OddError(Exception):
     """An error that only this store has."""
+
+
+class PanicError(BaseException):
+    """As libraries of Rust raise them, and loops of asyncio, below no Exception."""
+
+
+class MuteError(Exception):
+    def __str__(self) -> str:
+        raise ValueError("is broken")
+
+
+ERRORS = {each.__name__: each for each in (OddError, PanicError, MuteError)}
+WRONG: dict[str, Any] = {
+    "None": None, "text": "abc", "numbers": [1], "bytes": [b"a"], "negative": -1,
+}  # fmt: skip
 
 
 def break_in(base: str, verb: str, kind: str) -> None:
@@ -35,10 +50,11 @@ class BrokenStorage(ShelfStorage):
         note = Path(f"{self._base}.broken")
         if note.exists():
             broken, kind = note.read_text().split()
-            if broken == verb and kind == "None":
+            if broken == verb and kind in WRONG:
+                self._wrong = WRONG[kind]
                 return True
             if broken == verb:
-                raise {**vars(builtins), "OddError": OddError}[kind](f"{verb} is broken")
+                raise {**vars(builtins), **ERRORS}[kind](f"{verb} is broken")
         return False
 
     def create_file(self, name: str, size: int, *, replace: bool = False) -> FileWriter:
@@ -46,7 +62,7 @@ class BrokenStorage(ShelfStorage):
         return _Writer(self, super().create_file(name, size, replace=replace))
 
     def put_exclusive(self, name: str, data: bytes) -> bool:
-        return None if self._fail("put_exclusive") else super().put_exclusive(name, data)  # type: ignore[return-value]
+        return self._wrong if self._fail("put_exclusive") else super().put_exclusive(name, data)  # type: ignore[return-value]
 
     def read_into(
         self,
@@ -59,13 +75,13 @@ class BrokenStorage(ShelfStorage):
         super().read_into(name, offset, buffers, seen)
 
     def size(self, name: str) -> int:
-        return None if self._fail("size") else super().size(name)  # type: ignore[return-value]
+        return self._wrong if self._fail("size") else super().size(name)  # type: ignore[return-value]
 
     def list(self, prefix: str = "") -> list[FileInfo]:
-        return None if self._fail("list") else super().list(prefix)  # type: ignore[return-value]
+        return self._wrong if self._fail("list") else super().list(prefix)  # type: ignore[return-value]
 
     def list_dirs(self) -> list[str]:  # type: ignore[override]
-        return None if self._fail("list_dirs") else [*super().list_dirs()]  # type: ignore[return-value]
+        return self._wrong if self._fail("list_dirs") else [*super().list_dirs()]  # type: ignore[return-value]
 
     def at(self, url: str) -> Storage:
         self._fail("at")

@@ -4,6 +4,7 @@ an installed package; shelf.py is that package's module. The worker finds it, to
 from __future__ import annotations
 
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -75,7 +76,9 @@ SAVES = ("making", "create_file", "write_at", "finish", "put_exclusive", "list")
 LOADS = ("making", "read_into", "size", "list")
 
 
-@pytest.mark.parametrize("kind", ["OddError", "KeyError", "ValueError", "FileNotFoundError"])
+@pytest.mark.parametrize(
+    "kind", ["OddError", "KeyError", "ValueError", "FileNotFoundError", "PanicError", "MuteError"]
+)
 @pytest.mark.parametrize("verb", SAVES)
 def test_what_a_store_of_others_raises_in_a_save_is_told_as_its_own(
     tmp_path: Path, verb: str, kind: str
@@ -90,7 +93,9 @@ def test_what_a_store_of_others_raises_in_a_save_is_told_as_its_own(
     told_as_theirs(str(caught.value), verb, kind)
 
 
-@pytest.mark.parametrize("kind", ["OddError", "TypeError", "AttributeError", "OSError"])
+@pytest.mark.parametrize(
+    "kind", ["OddError", "TypeError", "AttributeError", "OSError", "PanicError", "MuteError"]
+)
 @pytest.mark.parametrize("verb", LOADS)
 def test_what_a_store_of_others_raises_in_a_read_is_told_as_its_own(
     tmp_path: Path, verb: str, kind: str
@@ -111,17 +116,22 @@ def test_what_a_store_of_others_raises_in_a_read_is_told_as_its_own(
         told_as_theirs(str(caught.value), verb, kind)
 
 
-@pytest.mark.parametrize("verb", ["put_exclusive", "size", "list"])
+@pytest.mark.parametrize(
+    ("verb", "kind"),
+    [("put_exclusive", "None"), ("size", "None"), ("size", "negative"),
+     *(("list", kind) for kind in ("None", "text", "numbers", "bytes"))],
+)  # fmt: skip
 def test_what_a_store_of_others_returns_of_a_wrong_type_is_told_as_its_own(
-    tmp_path: Path, verb: str
+    tmp_path: Path, verb: str, kind: str
 ) -> None:
     smckpt.register_store("broken", broken_shelf.BrokenStorage)
     base = f"{tmp_path}/shelf.sqlite"
     state = {"model": {"w": torch.arange(100.0)}}
     place = f"broken://{base}/one"
     smckpt.save(state, checkpoint_id=place)
-    broken_shelf.break_in(base, verb, "None")
-    with pytest.raises(smckpt.CheckpointError, match=f"returned 'None' from {verb}") as caught:
+    broken_shelf.break_in(base, verb, kind)
+    wrong = re.escape(f"returned {str(broken_shelf.WRONG[kind])!r} from {verb}")
+    with pytest.raises(smckpt.CheckpointError, match=wrong) as caught:
         if verb == "put_exclusive":
             smckpt.save(state, checkpoint_id=f"broken://{base}/two")
         else:
@@ -135,8 +145,26 @@ def test_a_function_that_makes_no_store_is_refused(tmp_path: Path) -> None:
         open_storage(f"nostore://{tmp_path}/x")
 
 
+@pytest.mark.parametrize("kind", ["None", "text", "numbers", "bytes", "PanicError"])
+def test_a_step_that_a_store_of_others_does_not_list_costs_itself(
+    tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The manager goes on to save, and its thread of retention to delete."""
+    smckpt.register_store("broken", broken_shelf.BrokenStorage)
+    base = f"{tmp_path}/shelf.sqlite"
+    with smckpt.CheckpointManager(f"broken://{base}/run", keep_last_n=1, random=False) as run:
+        run.save(1, {"w": torch.ones(2)}).wait()
+        broken_shelf.break_in(base, "list", kind)
+        with pytest.raises(smckpt.CheckpointError):
+            run.save(2, {"w": torch.ones(2)}).wait()
+        Path(f"{base}.broken").unlink()
+        run.save(3, {"w": torch.ones(2)}).wait()
+        run.save(4, {"w": torch.ones(2)}).wait()
+    assert [found.step for found in smckpt.find_checkpoints(f"broken://{base}/run")][-1] == 4
+
+
 def told_as_theirs(text: str, verb: str, kind: str) -> None:
     assert "report it" not in text and "fault of smckpt" not in text, text
-    assert f"{kind} in " in text and "is broken" in text, text
+    assert f"{kind} in " in text and ("is broken" in text or "its text raises" in text), text
     assert "tests.doors.broken_shelf." in text and "error of that store" in text, text
     assert "/one" in text or "/two" in text or "shelf.sqlite" in text, text

@@ -185,19 +185,27 @@ def yaml_beside(folder: Folder) -> tuple[SourceFacts, ...]:
 
 def _facts_of_yaml(text: str, where: str, section: str) -> SourceFacts | None:
     """What a section says, or the top without a name. Only plain values are read, by their
-    lines."""
+    lines. A model of Bridge's may have its own values in `transformer` below the section."""
     found: dict[str, _PLAIN] = {}
-    inside: str | None = None  # the indent of what stands below the section's name
+    # The indents of what stands below the section's name, and below `transformer` in it; "" before
+    # the first line of it.
+    inside: str | None = None
+    deeper: str | None = None
     for line in text.splitlines():
-        match = re.fullmatch(r"( *)([A-Za-z_]\w*):(?:\s+(.*?))?\s*", line)
+        match = re.fullmatch(r"( *)([A-Za-z_]\w*):(?:\s+(.*))?", line.rstrip())
         if match is None:
             continue
         indent, name, value = match.groups()
+        opens = not value or value[0] in "&!"  # an anchor or a class, and what follows
         if not indent:
-            inside = None if name != section or value else ""
+            inside, deeper = "" if opens and name == section else None, None
         elif inside == "":
             inside = indent
-        here = indent == inside if section else not indent
+        elif deeper == "" and len(indent) > len(inside or ""):
+            deeper = indent
+        if section and indent == inside:
+            deeper = "" if opens and name == "transformer" else None
+        here = indent in (inside, deeper) if section else not indent
         if here and value and not value.startswith(("&", "*", "!", "{", "[", "|", ">")):
             found[name] = _scalar(value)
     known = _aliased(found)

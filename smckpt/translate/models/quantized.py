@@ -44,6 +44,7 @@ _OTHER_SCALES = ("_scale", "_scale_2", "_zero_point")
 _METHODS = ("fp8", "mxfp4")  # quantization_config.quant_method
 _SQUARE = (128, 128)  # blocks of float8 where the config names none, as in transformers
 _GROUP = 32  # numbers of mxfp4 with one scale, in 16 bytes
+_NO_SCALE = 255
 
 
 def _constant(values: Sequence[Any]) -> Array:
@@ -139,7 +140,14 @@ class _Mxfp4:
 
         pairs = part(self.blocks, 2)
         numbers = _TWICE[pairs].reshape(*pairs.shape[:2], -1)
-        factors = _HALF.take(part(self.scales, _GROUP))
+        scales = part(self.scales, _GROUP)
+        if (scales == _NO_SCALE).any():
+            raise CorruptCheckpointError(
+                f"{self.scales} has the scale {_NO_SCALE}, which stands for NaN (E8M0); "
+                "transformers takes it for 2**128",
+                remedy="fetch all files of the release again", path=reader.url,
+            )  # fmt: skip
+        factors = _HALF.take(scales)
         with np.errstate(over="ignore"):
             out: Array = numbers.take(index - row.at // 2 * 2, axis=2)
             out *= factors.take(index // _GROUP - row.at // _GROUP, axis=2)

@@ -353,7 +353,8 @@ def test_every_byte_with_every_scale_is_what_transformers_unpacks(tmp_path, vers
 
     byte = torch.arange(256, dtype=torch.uint8).view(16, 16)
     blocks = byte.repeat(1, 256, 1, 1).reshape(2, 8, 256, 16).contiguous()
-    scales = torch.arange(256).repeat_interleave(16).to(torch.uint8).view(2, 8, 256)
+    # 255 stands for NaN, and is refused
+    scales = torch.arange(256).clamp(max=254).repeat_interleave(16).to(torch.uint8).view(2, 8, 256)
     save_file({"e_blocks": blocks, "e_scales": scales}, tmp_path / "model.safetensors")
     if version == 5:
         wanted = convert_moe_packed_tensors(blocks, scales)
@@ -363,6 +364,16 @@ def test_every_byte_with_every_scale_is_what_transformers_unpacks(tmp_path, vers
         wanted = load_file(paths[1])["e"]
     for step in (1 << 30, 4999):
         assert same(read_all(tmp_path, step), {"e": wanted})
+
+
+def test_a_scale_that_stands_for_no_number_is_refused(tmp_path):
+    """transformers takes it for 2**128, servers for NaN."""
+    blocks = torch.ones(2, 4, 2, 16, dtype=torch.uint8)
+    scales = torch.full((2, 4, 2), 127, dtype=torch.uint8)
+    scales[1, 2, 1] = 255
+    save_file({"e_blocks": blocks, "e_scales": scales}, tmp_path / "model.safetensors")
+    with pytest.raises(errors.CorruptCheckpointError, match=r"e_scales has the scale 255.*NaN"):
+        read_all(tmp_path, 1 << 30)
 
 
 @pytest.mark.parametrize(

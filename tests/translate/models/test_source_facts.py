@@ -24,6 +24,7 @@ from smckpt.translate.fact_table import FACTS
 from smckpt.translate.facts import compare_facts
 from smckpt.translate.tables.dims import read_dims
 from smckpt.translate.tables.layouts import layouts_of
+from tests.support.limits import within
 from tests.support.models import families, next_families, references
 from tests.support.models.references import each_rank, on_disk
 
@@ -510,11 +511,16 @@ def test_nemos_context_is_compared(tmp_path, llama, old, new, named):
     assert "context/model.yaml" in str(caught.value)
 
 
+@pytest.mark.parametrize("nested", ["", "model:", "model: &id001"])
 @pytest.mark.parametrize("kind", ["distributed", "ranks"])
-def test_the_run_config_of_megatron_bridge_is_compared(tmp_path, llama, kind):
-    """It lies among the files of the iteration, and is the only one that says what the model is."""
+def test_the_run_config_of_megatron_bridge_is_compared(tmp_path, llama, kind, nested):
+    """It lies among the files of the iteration, and is the only one that says what the model is.
+    nested: the values are in `transformer` of the model."""
     model, state = llama
     right = NEMO_2.replace("config:", "model:").replace("kv_channels: null", "kv_channels: 16")
+    if nested:
+        below = right.partition("model:")[2].partition("\nnum_layers")[0].replace("\n", "\n  ")
+        right = f"{nested}\n  vocab_size: 96\n  transformer:{below}\ntrain:\n  num_layers: 99\n"
 
     def written(name: str, less: float, old: str = "", new: str = "") -> Path:
         cut = {n: (t.double() - less).float() if "norm" in n and n.endswith("weight") else t
@@ -541,6 +547,16 @@ def test_the_run_config_of_megatron_bridge_is_compared(tmp_path, llama, kind):
     with pytest.raises(errors.TensorMismatchError, match="num_attention_heads") as caught:
         export_hf(heads, tmp_path / "no", config=model.config)
     assert "run_config.yaml" in str(caught.value)
+
+
+def test_a_line_of_blanks_costs_no_time(tmp_path: Path, llama: Any) -> None:
+    """It took time by the square of its length: hours for a megabyte."""
+    model, state = llama
+    folder = tmp_path / "iter_0000010"
+    torch.save({"iteration": 10}, distributed(folder, references.mcore(state, 1, 0)) / "common.pt")
+    (folder / "run_config.yaml").write_text("model:\n  name: a" + " " * (1 << 20) + "b\n")
+    with within(60):
+        export_hf(folder, tmp_path / "hf", config=model.config)
 
 
 def test_norms_of_transformer_engines_names_are_read_as_the_args_say(

@@ -68,7 +68,7 @@ TEMPLATES = "additional_chat_templates"  # a directory of *.jinja
 # Files whose `auto_map` names classes in Python files beside them.
 _WITH_CODE = (CONFIG, "tokenizer_config.json", "processor_config.json", "preprocessor_config.json")
 _MOST_CODE = 1 << 24  # bytes of a module that is searched for imports
-_IMPORTED = re.compile(r"^\s*(?:from\s+\.(\w+)\s+import|import\s+\.(\w+))", re.MULTILINE)
+_IMPORTED = re.compile(r"^[ \t]*(?:from\s+\.(\w+)\s+import|import\s+\.(\w+))", re.MULTILINE)
 # Generation settings that a model's config may carry and `generate` needs.
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 

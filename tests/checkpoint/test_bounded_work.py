@@ -26,6 +26,7 @@ from smckpt.layout.mesh import Mesh
 from smckpt.layout.strided import Box
 from smckpt.translate.config import code_files
 from smckpt.translate.exports.sidecars import tokenizer_of, write_sidecars
+from tests.support.limits import within
 
 SPARSE = 6 << 30
 MIB = 1 << 20
@@ -118,6 +119,15 @@ def test_code_of_gigabytes_is_not_searched_for_imports(tmp_path: Path) -> None:
         assert tracemalloc.get_traced_memory()[1] < MIB
     finally:
         tracemalloc.stop()
+
+
+def test_empty_lines_of_code_are_passed_over(tmp_path: Path) -> None:
+    """The search took time by the square of their number: hours for a megabyte."""
+    (tmp_path / "config.json").write_text('{"auto_map": {"AutoConfig": "long.Config"}}')
+    (tmp_path / "long.py").write_text("\n" * MIB + "if True:\n\tfrom .more import x\n")
+    (tmp_path / "more.py").write_text("")
+    with within(60):
+        assert [path.name for path in code_files(tmp_path)] == ["long.py", "more.py"]
 
 
 def test_a_tokenizers_file_of_gigabytes_is_refused_unread(tmp_path: Path) -> None:

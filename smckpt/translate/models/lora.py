@@ -422,7 +422,39 @@ def read_lora_config(source: Any, adapter: str | None = None) -> LoraConfig:
             remedy="pass the adapter's own config",
             path=where,
         )
+    for name, patterns in (("r", "rank_pattern"), ("lora_alpha", "alpha_pattern")):
+        of = values.get(patterns) or {}
+        if not isinstance(of, Mapping) or not all(map(_is_number, [values[name], *of.values()])):
+            raise UsageError(
+                f"{name} or {patterns} of the adapter's config is no number: {values[name]!r}, "
+                f"{str(of)[:80]}",
+                remedy="pass the adapter's own config",
+                path=where,
+            )
+        for pattern in of:
+            if not _is_bounded(pattern):
+                raise UsageError(
+                    f"{patterns} of the adapter's config has {pattern[:80]!r}, which is no "
+                    "expression, or could take for ever to match a name",
+                    remedy="name the modules, or write it without repeated groups and with at most "
+                    "two of * and +",
+                    path=where,
+                )
     return LoraConfig({**values, "inference_mode": True})
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+def _is_bounded(pattern: str) -> bool:
+    """Whether it is an expression that matches a name in a bounded number of steps."""
+    try:
+        re.compile(pattern)
+    except (re.error, RecursionError, OverflowError):
+        return False
+    bare = re.sub(r"\\.", "", pattern)
+    return not re.search(r"\)[*+{]", bare) and len(re.findall(r"[*+{]", bare)) <= 2
 
 
 def _plain(value: Any) -> Any:

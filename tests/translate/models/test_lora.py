@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GptOssConfig
 
 from smckpt import Adapter, ExportOptions, Parallel, errors, export_hf
 from tests.support import child
-from tests.support.limits import seconds
+from tests.support.limits import seconds, within
 from tests.support.models import references as ref
 from tests.support.models import shards
 
@@ -294,6 +294,38 @@ def test_a_merge_keeps_in_float32_what_from_pretrained_does(tmp_path):
         found = load_file(tmp_path / folder / "model.safetensors")
         kept = {name for name, tensor in found.items() if tensor.dtype == torch.float32}
         assert kept == {name for name in found if "norm" in name} != set()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error"),
+    [
+        ({"rank_pattern": {"(a+)+$": 2}}, "for ever"),
+        ({"alpha_pattern": {"(x|x)*y": 2}}, "for ever"),
+        ({"rank_pattern": {".*.*.*.*q": 2}}, "for ever"),
+        ({"rank_pattern": {"q_proj(": 2}}, "no expression"),
+        ({"rank_pattern": ["q_proj"]}, "no number"),
+        ({"alpha_pattern": {"q_proj": "two"}}, "no number"),
+        ({"lora_alpha": None}, "no number"),
+        ({"r": "4"}, "no number"),
+    ],
+)
+def test_a_forged_config_is_refused_by_name(tmp_path, wrong, error):
+    model = llama(rank_pattern={}, alpha_pattern={})
+    checkpoint = saved(tmp_path, model.state_dict())
+    config = {**model.peft_config["default"].to_dict(), **wrong}
+    with within(seconds(60)), pytest.raises(errors.UsageError, match=error):
+        adapter = Adapter(lora="merge", lora_config=config)
+        export_hf(checkpoint, tmp_path / "hf", config=model.config, adapter=adapter)
+
+
+def test_patterns_as_peft_writes_them_stay(tmp_path):
+    ranks = {r"^model\.layers\.(0|1)\.self_attn.q_proj": 3, r".*\.\d+\.mlp\.down_proj": 2}
+    model = llama(rank_pattern=ranks, alpha_pattern={"layers.[01].mlp.down_proj": 5})
+    checkpoint = saved(tmp_path, model.state_dict())
+    adapter = Adapter(lora="merge", lora_config=model.peft_config)
+    export_hf(checkpoint, tmp_path / "hf", config=model.config, adapter=adapter)
+    ours = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    assert torch.allclose(logits(ours), logits(model.merge_and_unload()), atol=1e-6)
 
 
 @pytest.mark.parametrize("what", ["a swapped tensor", "a wrong rank's scale", "a lost tensor"])

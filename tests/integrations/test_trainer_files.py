@@ -16,8 +16,10 @@ from transformers import (
 )
 
 import smckpt
+from smckpt.engine.api import _RUNTIME
 from smckpt.errors import CheckpointError, CorruptCheckpointError, UsageError
 from smckpt.integrations.transformers import SmckptTrainer, SmckptTrainerMixin
+from tests.engine.test_prewarm import arenas, prewarmed
 from tests.support import child
 from tests.support.frameworks.small_trainer import (
     DATA,
@@ -90,6 +92,20 @@ def test_a_callback_that_says_that_it_does_not_look_costs_no_wait(tmp_path: Path
 
     trainer(tmp_path, 2, Counts()).train()
     assert not (tmp_path / "checkpoint-2" / "model.safetensors").exists()
+
+
+def test_a_resumed_run_has_the_memory_of_its_first_save_before_it(tmp_path: Path) -> None:
+    trainer(tmp_path, 2).train()
+    _RUNTIME.drop("default", 60)  # as in a new process
+    others, before = arenas(), dict[int, int]()
+
+    class Looks(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            before.update(before or prewarmed("default"))
+
+    trainer(tmp_path, 4, Looks()).train(resume_from_checkpoint=True)
+    assert len(before) == len(others) + 1
+    assert arenas() == before
 
 
 @pytest.mark.parametrize("step", [2, 4])

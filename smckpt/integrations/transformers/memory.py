@@ -9,6 +9,7 @@ from typing import Any
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 
+import smckpt
 from smckpt.errors import UsageError
 from smckpt.integrations.kept import KeptSteps, memory_of
 from smckpt.integrations.replaced import run_directory
@@ -48,9 +49,11 @@ def keep(trainer: Any, trial: Any) -> None:
 
 
 def go_on(trainer: Any) -> None:
-    """After a resume. The file that the Trainer read first is no checkpoint of its own where the
-    step is in memory."""
+    """After a resume, and at a run's beginning: begin what the first save waits for. The file that
+    the Trainer read first is no checkpoint of its own where the step is in memory."""
     resumed = trainer._smckpt_resumed
+    if trainer.args.save_strategy != "no":
+        smckpt.prewarm(None if resumed is None else trainer._state_to_save())
     if trainer._smckpt_kept is not None:
         trainer._smckpt_kept.restored(trainer.state.global_step)
     if resumed is not None and resumed.chosen.url:

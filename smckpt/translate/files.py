@@ -2,8 +2,7 @@
 
 The directory is checked for files that were there before. Weights are written first and made
 durable. The index, or the name model.safetensors, makes them loadable and comes last. An export
-that is killed leaves files that nothing loads, and on a disk a record of their names, by which the
-next one removes them. Only a `ChunkSource` (`stream`) knows the sources of
+that is killed leaves files that nothing loads. Only a `ChunkSource` (`stream`) knows the sources of
 a range of a target.
 """
 
@@ -16,25 +15,20 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, Protocol
-
-from msgspec import Meta
+from typing import Any, Protocol
 
 from smckpt.checkpoint.commits.part import SummedFile
-from smckpt.checkpoint.records.files import read_file
-from smckpt.checkpoint.records.sealed import FORMAT_VERSION, seal_json
 from smckpt.errors import StorageError, UsageError
 from smckpt.formats.names import INDEX, SINGLE
 from smckpt.layout.entries import DTYPES
 from smckpt.layout.mesh import Shape
 from smckpt.storage import FileWriter, Storage
-from smckpt.storage.disk.posix import PosixStorage
 from smckpt.storage.faults import name_taken
-from smckpt.storage.urls import file_url, is_local, local_path
+from smckpt.storage.urls import file_url, is_local, local_path, normal_url
 from smckpt.translate.config import TEMPLATES
 
 __all__ = [
@@ -48,6 +42,7 @@ __all__ = [
     "arrange",
     "is_quantized",
     "nbytes_of",
+    "refuse_into_source",
 ]
 
 
@@ -207,16 +202,6 @@ def nbytes_of(target: Target) -> int:
 
 
 UNFINISHED = ".unfinished"
-BEGUN = ".export-files.json"  # on a disk, while an export into an empty directory is under way
-MADE_BY_CONVERTER = re.compile(r"\.gguf\.[0-9a-f]{12}\.unfinished", re.A)
-
-
-@dataclass(frozen=True)
-class _Begun:
-    """The files of such an export, before the first is written; one may be in `TEMPLATES`."""
-
-    files: tuple[Annotated[str, Meta(pattern=rf"^({TEMPLATES}/)?(?!\.{{1,2}}\Z)[^/\\\0]+\Z")], ...]
-
 
 # Weights in any form that from_pretrained or a server loads, and what tells of them. Where
 # from_pretrained finds an adapter's config, it loads that adapter, whatever else is there; where
@@ -226,6 +211,7 @@ _WEIGHTS = re.compile(
     r"\.(safetensors|bin|h5|msgpack|pth|gguf|unfinished)(\.index\.json)?$"
     r"|(adapter_config|hf_quant_config|quantize_config|params)\.json$"
 )
+_FILE = re.compile(r"\.[A-Za-z]+$")  # the end of a file's name, not of a step's directory
 
 
 class Output:
@@ -237,15 +223,13 @@ class Output:
         # a single file loads by itself, so it has another name until it is whole
         self._hidden = is_local(url) and len(files) == 1
         self._files = tuple(files)
-        self._guard = threading.Lock()
+        self._lock = threading.Lock()
         self._open: dict[str, SummedFile] = {}
         self._chunks: dict[str, int] = {}
         self._made: list[str] = []
         self._folders: dict[str, Storage] = {}
         self._nested: list[tuple[Storage, str]] = []
         self._new = is_local(url) and not os.path.exists(local_path(url))
-        self._small: list[tuple[str, bytes, str]] | None = None  # until the record has their names
-        self._lock: int | None = None  # of the record, by each process of the export
 
     def prepare(self, *, overwrite: bool) -> None:
         """Refuse a directory that is not empty, or remove the old model from it.
@@ -254,11 +238,8 @@ class Output:
             UsageError: it is not empty and `overwrite` is False.
             StorageError: there is too little space, or the directory cannot be used.
         """
-        self.at(TEMPLATES).refuse_links()  # before anything is removed
-        if isinstance(self.storage, PosixStorage):
-            self.storage.remove_dead(MADE_BY_CONVERTER)
-            self._remove_begun(self.storage, overwrite=overwrite)
         present = self.present(overwrite)
+        self.at(TEMPLATES).refuse_links()  # before anything is removed
         # The index first: after that no mixture of two models can be loaded.
         for name in sorted(filter(_WEIGHTS.match, present), key=lambda n: not n.endswith(".json")):
             self.storage.delete(name)
@@ -266,67 +247,11 @@ class Output:
             for files in (self.storage, self.at(TEMPLATES)):
                 files.discard_unfinished(files.list_unfinished())
         self.check_space()
-        if isinstance(self.storage, PosixStorage) and not self._there():
-            self._small = []
-
-    def begin(self, *further: str) -> None:
-        """Record the names of all files that are to be written, then write the small ones.
-
-        Args:
-            further: names that come later.
-        """
-        small, self._small = self._small, None
-        if small is None:
-            return
-        names = {f"{folder}/{name}" if folder else name for name, _, folder in small}
-        weights = {name for file in self._files for name in (file.name, self._stored(file))}
-        weights |= {INDEX} if len(self._files) > 1 else set()
-        body = {"format": list(FORMAT_VERSION), "files": sorted({*names, *weights, *further})}
-        if not self.storage.put_exclusive(BEGUN, seal_json(body)):
-            raise self._another()
-        self._made.append(BEGUN)
-        self._join()
-        for name, data, folder in small:
-            self.put(name, data, folder)
-
-    def _join(self) -> None:
-        """Hold the record of this export, if there is one, so that no other takes it for that of a
-        killed one."""
-        if self._lock is None and isinstance(self.storage, PosixStorage):
-            self._lock = self.storage.lock(BEGUN, shared=True)
-
-    def _remove_begun(self, storage: PosixStorage, *, overwrite: bool) -> None:
-        """Remove what an export left that was killed. If something else is there, then only with
-        `overwrite`, and that stays."""
-        storage.discard_unfinished([BEGUN])
-        if BEGUN not in storage.names():
-            return
-        lock = storage.lock(BEGUN)
-        if lock is None:
-            raise self._another()
-        try:
-            remedy = f"remove {BEGUN}, if no export to this directory is under way"
-            listed = read_file(_Begun, storage, BEGUN, remedy=remedy).files
-            inside = [name.partition("/")[2] for name in listed if "/" in name]
-            names = [name for name in listed if "/" not in name]
-            templates = self.at(TEMPLATES)
-            storage.discard_unfinished(names)
-            templates.discard_unfinished(inside)
-            if not overwrite and (others := self._there() - {*listed, BEGUN, TEMPLATES}):
-                raise self._not_empty(others)
-            templates.delete_many(inside)
-            templates.remove_directory()  # it stays if files of others are there
-            storage.delete_many(names)
-            storage.sync()
-            storage.delete(BEGUN)
-        finally:
-            os.close(lock)
 
     def writer(self, file: OutputFile, chunks: int) -> FileWriter:
         """The writer of `file`. The first call makes it and writes the header."""
-        with self._guard:
+        with self._lock:
             if file.name not in self._open:
-                self._join()
                 name = self._stored(file)
                 writer = self.begun(file, name)
                 self._open[file.name] = writer
@@ -341,7 +266,7 @@ class Output:
 
     def chunk_done(self, file: OutputFile) -> None:
         """Count a finished chunk. The last one makes the file durable."""
-        with self._guard:
+        with self._lock:
             self._chunks[file.name] -= 1
             if self._chunks[file.name]:
                 return
@@ -350,9 +275,6 @@ class Output:
     def put(self, name: str, data: bytes, folder: str = "") -> None:
         """Write a small file, in the directory or a folder of it. It may replace an old one, which
         only `overwrite` allows."""
-        if self._small is not None:
-            self._small.append((name, data, folder))
-            return
         storage = self.at(folder) if folder else self.storage
         # at once: a card that a kill leaves empty would be taken for one of the user's
         storage.overwrite(name, data)
@@ -404,20 +326,8 @@ class Output:
                 each.callback(storage.delete, name)
             for writer in self._open.values():
                 each.callback(writer.abort)
-        self._leave()
         if self._new and self._made:
             self.storage.remove_directory()  # it stays if files of others are there
-
-    def finish(self) -> None:
-        """End it: the directory is a model, and all is there that belongs to it."""
-        if BEGUN in self._made:
-            self.storage.delete(BEGUN)
-        self._leave()
-
-    def _leave(self) -> None:
-        lock, self._lock = self._lock, None
-        if lock is not None:
-            os.close(lock)
 
     def close(self) -> None:
         for storage in (self.storage, *self._folders.values()):
@@ -425,32 +335,14 @@ class Output:
 
     def present(self, overwrite: bool) -> list[str]:
         present = [f.name for f in self.storage.list()]
-        if not overwrite and (present or self.storage.list_dirs()):
-            raise self._not_empty(self._there())
+        if (present or self.storage.list_dirs()) and not overwrite:
+            raise UsageError(
+                "the directory is not empty",
+                remedy="choose another out_dir, or pass options with overwrite=True to "
+                "replace the model there",
+                path=self.url,
+            )
         return present
-
-    def _there(self) -> set[str]:
-        """What is in the directory, and in the one for templates."""
-        folders = self.storage.list_dirs()
-        inside = self.at(TEMPLATES).names(all_kinds=True) if TEMPLATES in folders else ()
-        found = {*self.storage.names(all_kinds=True), *folders}
-        return found | {f"{TEMPLATES}/{name}" for name in inside}
-
-    def _not_empty(self, names: Collection[str]) -> UsageError:
-        return UsageError(
-            f"the directory is not empty: {', '.join(sorted(names)[:8])}",
-            remedy="choose another out_dir, or pass options with overwrite=True to replace the "
-            "model there",
-            path=self.url,
-        )
-
-    def _another(self) -> UsageError:
-        return UsageError(
-            "another export writes to this directory, or did, where the file system has no locks "
-            "that tell",
-            remedy=f"wait for it; if none is under way, remove {BEGUN} and the files that it names",
-            path=self.url,
-        )
 
     def check_space(self) -> None:
         if not is_local(self.url):
@@ -481,6 +373,37 @@ class Output:
         """The present name of a file. A file that can be loaded by itself has another name until
         the end. An object always appears whole."""
         return file.name + UNFINISHED if self._hidden else file.name
+
+
+def refuse_into_source(
+    out_dir: str | os.PathLike[str], *files: str | os.PathLike[str], **given: Any
+) -> None:
+    """Raise UsageError if `out_dir` contains files of ranks or of another argument. They would be
+    lost when an old model, or the rest of a failed export, is removed."""
+    url = os.fspath(out_dir)
+    there = _urls(url)[0]
+    reserved_paths = [(reserved, "a rank's file") for path in files for reserved in _urls(path)[1:]]
+    for name, value in given.items():
+        if isinstance(value, (str, os.PathLike)):
+            reserved_paths += [(reserved, f"{name}=") for reserved in _urls(value)]
+    for reserved, what in reserved_paths:
+        if reserved == there:
+            raise UsageError(
+                f"out_dir is the directory of {what}, which a failed export would delete",
+                remedy="choose another out_dir",
+                path=url,
+            )
+
+
+def _urls(path: str | os.PathLike[str]) -> list[str]:
+    """A path, and the directory that it is in if it is a file. In a store its name tells that."""
+    url = os.fspath(path)
+    if is_local(url):
+        found = os.path.realpath(local_path(url))
+        return [found, os.path.dirname(found)] if os.path.isfile(found) else [found]
+    found = normal_url(url)
+    parent, _, name = found.rstrip("/").rpartition("/")
+    return [found, f"{parent}/"] if _FILE.search(name) else [found]
 
 
 def aligned(size: int) -> memoryview:

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -293,22 +292,6 @@ def test_what_is_at_the_target_stays(tmp_path, capsys):
             convert(tmp_path / "a", tmp_path / target, to=to)
     assert (tmp_path / "dir" / "mine").read_text() == (tmp_path / "file").read_text() == "mine"
     assert not list(tmp_path.glob("*.unfinished"))
-
-
-@pytest.mark.parametrize("to", ["dcp", "torch"])
-def test_a_conversion_that_is_under_way_is_not_taken_for_a_killed_one(tmp_path, to):
-    """The second one is done first, and the first says so."""
-    smckpt.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "a")
-    made = []
-
-    def meanwhile(done: int, total: int) -> None:
-        if not made:
-            with ThreadPoolExecutor(1) as pool:  # as another process would
-                made.append(pool.submit(convert, tmp_path / "a", tmp_path / "out", to=to).result())
-
-    with pytest.raises(UsageError, match="something is there already"):
-        convert(tmp_path / "a", tmp_path / "out", to=to, progress=meanwhile)
-    assert made and sorted(os.listdir(tmp_path)) == ["a", "out"]
 
 
 def test_the_command_says_what_it_wrote(tmp_path, capsys):

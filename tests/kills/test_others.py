@@ -12,11 +12,10 @@ from typing import Any
 
 import pytest
 
-from smckpt import ExportOptions, convert, export_hf, find_checkpoints, verify_checkpoint
+from smckpt import ExportOptions, export_hf, find_checkpoints, verify_checkpoint
 from smckpt.checkpoint.commits.discover import found_at
 from smckpt.checkpoint.commits.run_directory import RunDirectory, Template
 from smckpt.checkpoint.upkeep.repair import repair_checkpoint
-from smckpt.errors import UsageError
 from smckpt.manager.retention import Newest, Retention
 from smckpt.storage import open_storage
 from tests.support import synthetic
@@ -182,79 +181,9 @@ def test_an_export_killed_anywhere_never_looks_whole_and_a_second_one_finishes(
         assert {"nothing loads", "the old one"} <= found.keys()
 
 
-@pytest.mark.parametrize("limit", ["5GB", "400"], ids=["one file", "several files"])
-@SAMPLE_OR_ALL
-def test_a_first_export_killed_anywhere_is_gone_over_by_the_next(
-    tmp_path: Path, only: int | None, limit: str
-) -> None:
-    state = state_of(hybrid((0, 1), 1), rows=20, seed=1)
-    Group(tmp_path / "c", (0, 1), state=state).save(step=1)
-    tokens = tmp_path / "tokens"
-    (tokens / "additional_chat_templates").mkdir(parents=True)
-    (tokens / "tokenizer.json").write_text("{}")
-    (tokens / "additional_chat_templates" / "tools.jinja").write_text("{{ messages }}")
-
-    def exported(place: str) -> None:
-        export(str(tmp_path / "c"), place, limit, overwrite=False, tokenizer=str(tokens))
-
-    def judge(place: str) -> str:
-        left = everything(place)
-        if left == expected:
-            return "whole"
-        if left:
-            mine = Path(place, "notes.txt")
-            mine.write_text("mine")
-            with pytest.raises(UsageError, match=r"not empty: .*notes\.txt"):
-                exported(place)
-            assert mine.read_text() == "mine"
-            mine.unlink()
-        exported(place)
-        assert everything(place) == expected
-        return "some of it" if left else "nothing"
-
-    whole = str(tmp_path / "hf")
-    exported(whole)
-    expected = everything(whole)
-    found = killed_everywhere(lambda: fresh(str(tmp_path)), exported, judge, only)
-    if only is None:
-        assert found["some of it"] > 5
-
-
-def export(
-    checkpoint: str, place: str, limit: str, *, overwrite: bool = True, tokenizer: Any = None
-) -> None:
+def export(checkpoint: str, place: str, limit: str) -> None:
     options = ExportOptions(
-        against_model=False, naming="module", max_shard_size=limit, threads=1, overwrite=overwrite,
+        against_model=False, naming="module", max_shard_size=limit, threads=1, overwrite=True,
         allow_nonfinite=True,
     )  # fmt: skip
-    export_hf(
-        checkpoint, place, config={"model_type": "llama"}, tokenizer=tokenizer, options=options
-    )
-
-
-# -- converting ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("to", ["dcp", "torch"])
-@SAMPLE_OR_ALL
-def test_a_conversion_killed_anywhere_leaves_nothing_once_the_next_is_done(
-    tmp_path: Path, only: int | None, to: str
-) -> None:
-    Group(tmp_path / "c", (0, 1), state=state_of(hybrid((0, 1), 1), rows=20)).save(step=1)
-
-    def converted(place: str) -> None:
-        convert(tmp_path / "c", f"{place}/made", to=to, rank=0, threads=1)
-
-    def judge(place: str) -> str:
-        made = Path(place, "made").exists()
-        Path(place).mkdir(parents=True, exist_ok=True)
-        mine = Path(place, "made.unfinished")
-        mine.write_text("mine")
-        if made:
-            Path(place, "made").rename(f"{place}/first")
-        converted(place)
-        names = {path.name for path in Path(place).iterdir()} - {"first"}
-        assert names == {"made", mine.name}
-        return "the whole" if made else "nothing under the name"
-
-    killed_everywhere(lambda: fresh(str(tmp_path)), converted, judge, only, least=4)
+    export_hf(checkpoint, place, config={"model_type": "llama"}, options=options)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import secrets
 import stat
 from collections.abc import Iterator
@@ -25,8 +24,7 @@ class NewTarget:
     fails or something is there by then.
 
     Nothing is reached through a link that somebody puts there meanwhile: the directory above both,
-    which the user named, stays open, and so does what is made in it. What killed ones left for this
-    target is removed; a living one's is locked.
+    which the user named, stays open, and so does what is made in it.
     """
 
     def __init__(self, target: str, *, directory: bool) -> None:
@@ -48,13 +46,10 @@ class NewTarget:
                     taken = bool(directory.names())
             if taken:
                 raise self._taken()
-            begun = rf"{re.escape(self._name)}\.[0-9a-f]{{12}}{re.escape(UNFINISHED)}"
-            self._above.remove_dead(re.compile(begun))
             if self._directory:
                 self._made = self._above.make(self._begun)
             else:
                 self._fd = self._above.create(self._begun)
-            self._lock = self._above.lock(self._begun)
         except BaseException as error:
             self._above.close()
             if isinstance(error, OSError):
@@ -123,8 +118,6 @@ class NewTarget:
                 self._made.close()
             else:
                 os.close(self._fd)
-            if self._lock is not None:
-                os.close(self._lock)
             with self._above, suppress(OSError):
                 self._above.remove_all(self._begun)
 

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
-import re
 import stat
 from collections.abc import Iterator, Sequence
 
@@ -149,27 +147,6 @@ class Directory:
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
         return os.open(name, flags, dir_fd=self.fd)
 
-    def lock(self, name: str, *, shared: bool = False) -> int | None:
-        """A descriptor of a file or directory, which is locked until the caller closes it or dies.
-        None: a living process has locked it, nothing has the name, or there are no locks."""
-        found = self.status(name)
-        if found is None or not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)):
-            return None
-        # NFS locks only what is open for writing
-        flags = os.O_RDONLY if stat.S_ISDIR(found.st_mode) else os.O_RDWR
-        fd = -1
-        try:
-            fd = os.open(name, flags | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=self.fd)
-            fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-            there = self.status(name)
-            if there is not None and os.path.samestat(os.fstat(fd), there):
-                return fd
-        except OSError:
-            pass
-        if fd >= 0:
-            os.close(fd)
-        return None
-
     # -- changes ---------------------------------------------------------------------------------
 
     def create(self, name: str, *, read: bool = False) -> int:
@@ -212,16 +189,6 @@ class Directory:
                 inner.remove_all(each)
         with contextlib.suppress(FileNotFoundError):
             self.remove_directory(name)
-
-    def remove_dead(self, names: re.Pattern[str]) -> None:
-        """Remove what has such a name and no living process has locked."""
-        for name in filter(names.fullmatch, self.names()):
-            fd = self.lock(name)
-            if fd is not None:
-                try:
-                    self.remove_all(name)
-                finally:
-                    os.close(fd)
 
     def path_for_others(self) -> str:
         """A path of it, for writers and processes that take no descriptor. On Linux it leads to the

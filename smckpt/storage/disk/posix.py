@@ -165,26 +165,6 @@ class PosixStorage(Storage):
             raise not_a_file(path)
         return found.st_size
 
-    def lock(self, name: str, *, shared: bool = False) -> int | None:
-        """As `Directory.lock`."""
-        try:
-            with self._directory() as directory:
-                return directory.lock(name, shared=shared)
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        except OSError as error:
-            raise storage_error(error, self._path(name), "lock") from error
-
-    def remove_dead(self, names: re.Pattern[str]) -> None:
-        """As `Directory.remove_dead`."""
-        try:
-            with self._directory() as directory:
-                directory.remove_dead(names)
-        except (FileNotFoundError, NotADirectoryError):
-            return
-        except OSError as error:
-            raise storage_error(error, self.folder, "remove what a killed process left") from error
-
     def list_unfinished(self) -> list[str]:
         return sorted({name for _, name in self._unfinished()})
 

@@ -26,15 +26,8 @@ from smckpt.storage import Storage, StoreOptions, access_to
 from smckpt.storage.urls import is_local
 from smckpt.translate.cast import CASTABLE, NonFinite, refuse_nonfinite
 from smckpt.translate.config import ModelConfig, read_generation
-from smckpt.translate.exports.options import (
-    ExportGroup,
-    ExportOptions,
-    export_group_of,
-    refuse_into_source,
-    shares,
-)
+from smckpt.translate.exports.options import ExportGroup, ExportOptions, export_group_of, shares
 from smckpt.translate.exports.sidecars import (
-    CARD,
     GgufConverter,
     index_of,
     notes_on_absent,
@@ -43,7 +36,7 @@ from smckpt.translate.exports.sidecars import (
     write_card,
     write_sidecars,
 )
-from smckpt.translate.files import Output, OutputFile, arrange
+from smckpt.translate.files import Output, OutputFile, arrange, refuse_into_source
 from smckpt.translate.models.adapter import Adapter, find_peft_contents
 from smckpt.translate.models.comparison import Comparison, OtherNamesError
 from smckpt.translate.models.contents import HUB, ExportContents, find_contents
@@ -112,7 +105,6 @@ class Stages:
         planned.output.prepare(overwrite=self.options.overwrite)
         # First, because a single file of weights can be loaded as soon as the object appears.
         planned.sidecars(kind)
-        planned.output.begin(*([CARD] if self.options.card else []))
         return {}
 
     def write(self) -> Body:
@@ -353,7 +345,6 @@ def export_hf(
             made, decided = attempt()
         except OtherNamesError:  # what was written meanwhile is gone
             made, decided = attempt()
-        cleanup.callback(made.output.finish)  # the model is whole, even if no GGUF file is made
         if converter is not None and group.leads:
             made_gguf = converter.convert(os.fspath(out_dir))
     report = _report(made, decided, time.perf_counter() - began)

@@ -35,9 +35,9 @@ from smckpt.storage.urls import normal_url
 from smckpt.topology import ParallelState
 from smckpt.translate.cast import NonFinite, refuse_nonfinite
 from smckpt.translate.config import ModelConfig
-from smckpt.translate.exports.options import ImportOptions, refuse_into_source
+from smckpt.translate.exports.options import ImportOptions
 from smckpt.translate.exports.sidecars import read_settings
-from smckpt.translate.files import Output, OutputFile
+from smckpt.translate.files import Output, OutputFile, refuse_into_source
 from smckpt.translate.models.model import model_dims, source_of_ranks, source_of_release, to_ranks
 from smckpt.translate.models.model_source import ModelSource, Parallel, open_model
 from smckpt.translate.models.quantized import open_release

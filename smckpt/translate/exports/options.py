@@ -22,7 +22,6 @@ from smckpt.meeting.group import group_of, ranks_digest
 from smckpt.meeting.keys import Store, client_of
 from smckpt.meeting.round import Meeting, alone
 from smckpt.meeting.store import agree
-from smckpt.storage.urls import is_local, local_path, normal_url
 from smckpt.translate.models.contents import HUB, MODULE
 from smckpt.translate.prediction import DROP, check_mtp
 
@@ -33,7 +32,6 @@ __all__ = [
     "WriteOptions",
     "export_group_of",
     "export_group_of_environment",
-    "refuse_into_source",
     "shares",
 ]
 
@@ -271,37 +269,3 @@ class ImportOptions(WriteOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_counts(pad_vocab_to_multiple_of=self.pad_vocab_to_multiple_of)
-
-
-_FILE = re.compile(r"\.[A-Za-z]+$")  # the end of a file's name, not of a step's directory
-
-
-def refuse_into_source(
-    out_dir: str | os.PathLike[str], *files: str | os.PathLike[str], **given: Any
-) -> None:
-    """Raise UsageError if `out_dir` contains files of ranks or of another argument. They would be
-    lost when an old model, or the rest of a failed export, is removed."""
-    url = os.fspath(out_dir)
-    there = _urls(url)[0]
-    reserved_paths = [(reserved, "a rank's file") for path in files for reserved in _urls(path)[1:]]
-    for name, value in given.items():
-        if isinstance(value, (str, os.PathLike)):
-            reserved_paths += [(reserved, f"{name}=") for reserved in _urls(value)]
-    for reserved, what in reserved_paths:
-        if reserved == there:
-            raise UsageError(
-                f"out_dir is the directory of {what}, which a failed export would delete",
-                remedy="choose another out_dir",
-                path=url,
-            )
-
-
-def _urls(path: str | os.PathLike[str]) -> list[str]:
-    """A path, and the directory that it is in if it is a file. In a store its name tells that."""
-    url = os.fspath(path)
-    if is_local(url):
-        found = os.path.realpath(local_path(url))
-        return [found, os.path.dirname(found)] if os.path.isfile(found) else [found]
-    found = normal_url(url)
-    parent, _, name = found.rstrip("/").rpartition("/")
-    return [found, f"{parent}/"] if _FILE.search(name) else [found]

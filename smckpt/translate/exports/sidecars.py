@@ -44,12 +44,11 @@ from smckpt.translate.config import (
     tokenizer_files,
 )
 from smckpt.translate.config_values import class_of_others
-from smckpt.translate.files import UNFINISHED, Output, OutputFile, Target, is_quantized, nbytes_of
+from smckpt.translate.files import Output, OutputFile, Target, is_quantized, nbytes_of
 from smckpt.translate.models.contents import ExportContents
 from smckpt.translate.models.lora import ADAPTER_CONFIG, LoraConfig
 
 __all__ = [
-    "CARD",
     "CONVERTER",
     "GgufConverter",
     "index_of",
@@ -279,6 +278,7 @@ CONVERTER = "SMCKPT_GGUF_CONVERTER"  # the variable
 _SCRIPT = "convert_hf_to_gguf.py"
 _TYPES = ("auto", "f32", "f16", "bf16", "q8_0", "tq1_0", "tq2_0")  # that it writes
 _LINES = 12  # of the last that it prints
+_UNFINISHED = ".unfinished"
 
 
 @dataclass(frozen=True)
@@ -328,13 +328,12 @@ class GgufConverter:
         at = os.path.abspath(local_path(directory))
         name = f"model-{self.kind}.gguf"
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
-        begun = f".gguf.{secrets.token_hex(6)}{UNFINISHED}"
+        begun = f".gguf.{secrets.token_hex(6)}{_UNFINISHED}"
         with (
             os.fdopen(os.memfd_create("smckpt"), "w+b") as output,
             Directory.open(at) as above,
             above.make(begun, 0o700) as made,  # the converter follows links: nobody puts one there
         ):
-            lock = above.lock(begun)
             try:
                 done = subprocess.run(
                     [*self.command, at, "--outfile", f"{made.path_for_others()}/{name}",
@@ -358,8 +357,6 @@ class GgufConverter:
                 above.sync()
             finally:
                 above.remove_all(begun)
-                if lock is not None:
-                    os.close(lock)
         return os.path.join(at, name)
 
 

@@ -22,7 +22,7 @@ from smckpt.formats.degrees import check_counts, check_paths
 from smckpt.formats.names import INDEX, SINGLE
 from smckpt.storage import Storage, StoreOptions, access_to
 from smckpt.storage.urls import file_url, normal_url
-from smckpt.translate.files import BEGUN, UNFINISHED, aligned
+from smckpt.translate.files import UNFINISHED, aligned
 from smckpt.translate.publishing.published import (
     FILES,
     MANIFEST,
@@ -188,9 +188,7 @@ def _scanned(model: Storage) -> dict[str, PublishedFile]:
     """All files of a model's directory, with the checksums of their blocks."""
     # not the record of a directory that was applied: each host writes its own
     infos = {info.name: info.size for info in model.list() if info.name != RECORD}
-    unfinished = [
-        name for name in infos if name.endswith(UNFINISHED) or name in (MANIFEST, FILES, BEGUN)
-    ]
+    unfinished = [name for name in infos if name.endswith(UNFINISHED) or name in (MANIFEST, FILES)]
     folders = list(model.list_dirs())
     if unfinished or folders or not any(name.endswith(_WEIGHTS) for name in infos):
         raise UsageError(

@@ -30,7 +30,6 @@ from transformers import (
     T5Config,
 )
 
-import smckpt
 from smckpt import ExportOptions, errors, export_hf
 from smckpt.storage import open_storage
 from tests.support import child
@@ -492,22 +491,6 @@ def test_an_argument_that_makes_no_sense_is_refused_by_name(tmp_path, argument, 
 
 
 # -- what it needs ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("overwrite", [False, True])
-def test_an_export_that_is_under_way_is_not_taken_for_a_killed_one(tmp_path, overwrite):
-    smckpt.save({"model": {"w": torch.ones(3)}}, checkpoint_id=tmp_path / "a")
-    refused = []
-
-    def meanwhile(done: int, total: int) -> None:
-        options = ExportOptions(against_model=False, overwrite=overwrite)
-        with pytest.raises(errors.UsageError, match="another export") as error:
-            export_hf(tmp_path / "a", tmp_path / "out", options=options)
-        refused.append(error)
-
-    export_hf(tmp_path / "a", tmp_path / "out", options=ExportOptions(progress=meanwhile))
-    assert refused and load_file(tmp_path / "out" / "model.safetensors")["w"].tolist() == [1, 1, 1]
-    assert sorted(os.listdir(tmp_path / "out")) == ["README.md", "model.safetensors"]
 
 
 def test_neither_torch_nor_transformers_is_imported(tmp_path):

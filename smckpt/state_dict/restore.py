@@ -216,16 +216,21 @@ def _reading(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
         return
     if isinstance(tree, dict) and (getattr(tree, "reads", None) or any(map(is_extra_state, tree))):
         yield path, tree
-    for key in getattr(tree, "holds", ()):
-        if not isinstance(tree[key], dict):
-            yield (*path, key), tree[key]
+    given = () if is_object else getattr(tree, "holds", ())
+    for at, value in (*(((key,), tree[key]) for key in given), *(_apart(tree) if is_object else ())):
+        if not isinstance(value, dict):
+            yield (*path, *at), value
     for at, value in _apart(tree) if is_object else _inside(tree):
         yield from _reading(value, (*path, *at))
 
 
 def _apart(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """The dicts inside that belong to other objects, or to an optimizer."""
+    """What other objects inside gave, and the dicts of an optimizer."""
+    holds = getattr(tree, "holds", ())
+    yield from (((*path, key), tree[key]) for key in holds)
     for at, value in _inside(tree, path):
+        if at[-1] in holds:
+            continue
         if isinstance(value, StatefulStateDict) or is_optimizer_dict(value):
             yield at, value
         else:

@@ -68,6 +68,10 @@ STATES = {
     "a tuple": ((), (T, (1, T))),
     "a deque alone": (deque(maxlen=3), deque([T, 1], maxlen=3)),
     "a list with another object": ([Kept([]), 1], [Kept([T]), 2]),
+    "a list with others alike": ([Kept([0 * T]), Kept(0 * T), 1], [Kept([T]), Kept(T), 2]),
+    "others in a dict": ({"a": Kept([]), "b": Kept(0 * T)}, {"a": Kept([T, 1]), "b": Kept(T)}),
+    "others in a tuple in a dict": ({"a": (Kept([]), [Kept(7)])}, {"a": (Kept([T]), [Kept(T)])}),
+    "three deep": ([Kept([Kept([None]), 0])], [Kept([Kept([T]), 1])]),
     "an ordered dict": (OrderedDict(), OrderedDict(b=T, a={"deep": [T]})),
     "another object inside": (
         {"inner": Kept({}), "list": [Kept({"n": 0})], "own": None},
@@ -77,9 +81,9 @@ STATES = {
 
 
 def plain(value: Any) -> Any:
-    """For a comparison: tensors and arrays as lists, with their dtypes; objects as their states."""
+    """For a comparison: tensors and arrays as lists, with their dtypes; objects by their states."""
     if isinstance(value, Kept):
-        return plain(value.value)
+        return "Kept", plain(value.value)
     if isinstance(value, (torch.Tensor, np.ndarray)):
         return type(value).__name__, str(value.dtype), value.tolist()
     if isinstance(value, dict):
@@ -103,7 +107,7 @@ def test_an_object_gets_exactly_the_state_that_was_saved(tmp_path: Path, name: s
         target = Kept(copy.deepcopy(fresh))
         smckpt.save(wrap(Kept(copy.deepcopy(saved))), checkpoint_id=tmp_path / str(at))
         smckpt.load(wrap(target), checkpoint_id=tmp_path / str(at))
-        assert plain(target) == plain(saved)
+        assert plain(target.value) == plain(saved)
 
 
 def test_an_object_keeps_its_state_where_a_load_fails(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import operator
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -209,7 +210,8 @@ def too_long(name: str, size: int, most: int, path: str) -> CorruptCheckpointErr
 
 
 def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    is_whole = hasattr(type(value), "__index__") and not isinstance(value, bool)  # NumPy's too
+    return is_whole and operator.index(value) >= 0
 
 
 def _is_list(value: Any, of: Callable[[Any], bool]) -> bool:
@@ -321,14 +323,15 @@ def _verb(call: Callable[..., Any], owner: str, verb: str) -> Callable[..., Any]
     def guarding(self: Any, *args: Any, **named: Any) -> Any:
         try:
             result = call(self, *args, **named)
+            wrong = None if is_that(result) else repr(str(result)[:80])
         except _NOT_OF_STORES:
             raise
         except BaseException as error:
             path, of_file = _path_of(self, verb, args), verb in _OF_FILES
             raise _fault_of(error, owner, verb, path, of_file=of_file) from error
-        if not is_that(result):
+        if wrong is not None:
             raise StorageError(
-                f"the store {owner} returned {str(result)[:80]!r} from {verb}, which is no {what}",
+                f"the store {owner} returned {wrong} from {verb}, which is no {what}",
                 remedy="this is an error of that store and not of smckpt: correct it there",
                 path=_path_of(self, verb, args),
             )

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from smckpt.storage import Access, FileInfo, FileWriter, Storage
 from tests.doors.shelf import ShelfStorage
 
@@ -26,9 +28,25 @@ class MuteError(Exception):
         raise ValueError("is broken")
 
 
+class Lazy(Sequence[Any]):
+    """A listing that asks the store only where it is read."""
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, at: Any) -> Any:
+        raise OddError("the list is broken")
+
+
+class Mute:
+    def __str__(self) -> str:
+        raise OddError("the text is broken")
+
+
 ERRORS = {each.__name__: each for each in (OddError, PanicError, MuteError)}
 WRONG: dict[str, Any] = {
     "None": None, "text": "abc", "numbers": [1], "bytes": [b"a"], "negative": -1,
+    "lazy": Lazy(), "mute": Mute(),
 }  # fmt: skip
 
 
@@ -102,3 +120,13 @@ class _Writer(FileWriter):
 
     def abort(self) -> None:
         self._writer.abort()
+
+
+class NumpyStorage(ShelfStorage):
+    """It counts with NumPy's numbers."""
+
+    def size(self, name: str) -> int:
+        return np.int64(super().size(name))  # type: ignore[return-value]
+
+    def list(self, prefix: str = "") -> list[FileInfo]:
+        return [FileInfo(one.name, np.int64(one.size)) for one in super().list(prefix)]  # type: ignore[arg-type]

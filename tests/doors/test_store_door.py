@@ -139,6 +139,28 @@ def test_what_a_store_of_others_returns_of_a_wrong_type_is_told_as_its_own(
     assert "report it" not in str(caught.value)
 
 
+@pytest.mark.parametrize(("verb", "kind"), [("list", "lazy"), ("list", "mute"), ("size", "mute")])
+def test_what_a_store_of_others_returns_and_cannot_be_looked_at_is_told_as_its_own(
+    tmp_path: Path, verb: str, kind: str
+) -> None:
+    smckpt.register_store("broken", broken_shelf.BrokenStorage)
+    base = f"{tmp_path}/shelf.sqlite"
+    smckpt.save({"w": torch.arange(100.0)}, checkpoint_id=f"broken://{base}/one")
+    broken_shelf.break_in(base, verb, kind)
+    with pytest.raises(smckpt.StorageError) as caught:
+        smckpt.load({"w": torch.zeros(100)}, checkpoint_id=f"broken://{base}/one")
+    told_as_theirs(str(caught.value), verb, "OddError")
+
+
+def test_a_store_of_others_may_count_with_numpy(tmp_path: Path) -> None:
+    smckpt.register_store("numpy", broken_shelf.NumpyStorage)
+    there = f"numpy://{tmp_path}/shelf.sqlite/one"
+    smckpt.save({"w": torch.arange(100.0)}, checkpoint_id=there)
+    target = {"w": torch.zeros(100)}
+    smckpt.load(target, checkpoint_id=there)
+    assert torch.equal(target["w"], torch.arange(100.0))
+
+
 def test_a_function_that_makes_no_store_is_refused(tmp_path: Path) -> None:
     smckpt.register_store("nostore", broken_shelf.makes_none)
     with pytest.raises(smckpt.UsageError, match="makes_none.*which is no Storage"):

@@ -57,6 +57,9 @@ def main() -> None:
     state = {f"t{n}": torch.randn(TENSOR) for n in range(options.tensors)}
     other = {name: torch.empty_like(tensor) for name, tensor in state.items()}
 
+    # as in a training: a manager gets the memory of a save early only where there is an optimizer
+    beside = {"optimizer": torch.optim.SGD([torch.zeros(1, requires_grad=True)])}
+
     def copy() -> None:
         for name, tensor in state.items():
             other[name].copy_(tensor)
@@ -78,18 +81,20 @@ def main() -> None:
             with made(**more) as manager:
                 for step in range(1, options.repeats + 2):
                     assert manager.should_save(step)
-                    handle = manager.save(step, state)
+                    handle = manager.save(step, {**state, **beside})
                     handle.wait()
                     assert handle.timings is not None
                     blocked.append(handle.timings.blocked)
                     committed.append(handle.timings.committed)
-                took = seconds(lambda: manager.restore(into=other), options.repeats + 1)
+                took = seconds(
+                    lambda: manager.restore(into={**other, **beside}), options.repeats + 1
+                )
                 assert all(torch.equal(other[key], state[key]) for key in state)
             with made(**more) as manager:  # the run goes on in another process
-                manager.restore(into=other)
+                manager.restore(into={**other, **beside})
                 time.sleep(options.pause)
                 assert manager.should_save(step + 1)
-                handle = manager.save(step + 1, state)
+                handle = manager.save(step + 1, {**state, **beside})
                 handle.wait()
                 assert handle.timings is not None
             resumed = handle.timings.blocked, handle.timings.committed

@@ -187,9 +187,9 @@ def prewarm(
     get host memory for a state like this one, at about a second for each GiB.
 
     All ranks that will save call it, after a load, or after the first step of an optimizer, which
-    has no state before. It selects the state and returns; the rest goes on in threads. If that
-    fails, or the host has not twice as much memory, the first save does it again. It does nothing
-    once a save has begun.
+    has no state before. It selects the state and returns; the rest goes on in threads, for which a
+    save that comes earlier waits. If that fails, or the host has not twice as much memory, the
+    first save does it again. Once a save of the queue has begun, the call does nothing.
 
     Args:
         state_dict: as the one to be saved. None: the worker and the meeting alone.

@@ -36,7 +36,7 @@ from smckpt.manager.notice import Signals, Watch, called, signals_of
 from smckpt.manager.record import mark_of, recorded, save_seconds_of
 from smckpt.manager.resume import resume
 from smckpt.manager.retention import Best, Retention, Rivals, policies_of
-from smckpt.manager.room import meet_about_room
+from smckpt.manager.room import get_memory, meet_about_room
 from smckpt.manager.schedule import Interval, Schedule
 from smckpt.manager.state import (
     Failed,
@@ -337,10 +337,7 @@ class CheckpointManager:
                 log.info("no checkpoint below %s: the run starts from step 0", self.root)
             return 0
         (loaded,) = filled
-        step = found.step or 0
-        for options in self._options, *([self._memory.options] if self._memory.root else []):
-            prewarm(loaded, process_group=group.process_group, options=options)
-        own = loaded.pop("manager", {})
+        step, saved, own = found.step or 0, dict(loaded), loaded.pop("manager", {})
         give_back(into, loaded)
         if self._random and own.get("random"):
             go_on_at_random(found.metadata["manager"], own["random"], step, self._rank, self._world)
@@ -355,6 +352,8 @@ class CheckpointManager:
                 found,
                 f"; lost: {'; '.join(resumed.lost)}" if resumed.lost else "",
             )
+        memory = [self._memory.options] if self._memory.root else []
+        get_memory(saved, group, [self._options, *memory])
         return step
 
     def _filled(

@@ -12,12 +12,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from smckpt.checkpoint.commits.run_directory import RetentionPolicy
+from smckpt.engine.api import prewarm
 from smckpt.engine.groups import ReplicationGroup
-from smckpt.engine.saving.job import bytes_text
-from smckpt.errors import StorageError
+from smckpt.engine.saving.job import SaveOptions, bytes_text
+from smckpt.errors import CheckpointError, StorageError
 from smckpt.layout.image import compile_layout
 from smckpt.manager.retention import Best, Newest
 from smckpt.meeting.round import Meeting
+from smckpt.state_dict.of_optimizers.bindings import optimizer_dicts
 from smckpt.state_dict.select import Selector
 from smckpt.storage import Storage
 from smckpt.storage.disk import lustre
@@ -29,6 +31,7 @@ __all__ = [
     "bytes_of",
     "check_room",
     "degrees_text",
+    "get_memory",
     "meet_about_room",
     "room_at",
 ]
@@ -275,3 +278,17 @@ def meet_about_room(
         check_room(root, sizes, len(group.ranks), policies, saved, Outlook(text, save_seconds))
 
     meeting.round(point, mine, decide, timeout=timeout)
+
+
+def get_memory(
+    state: Mapping[str, Any], group: ReplicationGroup, queues: Sequence[SaveOptions]
+) -> None:
+    """Begin to get the memory of the first saves, before training goes on with the loaded `state`.
+    Without an optimizer a program only evaluates. What fails here fails those saves, or nothing."""
+    if not any(optimizer_dicts(state)):
+        return
+    for options in queues:
+        try:
+            prewarm(state, process_group=group.process_group, options=options)
+        except CheckpointError as error:
+            log.info("the first save gets its memory itself: %s", error)

@@ -180,7 +180,9 @@ def _fault_in(memory: mmap.mmap, size: int) -> None:
     if not failures:
         return
     if set(failures) <= {errno.EINVAL, errno.ENOSYS}:  # before Linux 5.14
-        memoryview(memory)[:: mmap.PAGESIZE] = bytes(-(-size // mmap.PAGESIZE))
+        for start in range(0, size, _FAULT_CHUNK):  # other threads run between two chunks
+            part = memoryview(memory)[start : min(start + _FAULT_CHUNK, size) : mmap.PAGESIZE]
+            part[:] = bytes(len(part))
         return
     raise _refused(size, OSError(failures[0], os.strerror(failures[0])))
 

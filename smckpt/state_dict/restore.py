@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -216,8 +216,8 @@ def _reading(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
         return
     if isinstance(tree, dict) and (getattr(tree, "reads", None) or any(map(is_extra_state, tree))):
         yield path, tree
-    given = () if is_object else getattr(tree, "holds", ())
-    for at, value in (*(((key,), tree[key]) for key in given), *(_apart(tree) if is_object else ())):
+    held: Iterable[tuple[Path, Any]] = (((key,), tree[key]) for key in getattr(tree, "holds", ()))
+    for at, value in _apart(tree) if is_object else held:
         if not isinstance(value, dict):
             yield (*path, *at), value
     for at, value in _apart(tree) if is_object else _inside(tree):

@@ -6,8 +6,9 @@ import contextlib
 import mmap
 import os
 import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from smckpt.engine.saving.queue import SaveQueue
 from smckpt.errors import StateError, UsageError
 from smckpt.staging import arena
 from tests.support.launch import run_ranks
-from tests.support.limits import seconds
+from tests.support.limits import seconds, within
 
 MANY = 1 << 18  # elements of a float32
 
@@ -111,21 +112,69 @@ def test_what_cannot_be_saved_is_refused_before_the_first_save() -> None:
         smckpt.prewarm({"w": torch.ones(1)}, options={"queue": "mine"})  # type: ignore[arg-type]
 
 
-def test_a_queue_that_closes_meanwhile_leaves_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    populate, closing, others = arena._populate, threading.Event(), arenas()
+def wait_until(what: Callable[[], bool]) -> None:
+    until = time.monotonic() + seconds(60)
+    while not what():
+        assert time.monotonic() < until
+        time.sleep(0.01)
 
-    def late(memory: mmap.mmap, start: int, length: int) -> int:
-        assert closing.wait(seconds(60))
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Until it is set, the kernel provides no pages of an arena."""
+    populate, goes_on = arena._populate, threading.Event()
+
+    def waits(memory: mmap.mmap, start: int, length: int) -> int:
+        assert goes_on.wait(seconds(60))
         return populate(memory, start, length)
 
-    monkeypatch.setattr(arena, "_populate", late)
+    monkeypatch.setattr(arena, "_populate", waits)
+    yield goes_on
+    goes_on.set()
+
+
+def test_a_queue_that_closes_meanwhile_does_not_wait_and_leaves_no_memory(
+    late: threading.Event,
+) -> None:
+    others = arenas()
     smckpt.prewarm({"w": torch.ones(MANY)}, options=smckpt.SaveOptions(queue="short"))
     (queue,) = _RUNTIME.queues(None, "short")
     assert isinstance(queue, SaveQueue)
     thread = queue._reserving
     assert thread is not None
-    monkeypatch.setattr(thread, "join", lambda limit: (closing.set(), Thread.join(thread, limit)))
+    wait_until(lambda: len(arenas()) > len(others))  # it is being made
     _RUNTIME.drop("short", 10)
-    closing.set()
-    Thread.join(thread, seconds(60))
+    assert thread.is_alive()
+    late.set()
+    thread.join(seconds(60))
     assert arenas() == others
+
+
+def test_another_call_and_a_save_under_way_are_not_waited_for(
+    tmp_path: Path, late: threading.Event
+) -> None:
+    options, state = smckpt.SaveOptions(queue="twice"), {"w": torch.ones(MANY), "step": 1}
+    smckpt.prewarm(state, options=options)
+    with within(seconds(30)):
+        smckpt.prewarm(state, options=options)
+    late.set()
+    smckpt.save(state, checkpoint_id=tmp_path, options=options)
+    (queue,) = _RUNTIME.queues(None, "twice")
+    worker = queue._worker  # type: ignore[attr-defined]
+    with worker._lock, within(seconds(30)):  # as while it writes
+        smckpt.prewarm(state, options=options)
+    _RUNTIME.drop("twice", 10)
+
+
+def test_the_wait_for_memory_counts_as_blocked(tmp_path: Path, late: threading.Event) -> None:
+    options, state = smckpt.SaveOptions(queue="counts"), {"w": torch.ones(MANY), "step": 1}
+    smckpt.prewarm(state, options=options)
+    threading.Timer(0.5, late.set).start()
+    began = time.perf_counter()
+    handle = smckpt.async_save(state, checkpoint_id=tmp_path, options=options)
+    blocked = time.perf_counter() - began
+    assert handle is not None
+    handle.result()
+    assert handle.timings is not None
+    assert 0.9 * blocked < handle.timings.blocked <= blocked
+    _RUNTIME.drop("counts", 10)

@@ -14,6 +14,8 @@ import torch
 
 from smckpt import CheckpointManager
 from smckpt.engine.api import _RUNTIME
+from smckpt.engine.saving.save import Saver
+from smckpt.errors import StateError
 from smckpt.manager.manager import QUEUE
 from tests.engine.test_prewarm import arenas, prewarmed
 from tests.manager.test_manager import objects
@@ -92,3 +94,30 @@ def test_a_restored_run_has_the_memory_of_its_first_save_before_the_save(
     for before, after in run_ranks(before_and_after, again, str(tmp_path), 2):
         assert sum(before.values()) >= 4 << 18 // again  # the kernel has provided the pages
         assert after == before  # and the saves took no others
+
+
+def test_a_program_without_an_optimizer_gets_no_memory(tmp_path: Path) -> None:
+    """It only evaluates."""
+    others, model = arenas(), torch.nn.Linear(512, 512)
+    with CheckpointManager(tmp_path, signals=()) as manager:
+        manager.save(1, {"model": model}).wait()
+    with CheckpointManager(tmp_path, signals=()) as manager:
+        assert manager.restore(into={"model": model}) == 1
+        assert prewarmed(QUEUE) == others
+
+
+def test_a_state_whose_size_nobody_finds_is_restored_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = objects(0)
+    with CheckpointManager(tmp_path, signals=()) as manager:
+        manager.save(1, state).wait()
+
+    def refuse(*_: Any) -> int:
+        raise StateError("two tensors have one name", remedy="rename one")
+
+    monkeypatch.setattr(Saver, "size_of", refuse)
+    again = objects(1)
+    with CheckpointManager(tmp_path, signals=()) as manager:
+        assert manager.restore(into=again) == 1
+    assert torch.equal(again["model"].weight, state["model"].weight)

@@ -81,20 +81,27 @@ class SaveQueue:
         is provided. A failure there is that of the first save, which tries again."""
 
         def provide() -> None:
-            # Twice the memory: a rank that is refused here must not be refused by its first save,
-            # when the others on its host have their arenas already.
+            # Twice the memory: a rank that is refused here must not be refused by the first save of
+            # this queue, when the others on its host have their arenas already.
             with self._front, contextlib.suppress(CheckpointError):
-                if self._reserving is not None and not self._calls:
-                    self._saver.room(size, copies=2)
+                if self._reserving is None or self._calls:
+                    return
+                self._saver.room(size, copies=2)
+                if self._reserving is None:  # the queue was closed meanwhile
+                    self._saver.close()
 
-        with contextlib.suppress(CheckpointError):
-            self._worker.start()
-        with self._front:
+        if not self._front.acquire(blocking=False):
+            return  # a save, or another call of this, is under way
+        try:
+            if self._calls:
+                return
+            with contextlib.suppress(CheckpointError):
+                self._worker.start()
             self._meets = options.timeout
             self._start_thread()
-            if state_dict is None or self._calls:
-                return
-            size = self._saver.size_of(state_dict, options)
+            size = 0 if state_dict is None else self._saver.size_of(state_dict, options)
+        finally:
+            self._front.release()
         if size:
             self._reserving = threading.Thread(target=provide, name="smckpt-arena", daemon=True)
             self._reserving.start()
@@ -115,11 +122,13 @@ class SaveQueue:
                 "on_commit began a save in its own queue, which would wait for itself",
                 remedy="save from the training loop, or with SaveOptions(queue=) of its own",
             )
-        with self._front:
+        began = time.perf_counter()
+        with self._front:  # while `prewarm` gets the memory, the save waits for it here
             call = self._calls
             self._calls += 1  # counted before anything can raise, because the peers count too
             handle = SaveHandle(call + self._skipped, request.directory, request.step)
-            job = SaveJob(handle, request, Partition((self.group.ranks,), 0), call=call)
+            alone = Partition((self.group.ranks,), 0)
+            job = SaveJob(handle, request, alone, call=call, began=began)
             self._start_thread()
             commit, failed = self._saver.save(job, state_dict, refusal, self._wait_for_room)
             job.reported = failed is not None
@@ -222,9 +231,7 @@ class SaveQueue:
             left = max(5.0, min(deadline - time.monotonic(), LEAVE_SECONDS))
             self._thread.join(timeout=1 if late else left)
             self._thread = None
-        reserving, self._reserving = self._reserving, None
-        if reserving is not None:
-            reserving.join(LEAVE_SECONDS)
+        self._reserving = None  # its thread frees what it gets from now on
         if announce:
             self._announce_end()
         self._worker.close(timeout=5)

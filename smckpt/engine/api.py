@@ -193,7 +193,8 @@ def prewarm(
 
     Args:
         state_dict: as the one to be saved. None: the worker and the meeting alone.
-        process_group, options: those of the saves; see `async_save`.
+        process_group: as for the saves.
+        options: as for the saves, of which the queue counts and what shapes the files.
 
     Raises:
         UsageError, StateError: this state or these options cannot be saved.

@@ -208,6 +208,24 @@ def test_what_a_callback_sets_on_the_state_stays_out_as_in_stock(
         assert begins.step == 2
 
 
+def test_a_state_with_what_this_version_lacks_is_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A callback's attribute that an earlier smckpt saved, a field of a later transformers."""
+    taken = SmckptTrainer._state_to_save
+
+    def with_more(self: Any) -> dict[str, Any]:
+        state = taken(self)
+        return {**state, "trainer": {**state["trainer"], "of_another_version": 1}}
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SmckptTrainer, "_state_to_save", with_more)
+        trainer(tmp_path, 2).train()
+    begins = Begins()
+    trainer(tmp_path, 4, begins).train(True)
+    assert begins.step == 2
+
+
 @pytest.mark.parametrize("asked", [True, "path"])
 def test_weights_saved_alone_are_resumed_as_stock_does(tmp_path: Path, asked: Any) -> None:
     begun = {}

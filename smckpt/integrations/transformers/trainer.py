@@ -119,7 +119,6 @@ class SmckptTrainerMixin:
 
     @property
     def _stored(self) -> dict[str, Any]:
-        """The arguments for the store of checkpoints."""
         return store_arguments(self.smckpt_arguments, "memory")
 
     # -- saving ------------------------------------------------------------------------------
@@ -358,7 +357,8 @@ class SmckptTrainerMixin:
 
         def with_best() -> dict[str, Any]:
             """The Trainer's state, with the best checkpoint by the name that it has here."""
-            state: dict[str, Any] = values["trainer"]
+            of_version = {one.name for one in fields(TrainerState)}
+            state = {key: value for key, value in values["trainer"].items() if key in of_version}
             best = state.get("best_model_checkpoint")
             if best is None or (is_local(best) and os.path.isdir(best)):
                 return state

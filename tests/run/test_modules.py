@@ -63,7 +63,8 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 def rank(*_):
     from torch.distributed import checkpoint
-    print("a rank has", checkpoint.save.__module__, flush=True)
+    # in one write, so that the lines of two ranks do not mix
+    os.write(1, f"a rank has {checkpoint.save.__module__}\\n".encode())
 
 def elastic(entry, start="spawn"):
     return elastic_launch(

@@ -184,7 +184,7 @@ def prewarm(
     options: SaveOptions | None = None,
 ) -> None:
     """Begin what the first save of a process waits for: start the worker, meet the other ranks, and
-    get host memory for a state like this one, at about a second for each GiB.
+    get host memory for a state like this one, at half a second to a second for each GiB.
 
     All ranks that will save call it, after a load, or after the first step of an optimizer, which
     has no state before. It selects the state and returns; the rest goes on in threads, for which a

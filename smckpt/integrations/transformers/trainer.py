@@ -235,7 +235,7 @@ class SmckptTrainerMixin:
         beside: Mapping[str, bytes] = {}
         if self.args.should_save:
             if self._smckpt_beside is None:
-                # once, and in this thread: a fast tokenizer is one thread's to use and save
+                # once, and here: a fast tokenizer fails if a thread saves it while another uses it
                 self._smckpt_beside = files_of_tokenizer(self)
             beside = {**self._smckpt_beside, **files_of_run(self)}
 

@@ -3,7 +3,8 @@
 It is a `memfd`: it has no name, /dev/shm does not bound it, the worker maps it too, and the kernel
 frees it with its last holder. All pages are faulted in before the first save: a copy into new pages
 runs at a twentieth of the speed. Where the state is on a CUDA device, they are also registered with
-CUDA, once. Forked children hold none of them.
+CUDA, once. Forked children hold none of them. (The slots of a load's ring serve one process alone,
+and are plain memory.)
 
 The kernel does not refuse memory that it lacks: it kills a process. So before any arena of the host
 is made, this module reads MemAvailable and the limits of this process's cgroups (v1 and v2).
@@ -40,45 +41,51 @@ log = logging.getLogger("smckpt")
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
 _FAULT_THREADS = 4  # two threads fault pages in twice as fast as one; more gain little
 _FAULT_CHUNK = 64 << 20
+_ALONE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for all devices of this process
 
 
 class Arena:
-    """Shared, pre-faulted memory of `size` bytes, rounded up to 4,096.
+    """Pre-faulted memory of `size` bytes, rounded up to 4,096.
+
+    Args:
+        shared: whether the worker may map it too. The memory of one process alone has huge pages
+            where the kernel has some for those who ask, so that it goes back to the kernel sooner.
 
     Raises:
         MemoryBudgetError: the kernel does not have that much memory.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, *, shared: bool = True) -> None:
         if size <= 0:
             raise UsageError(f"an arena of {size} bytes", remedy="make it only if there is data")
         self.size = -(-size // ALIGNMENT) * ALIGNMENT
         self.plan: object = None  # the last layout's slots as tensors, released with the memory
         self.pinned: bool | None = None  # None: not asked for yet
         self._pinned_on: torch.device | None = None
+        self.closed = False
         try:
-            self.fd = _anonymous_file()
+            self.fd = _anonymous_file() if shared else -1
         except OSError as error:
             raise _refused(self.size, error) from error
         try:
-            os.ftruncate(self.fd, self.size)
-            self._map = mmap.mmap(self.fd, self.size)
+            if shared:
+                os.ftruncate(self.fd, self.size)
+            self._map = mmap.mmap(self.fd, self.size, mmap.MAP_SHARED if shared else _ALONE)
             _advise(self._map, "MADV_DONTFORK")
             _advise(self._map, "MADV_HUGEPAGE")  # fewer faults where shmem_enabled=advise
             # before the long part, during which the trainer may fork its data loader's workers
             os.register_at_fork(after_in_child=partial(_forget_in_child, weakref.ref(self)))
             _fault_in(self._map, self.size)
         except BaseException as error:
-            os.close(self.fd)
-            self.fd = -1
+            self._close_file()
             if isinstance(error, OSError):
                 raise _refused(self.size, error) from error
             raise
 
     def view(self, offset: int, length: int) -> memoryview:
         """`length` bytes at `offset`, writable. Do not use it after `close`."""
-        if self.fd < 0:
+        if self.closed:
             raise UsageError("the arena is closed", remedy="make another")
         if offset < 0 or length < 0 or offset + length > self.size:
             raise UsageError(
@@ -116,7 +123,7 @@ class Arena:
     def close(self) -> None:
         """Release the memory. The kernel frees it once the worker has released it too and every
         view is gone. A second call does nothing."""
-        if self.fd < 0:
+        if self.closed:
             return
         self.plan = None
         if self.pinned:
@@ -126,13 +133,18 @@ class Arena:
             with contextlib.suppress(RuntimeError), torch.cuda.device(self._pinned_on):
                 _cuda_runtime().cudaHostUnregister(_address(self._map))
             self.pinned = False
-        os.close(self.fd)
-        self.fd = -1
+        self._close_file()
         try:
             self._map.close()
         except BufferError:
             # A view still exists. The mapping ends with it.
             del self._map
+
+    def _close_file(self) -> None:
+        self.closed = True
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
 
 
 def _anonymous_file() -> int:
@@ -226,9 +238,11 @@ def _forget_in_child(reference: weakref.ref[Arena]) -> None:
     and the arena's are pointed at /dev/null, so that a later close of them closes nothing else.
     """
     arena = reference()
-    if arena is None or arena.fd < 0:
+    if arena is None or arena.closed:
         return
     arena.pinned = None  # CUDA belongs to the parent
+    if arena.fd < 0:
+        return
     mine = os.fstat(arena.fd)
     null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
     for name in os.listdir("/dev/fd"):

@@ -105,7 +105,7 @@ def stage(
         overlap.block("CUDA refused to pin the memory that the state is copied to")
     elif overlap is not None:
         later = [copy for copy in copies if copy[0] in stepped and overlap.takes(copy[2])]
-        if not later and copies:
+        if not later and copies and overlap.refusal is None:
             overlap.block(
                 "no contiguous tensor of it on a CUDA device is known as a parameter or state of "
                 "an optimizer; take the state in sm_state_dict_type"
@@ -175,7 +175,8 @@ class StagePlan:
         self.layout = layout
         memory = torch.frombuffer(arena.view(0, arena.size), dtype=torch.uint8)
         self._headers = [arena.view(f.arena_offset, len(f.header)) for f in layout.files]
-        self._slots: list[tuple[Slot, torch.Tensor]] = []
+        self._dtypes = [getattr(torch, entry.dtype) for entry in layout.entries]
+        self._slots: list[tuple[str, Slot, torch.Tensor]] = []
         for slot in layout.slots:
             entry = layout.entries[slot.entry]
             start = layout.files[slot.file].arena_offset + slot.offset
@@ -186,11 +187,20 @@ class StagePlan:
                 target = span.view(getattr(torch, entry.dtype)).view(entry.shape)
             else:
                 target = span.view(_bits(entry.itemsize))
-            self._slots.append((slot, target))
+            self._slots.append((entry.key, slot, target))
 
     def copies(self, tensors: Sequence[Local]) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
         """Write the headers; returns the tensors' copies: (key of the entry, target, source)."""
-        for entry, local in zip(self.layout.entries, tensors, strict=True):
+        import torch
+
+        for entry, dtype, local in zip(self.layout.entries, self._dtypes, tensors, strict=True):
+            if (
+                isinstance(local, torch.Tensor)
+                and local.shape == entry.shape
+                and local.dtype == dtype
+                and not local.is_meta
+            ):  # nearly all: training waits here
+                continue
             parts = _parts_of(local)
             shape = parts[0].shape if len(parts) == 1 else (sum(p.numel() for p in parts),)
             dtypes = dict.fromkeys(part.dtype for part in parts)
@@ -207,11 +217,18 @@ class StagePlan:
                 )
         for image, header in zip(self.layout.files, self._headers, strict=True):
             header[:] = image.header
-        return [
-            (self.layout.entries[slot.entry].key, *pair)
-            for slot, target in self._slots
-            for pair in _copies_of(target, tensors[slot.entry], slot)
-        ]
+        found: list[tuple[str, torch.Tensor, torch.Tensor]] = []
+        for key, slot, target in self._slots:
+            local = tensors[slot.entry]
+            if (
+                isinstance(local, torch.Tensor)
+                and local.shape == target.shape
+                and local.dtype == target.dtype
+            ):
+                found.append((key, target, local.detach()))
+            else:
+                found += [(key, *pair) for pair in _copies_of(target, local, slot)]
+        return found
 
 
 def _parts_of(local: Local) -> Sequence[torch.Tensor]:

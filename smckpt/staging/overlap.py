@@ -1,15 +1,12 @@
 """Copies from a device that go on after `async_save` has returned, and the proof of their bytes.
 
-    sums of the sources ─▶ async_save returns ─▶ copies ─▶ optimizers may step ─▶ sums of the image
+    digests of the sources ─▶ the call returns ─▶ copies ─▶ optimizers may step ─▶ digests again
 
 Nobody can make every writer of a parameter wait. So the image is compared with the state of the
-call. Before the call returns, the device computes sums of all bytes that are copied later. After
-the copies, the image goes back to the device in pieces, which computes the same sums of it. If they
-differ, the save fails by the tensor's name, and later saves of the process block.
-
-A piece is a matrix of 64-bit words, of which all rows and all columns are summed modulo 2^64. A
-word that changes alters two of the sums, and so do words that trade places. Bytes that do not fill
-the matrix are compared one by one.
+call. Before the call returns, the device computes digests (`digest.py`) of all bytes that are
+copied later. After the copies, the image goes back to the device in pieces, which computes the same
+digests of it. If they differ, the save fails by the tensor's name, and later saves of the process
+block.
 """
 
 from __future__ import annotations
@@ -20,7 +17,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -28,13 +25,13 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from smckpt.errors import MemoryBudgetError, StateError
+from smckpt.staging.digest import CHUNK, chunks_of, digests_on
 
 __all__ = ["Flight", "Overlap", "SideStream"]
 
 log = logging.getLogger("smckpt")
 
-_PIECE = 64 << 20  # bytes: as many go back to the device at once
-_BYTEWISE = 1 << 10  # pieces of at most as many bytes are compared byte for byte
+_PIECE = 256 * CHUNK  # bytes: as many go back to the device at once
 _NAMED = 4  # tensors that an error names
 
 
@@ -50,6 +47,9 @@ class SideStream(Protocol):
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Queue a copy to host memory."""
 
+    def digests(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Queue the digests of contiguous tensors on the device. See `digest.digests_on`."""
+
     def finish(self) -> None:
         """Wait for all work that is queued on the stream."""
 
@@ -58,6 +58,7 @@ class _DeviceStream:
     def __init__(self, device: torch.device) -> None:
         self._module = torch.get_device_module(device)
         self._device, self._stream = device, self._module.Stream(device)
+        self.digests = digests_on(device)
 
     def synchronize(self) -> None:
         torch.accelerator.synchronize(self._device)
@@ -110,26 +111,29 @@ class Overlap:
             self._logged.add(why)
             log.warning("a save blocks until the state is copied, and does not overlap: %s", why)
 
+    def prepare(self, device: torch.device) -> None:
+        """Compile what the first copy from a device needs."""
+        self._stream(device)
+
     def takes(self, source: torch.Tensor) -> bool:
         """Whether a copy from this tensor may go on after the call."""
         return (
             self._stream(source.device) is not None
             and source.is_contiguous()
             and not (source.is_conj() or source.is_neg())
-            and (source.data_ptr() - source.storage_offset() * source.itemsize) % 8 == 0
         )
 
     def begin(
         self, copies: Sequence[tuple[str, torch.Tensor, torch.Tensor]], timeout: float
     ) -> Flight | None:
-        """Sum the sources, and begin to copy them.
+        """Compute the digests of the sources, and begin to copy them.
 
         Args:
             copies: (name, target, source), each source one that `takes` accepts.
             timeout: seconds that a step of an optimizer waits for the copies at most.
 
         Returns:
-            None if the device has no memory for the sums: nothing has begun.
+            None if the device has no memory for the digests: nothing has begun.
         """
         by_device: dict[torch.device, list[tuple[str, torch.Tensor, torch.Tensor]]] = {}
         for copy in copies:
@@ -141,7 +145,7 @@ class Overlap:
                 assert stream is not None
                 batches.append(_Batch(stream, device, device_copies))
         except torch.OutOfMemoryError as error:
-            self.block(f"the device has no memory for the sums that prove the copy ({error})")
+            self.block(f"the device has no memory for the digests that prove the copy ({error})")
             return None
         flight = Flight(concurrent.futures.Future(), concurrent.futures.Future())
         with self._lock:
@@ -180,7 +184,12 @@ class Overlap:
 
     def _stream(self, device: torch.device) -> SideStream | None:
         if device not in self._streams:
-            self._streams[device] = self._stream_of(device)
+            try:
+                self._streams[device] = self._stream_of(device)
+            except Exception as error:  # of the compiler, or of a torch without it
+                self._streams[device] = None
+                self.refusal = f"no kernel for the digests of {device} can be compiled ({error})"
+                self.block(self.refusal)
         return self._streams[device]
 
     def _run(self, batches: list[_Batch], flight: Flight) -> None:
@@ -222,8 +231,8 @@ def _torn(names: Sequence[str]) -> StateError:
 
 
 class _Batch:
-    """Copies from one device. When it is made, the sources are summed: no stream changes the sums
-    after that."""
+    """Copies from one device. When it is made, the sources' digests are computed: no stream changes
+    them after that."""
 
     def __init__(
         self,
@@ -232,15 +241,12 @@ class _Batch:
         copies: Sequence[tuple[str, torch.Tensor, torch.Tensor]],
     ) -> None:
         self._stream, self._copies = stream, copies
-        self._images: list[tuple[str, torch.Tensor, int]] = []
-        most = min(max(source.nbytes for _, _, source in copies), _PIECE) + 8
+        self._images: list[tuple[str, torch.Tensor]] = []
+        most = min(max(source.nbytes for _, _, source in copies), _PIECE)
         stream.synchronize()  # nothing says which stream wrote a tensor last
         with torch.no_grad(), stream.entered():
             self._back = torch.empty(most, dtype=torch.uint8, device=device)
-            self._sums = _Sums()
-            for _, _, source in copies:
-                for piece in _pieces(source):
-                    self._sums.add(piece)
+            self._digests = stream.digests([source for _, _, source in copies])
             stream.finish()
 
     def copy(self) -> None:
@@ -251,82 +257,25 @@ class _Batch:
                     self._stream.copy(target, source)
             finally:  # also after a failure: copies under way still read and write
                 self._stream.finish()
-        self._images = [
-            (name, target, int(source.storage_offset()) * source.itemsize % 8)
-            for name, target, source in self._copies
-        ]
+        self._images = [(name, target) for name, target, _ in self._copies]
         self._copies = ()
 
     def changed(self) -> list[str]:
-        """The names of the pieces whose image has other sums than the source had."""
-        image, names = _Sums(), []
+        """The names of the chunks whose image has another digest than the source had."""
+        found, names = [], []
         with torch.no_grad(), self._stream.entered():
-            for name, target, at in self._images:  # at: words begin where the source's did
+            for name, target in self._images:
+                names += [name] * chunks_of(target.nbytes)
                 for piece in _pieces(target):
-                    back = self._back[at : at + piece.numel()]
+                    back = self._back[: piece.numel()]
                     back.copy_(piece, non_blocking=True)
-                    image.add(back)
-                    names.append(name)
-            return [names[piece] for piece in self._sums.differing(image)]
-
-
-@dataclass
-class _Sums:
-    """Sums of pieces, and the bytes that are in none. piece_of: the number of each one's piece."""
-
-    words: list[torch.Tensor] = field(default_factory=list)
-    rest: list[torch.Tensor] = field(default_factory=list)
-    word_piece: list[int] = field(default_factory=list)
-    rest_piece: list[int] = field(default_factory=list)
-    count: int = 0
-
-    def add(self, data: torch.Tensor) -> None:
-        """Sum a piece: flat bytes on the device."""
-        size, head = data.numel(), -data.storage_offset() % 8
-        words = (size - head) // 8
-        columns = 1 << (words.bit_length() // 2)
-        rows = words // columns
-        stop = head + rows * columns * 8
-        if size <= _BYTEWISE:
-            self._keep(data)
-        else:
-            filling = data if stop - head == size else data[head:stop]
-            matrix = filling.view(torch.int64).view(rows, columns)
-            self.words += (matrix.sum(0), matrix.sum(1))
-            self.word_piece += (self.count, self.count)
-            if head:
-                self._keep(data[:head])
-            if stop < size:
-                self._keep(data[stop:])
-        self.count += 1
-
-    def _keep(self, data: torch.Tensor) -> None:
-        self.rest.append(data.clone())
-        self.rest_piece.append(self.count)
-
-    def differing(self, other: _Sums) -> list[int]:
-        """The numbers of the pieces that differ, in order."""
-        found: set[int] = set()
-        for pieces, ours, theirs in (
-            (self.word_piece, self.words, other.words),
-            (self.rest_piece, self.rest, other.rest),
-        ):
-            if not ours:
-                continue
-            apart = torch.cat(ours) != torch.cat(theirs)
-            if not apart.any().item():
-                continue
-            each = torch.split(apart.cpu(), [len(sums) for sums in ours])
-            found |= {piece for piece, flags in zip(pieces, each, strict=True) if flags.any()}
-        return sorted(found)
+                    found.append(self._stream.digests([back]))
+            differ = torch.cat(found) != self._digests
+            return [names[chunk] for chunk in differ.nonzero().view(-1).tolist()]
 
 
 def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """The bytes of a contiguous tensor, in pieces."""
     data = tensor.view(-1).view(torch.uint8)
-    size = data.numel()
-    if size <= _PIECE:
-        yield data
-        return
-    for start in range(0, size, _PIECE):
+    for start in range(0, data.numel(), _PIECE):
         yield data[start : start + _PIECE]

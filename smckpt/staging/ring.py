@@ -45,7 +45,7 @@ class _PinnedSlot:
     """Pinned memory, and the copies out of it that are under way."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
-        self.arena = Arena(nbytes)
+        self.arena = Arena(nbytes, shared=False)
         self.arena.pin(device)
         self.copies: list[torch.cuda.Event] = []
 

@@ -195,13 +195,15 @@ class Selector:
                 kinds.add(binding.kind)
             walk.owners.append((path, binding))
         states = {(*path, "state"): whole_in(binding) for path, binding in walk.owners}
+        depths = sorted({len(path) for path in states})
         for path, tensor in walk.tensors:  # a new optimizer has none whose flags could be kept
-            above = next((path[:n] for n in range(1, len(path)) if path[:n] in states), None)
-            whole = above is not None and states[above](path[len(above) :], tensor)
-            if walk.containers.get(path) == "ndarray":
-                continue
-            if above and (flags := flags_of(tensor) + "whole" * whole):
-                walk.containers[path] = f"{walk.containers.get(path, '')};{flags}"
+            for depth in depths:
+                if (whole_of := states.get(path[:depth])) is None or len(path) == depth:
+                    continue
+                flags = flags_of(tensor) + "whole" * whole_of(path[depth:], tensor)
+                if flags and walk.containers.get(path) != "ndarray":
+                    walk.containers[path] = f"{walk.containers.get(path, '')};{flags}"
+                break
         if len(entries) != len(self._last) or any(
             a is not b for a, b in zip(entries, self._last, strict=True)
         ):

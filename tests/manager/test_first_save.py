@@ -116,7 +116,7 @@ def test_a_state_whose_size_nobody_finds_is_restored_all_the_same(
     def refuse(*_: Any) -> int:
         raise StateError("two tensors have one name", remedy="rename one")
 
-    monkeypatch.setattr(Saver, "size_of", refuse)
+    monkeypatch.setattr(Saver, "needs", refuse)
     again = objects(1)
     with CheckpointManager(tmp_path, signals=()) as manager:
         assert manager.restore(into=again) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import mmap
 import os
@@ -72,6 +73,44 @@ def test_closing_gives_the_memory_back_as_soon_as_no_view_lives() -> None:
     view[:] = bytes(10)  # still mapped: no crash
     view.release()
     assert held_by(os.getpid()) == before
+
+
+def test_memory_of_one_process_has_no_file_and_goes_at_the_close() -> None:
+    before = held_by(os.getpid())
+    files = os.listdir("/proc/self/fd")
+    arena = Arena(8 << 20, shared=False)
+    assert arena.fd < 0 and held_by(os.getpid()) == before
+    assert os.listdir("/proc/self/fd") == files
+    view = arena.view(0, 1)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(view))
+    view.release()
+    assert kept_by_a_fork(address) == (True, False)
+    arena.view(100, 5)[:] = b"hello"
+    arena.close()
+    arena.close()
+    with pytest.raises(UsageError, match="closed"):
+        arena.view(0, 1)
+    assert not mapped(os.getpid(), address)
+
+
+def mapped(pid: int, address: int) -> bool:
+    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    ranges = (line.split()[0].split("-") for line in lines)
+    return any(int(low, 16) <= address < int(high, 16) for low, high in ranges)
+
+
+def kept_by_a_fork(address: int) -> tuple[bool, bool]:
+    """Whether this process and a child have that address mapped."""
+    answer, give = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.write(give, b"1" if mapped(os.getpid(), address) else b"0")
+        os._exit(0)
+    os.waitpid(pid, 0)
+    child = os.read(answer, 1) == b"1"
+    os.close(answer)
+    os.close(give)
+    return mapped(os.getpid(), address), child
 
 
 def test_a_forked_child_holds_none_of_the_memory() -> None:

@@ -15,7 +15,7 @@ from torch.optim import optimizer as torch_optimizers
 from smckpt.errors import StateError
 from smckpt.layout.entries import DTYPES
 from smckpt.layout.image import compile_layout
-from smckpt.staging import overlap
+from smckpt.staging import digest, overlap
 from smckpt.staging.arena import Arena
 from smckpt.staging.copies import stage
 from smckpt.staging.overlap import Flight
@@ -51,6 +51,7 @@ def some_tensors() -> dict[str, torch.Tensor]:
     """Small and large ones, of any bits, which fill no matrix of words, and begin anywhere."""
     return {
         "large": any_bits(torch.float32, 60, 61),
+        "double": any_bits(torch.float64, 32, 32),
         "odd": any_bits(torch.uint8, 3001)[1:],
         "half": any_bits(torch.bfloat16, 2, 1023)[1],
         "small": any_bits(torch.float32, 7),
@@ -78,7 +79,7 @@ def mutations(rng: random.Random) -> Callable[[torch.Tensor], None]:
         data[here], data[there] = data[there].clone(), data[here].clone()
 
     def all_of_it(data: torch.Tensor) -> None:
-        data ^= 0x80  # as neg_() does
+        data[7 if len(data) > 7 else 0 :: rng.choice([1, 2, 4, 8, 16])] ^= 0x80  # as neg_() does
 
     def shift(data: torch.Tensor) -> None:
         data.copy_(data.roll(rng.choice([1, 4, 8, 64, 512])))
@@ -133,6 +134,7 @@ def test_a_tensor_that_is_put_back_before_the_copies_end_is_noticed() -> None:
 def test_every_dtype_and_a_tensor_of_several_pieces_is_proven(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(digest, "CHUNK", 1024)
     monkeypatch.setattr(overlap, "_PIECE", 4096)
     tensors = {name: any_bits(getattr(torch, name), 30, 50) for name in DTYPES}
     expected = {name: raw(tensor) for name, tensor in tensors.items()}
@@ -223,14 +225,32 @@ def test_a_device_without_memory_for_the_proof_copies_before_the_return(
     tensor, stream = torch.randn(1000), LateStream()
     layout = compile_layout([entry_of("w", tensor)], rank=0, group_ranks=(0,))
 
-    def full() -> Any:
+    def full(tensors: Any) -> Any:
         raise torch.OutOfMemoryError("the device is full")
 
-    monkeypatch.setattr(overlap, "_Sums", full)
+    monkeypatch.setattr(stream, "digests", full)
     with closing(Arena(layout.arena_size)) as arena, caplog.at_level(logging.WARNING, "smckpt"):
         assert stage(arena, layout, [tensor], overlap=stream.overlap(), stepped={"w"}) is None
         assert content(files_in(arena, layout)[0])["w"] == raw(tensor)
-    assert "no memory for the sums" in caplog.text
+    assert "no memory for the digests" in caplog.text
+
+
+def test_a_device_without_a_compiler_copies_before_the_return_and_that_is_logged_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    tensor = torch.randn(1000)
+    layout = compile_layout([entry_of("w", tensor)], rank=0, group_ranks=(0,))
+
+    def stream_of(device: torch.device) -> Any:
+        raise RuntimeError("no NVRTC here")
+
+    overlapping = overlap.Overlap(stream_of)
+    with closing(Arena(layout.arena_size)) as arena, caplog.at_level(logging.WARNING, "smckpt"):
+        for _ in range(2):
+            assert stage(arena, layout, [tensor], overlap=overlapping, stepped={"w"}) is None
+        assert content(files_in(arena, layout)[0])["w"] == raw(tensor)
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "no NVRTC here" in line and overlapping.refusal is not None
 
 
 def test_a_copy_that_fails_fails_the_save_after_all_copies_have_ended() -> None:

@@ -22,6 +22,7 @@ from smckpt.storage import FileInfo, open_storage
 from smckpt.storage.disk import posix_write
 from smckpt.storage.disk.linux import fallocate
 from smckpt.storage.disk.posix import PosixStorage
+from smckpt.storage.disk.posix_read import STRETCH
 from tests.support import child
 from tests.support.faults import refuse
 
@@ -308,15 +309,15 @@ def test_ranges_are_read_across_many_buffers(tmp_path: Path) -> None:
 
 
 def test_what_is_read_is_shown_in_order_in_small_stretches(tmp_path: Path) -> None:
-    content = os.urandom(4_000_000)
+    content = os.urandom(14_000_000)
     (tmp_path / "data").write_bytes(content)
-    buffers = [bytearray(n) for n in (3, 2_700_000, 0, 1, 200_000)]
+    buffers = [bytearray(n) for n in (3, 12_700_000, 0, 1, 200_000)]
     shown: list[bytes] = []
     PosixStorage(str(tmp_path)).read_into(
         "data", 17, [memoryview(b) for b in buffers], lambda stretch: shown.append(bytes(stretch))
     )
-    assert b"".join(shown) == b"".join(buffers) == content[17 : 17 + 2_900_004]
-    assert max(map(len, shown)) <= 1 << 20
+    assert b"".join(shown) == b"".join(buffers) == content[17 : 17 + 12_900_004]
+    assert max(map(len, shown)) <= STRETCH
 
 
 def test_a_file_that_ends_early_is_corrupt_and_named_with_the_offset(tmp_path: Path) -> None:
@@ -507,7 +508,7 @@ def test_a_file_removed_right_after_its_creation_tells_of_the_other_copy(
 def test_what_is_not_in_the_page_cache_is_asked_of_the_disk_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int | None
 ) -> None:
-    size, cached = 9 << 20, 3 << 20  # None: nothing is missing
+    size, cached = 18 << 20, 3 << 20  # None: nothing is missing
     content = os.urandom(size)
     (tmp_path / "a").write_bytes(content)
     asked: list[tuple[int, int]] = []
@@ -521,10 +522,10 @@ def test_what_is_not_in_the_page_cache_is_asked_of_the_disk_at_once(
     monkeypatch.setattr(os, "preadv", partly_cached)
     monkeypatch.setattr(os, "posix_fadvise", lambda fd, at, span, _: asked.append((at, span)))
     data = bytearray(size)
-    parts = [memoryview(data)[:5], memoryview(data)[5 : 8 << 20], memoryview(data)[8 << 20 :]]
+    parts = [memoryview(data)[:5], memoryview(data)[5 : 13 << 20], memoryview(data)[13 << 20 :]]
     seen: list[bytes] = []
     PosixStorage(str(tmp_path)).read_into("a", 0, parts, lambda piece: seen.append(bytes(piece)))
     assert data == content == b"".join(seen)
     assert len(asked) == (code is not None)
     for at, span in asked:
-        assert cached <= at < cached + (1 << 20) and at + span == size
+        assert cached <= at < cached + STRETCH and at + span == size

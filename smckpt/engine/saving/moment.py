@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
+import functools
 import hashlib
 import operator
 import re
@@ -150,7 +151,7 @@ class _Differing:
     def note_positions(self, selection: Selection) -> None:
         paths = [entry.path for entry in selection.entries]
         for path in (*paths, *(leaf.path for leaf in selection.objects)):
-            if len(path) > 1 and _POSITION.search(str(path[-1]).lower()):
+            if len(path) > 1 and _names_position(str(path[-1])):
                 self._positions.add(path[:-1])
 
     def look(self, path: Path, value: Any) -> None:
@@ -180,7 +181,7 @@ class _Differing:
                     self.signs[dotted((*path, "last_epoch"))] = value["last_epoch"]
                 return
             if len(path) < _DEEP:
-                own = bool(path) and any(_POSITION.search(str(key).lower()) for key in value)
+                own = bool(path) and any(_names_position(str(key)) for key in value)
                 for key, child in value.items():
                     if not own or isinstance(child, (Mapping, list, tuple)):
                         self.look((*path, key), child)
@@ -193,7 +194,7 @@ class _Differing:
             return
         if not path or not _is_number(value) or _is_own(path) or path[:-1] in self._positions:
             return
-        if _COUNTERS.fullmatch(str(path[-1]).lower()) and "state" not in path[1:-1]:
+        if _is_counter(path):
             self.signs[dotted(path)] = value
 
     def steps(self, selection: Selection) -> dict[str, float]:
@@ -201,15 +202,17 @@ class _Differing:
         step counts."""
         tensors: dict[tuple[Path, Any, Any], list[torch.Tensor]] = {}
         held: dict[Path, bool] = {}  # a parameter's state → whether this rank has elements of it
+        counts: list[tuple[Path, torch.Tensor]] = []
         for entry, tensor in zip(selection.entries, selection.tensors, strict=True):
             path = entry.path
-            if len(path) > 2 and path[-3] == "state" and path[-1] != "step":
-                held[path[:-1]] = held.get(path[:-1], False) or tensor.numel() > 0
-        for entry, tensor in zip(selection.entries, selection.tensors, strict=True):
-            path = entry.path
-            if tensor.numel() != 1 or tensor.is_meta:
+            if len(path) < 3 or path[-3] != "state":
                 continue
-            if len(path) < 3 or path[-1] != "step" or path[-3] != "state":
+            if path[-1] == "step":
+                counts.append((path, tensor))
+            elif not held.get(path[:-1]):
+                held[path[:-1]] = tensor.numel() > 0
+        for path, tensor in counts:
+            if tensor.numel() != 1 or tensor.is_meta:
                 continue
             if held.get(path[:-1], True):  # without elements a rank may count no steps
                 of = path[:-3], tensor.device, tensor.dtype
@@ -229,9 +232,7 @@ def _scalars(selection: Selection) -> Iterator[tuple[Path, Any]]:
     """Counters that are tensors of one element."""
     for entry, tensor in zip(selection.entries, selection.tensors, strict=True):
         path = entry.path
-        if tensor.numel() != 1 or tensor.is_meta or "state" in path[1:]:
-            continue
-        if _COUNTERS.fullmatch(str(path[-1]).lower()):
+        if tensor.numel() == 1 and not tensor.is_meta and _is_counter(path):
             yield path, _whole(tensor.detach().reshape(()).item())
 
 
@@ -241,6 +242,15 @@ def _leaves(tree: Any, path: Path) -> Iterator[tuple[Path, Any]]:
             yield from _leaves(value, (*path, key))
     else:
         yield path, tree
+
+
+@functools.lru_cache(maxsize=1 << 10)  # most tensors share a few names
+def _names_position(name: str) -> bool:
+    return _POSITION.search(name.lower()) is not None
+
+
+def _is_counter(path: Path) -> bool:
+    return _COUNTERS.fullmatch(str(path[-1]).lower()) is not None and "state" not in path[1:-1]
 
 
 def _is_own(path: Path) -> bool:

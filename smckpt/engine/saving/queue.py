@@ -81,12 +81,10 @@ class SaveQueue:
         is provided. A failure there is that of the first save, which tries again."""
 
         def provide() -> None:
-            # Twice the memory: a rank that is refused here must not be refused by the first save of
-            # this queue, when the others on its host have their arenas already.
             with self._front, contextlib.suppress(CheckpointError):
                 if self._reserving is None or self._calls:
                     return
-                self._saver.room(size, copies=2)
+                self._saver.prepare(size, cuda, options)
                 if self._reserving is None:  # the queue was closed meanwhile
                     self._saver.close()
 
@@ -99,7 +97,9 @@ class SaveQueue:
                 self._worker.start()
             self._meets = options.timeout
             self._start_thread()
-            size = 0 if state_dict is None else self._saver.size_of(state_dict, options)
+            size, cuda = 0, None
+            if state_dict is not None:
+                size, cuda = self._saver.needs(state_dict, options)
         finally:
             self._front.release()
         if size:

@@ -315,14 +315,32 @@ class Saver:
         )
 
     @neutral()
-    def size_of(self, state_dict: Mapping[str, Any], options: SaveOptions) -> int:
-        """The bytes of the arena that this state needs."""
-        return compile_layout(
-            self._selector.select(state_dict).entries,
+    def needs(
+        self, state_dict: Mapping[str, Any], options: SaveOptions
+    ) -> tuple[int, torch.device | None]:
+        """The bytes of the arena that this state needs, and a CUDA device that it is on."""
+        selection = self._selector.select(state_dict)
+        layout = compile_layout(
+            selection.entries,
             rank=self.group.rank,
             group_ranks=self.group.ranks,
             max_file_bytes=options.max_file_bytes,
-        ).arena_size
+        )
+        cuda = next((tensor.device for tensor in selection.tensors if tensor.is_cuda), None)
+        return layout.arena_size, cuda
+
+    def prepare(self, size: int, cuda: torch.device | None, options: SaveOptions) -> None:
+        """Make the arena, and what copies from a device need, before the first save.
+
+        Raises:
+            MemoryBudgetError: the host has not twice the memory. A rank that is refused here must
+                not be refused by its first save, when the others on its host have their arenas.
+        """
+        arena = self.room(size, copies=2)
+        if cuda is not None:
+            arena.pin(cuda)
+            if options.staging != "block" and options.stager is None:
+                self._overlap.prepare(cuda)
 
     def room(self, size: int, copies: int = 1) -> Arena:
         """An arena that is large enough. A new one is made when the state has grown.

@@ -14,7 +14,9 @@ from smckpt.storage.disk.directory import Directory
 __all__ = ["STRETCH", "Descriptor", "Reading", "is_a_link", "not_a_file", "open_file"]
 
 _READ_AHEAD = 1 << 20  # bytes; for a read this large the kernel is asked to read ahead
-STRETCH = 1 << 20  # bytes, a block: with less, many threads wait for the interpreter, not for bytes
+# Bytes, a multiple of a block. With fewer, many threads wait for the interpreter, not for bytes;
+# more leave the processor's cache before their checksum is taken.
+STRETCH = 4 << 20
 _NOWAIT = getattr(os, "RWF_NOWAIT", 0)  # not on macOS
 _MAX_VECTOR = 1024  # IOV_MAX of Linux and macOS
 

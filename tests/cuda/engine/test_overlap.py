@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,9 +13,11 @@ import torch
 
 import smckpt
 from smckpt.engine import api
-from smckpt.staging import overlap
+from smckpt.staging import digest, overlap
 from smckpt.staging.overlap import Overlap, SideStream
 from tests.cuda.engine.test_moment import ADAMW, made, trained
+from tests.engine.test_prewarm import arenas, prewarmed
+from tests.support.faults.late_stream import digests_of
 from tests.support.limits import seconds
 from tests.support.on_cuda import copied, needs_cuda, taken, wait_on_device
 from tests.support.truth import differences, flat
@@ -113,6 +116,7 @@ def test_a_change_that_no_hook_sees_fails_the_save_by_name(
     tmp_path: Path, begin: Callable[..., Any]
 ) -> None:
     model, optimizer = made({"fused": True})
+    model[2].weight.data[3, 4] += 1  # CUDA loads a kernel once, and may wait for the device then
     trained(model, optimizer, 2)
     handle = begin(taken(model, optimizer))
     model[2].weight.data[3, 4] += 1
@@ -158,15 +162,64 @@ def test_a_replay_of_a_captured_step_fails_the_save_unless_it_waits(
 
 
 def test_the_device_lends_little_memory(begin: Callable[..., Any]) -> None:
-    """64 MiB for what comes back from the host, 128 while torch sums so much, and the sums."""
+    """64 MiB for what comes back from the host, and eight bytes for each 256 KiB."""
     weight = torch.nn.Parameter(torch.randn(128 * MIB, device="cuda"))
     model = torch.nn.Module()
     model.register_parameter("weight", weight)
     with smckpt.sm_state_dict_type(model, smckpt.LOCAL):
         state = {"model": model.state_dict()}
     torch.cuda.synchronize()
+    gc.collect()  # of other tests
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     begin(state).wait(seconds(120))
-    assert torch.cuda.max_memory_allocated() - before <= 200 * MIB
+    assert torch.cuda.max_memory_allocated() - before <= 65 * MIB
     assert torch.cuda.memory_allocated() == before
+
+
+def test_prewarm_pins_the_memory_and_compiles_what_the_first_save_needs(tmp_path: Path) -> None:
+    model, optimizer = made({"fused": True})
+    trained(model, optimizer, 1)
+    options = smckpt.SaveOptions(staging="overlap", queue=f"overlap-{next(QUEUES)}")
+    smckpt.prewarm(taken(model, optimizer), options=options)
+    got = prewarmed(options.queue)
+    (queue,) = api._RUNTIME.queues(None, options.queue)
+    arena = queue._saver._arena
+    assert arena.pinned and torch.device("cuda", 0) in queue._saver._overlap._streams
+    smckpt.save(taken(model, optimizer), checkpoint_id=tmp_path / "c", options=options)
+    assert queue._saver._arena is arena and arenas() == got
+
+
+def test_the_kernel_computes_what_its_text_says_wherever_a_tensor_begins() -> None:
+    device = torch.device("cuda", 0)
+    host = torch.randint(0, 256, (3 * MIB + 5000,), dtype=torch.uint8)
+    parts = [host[start:stop] for start, stop in itertools.pairwise((0, 1, 8, 4099, MIB + 3, -1))]
+    parts += [host, host[7:].view(torch.uint8), torch.randn(1031, 517, dtype=torch.float64)]
+    whole = host.to(device)
+    moved = [whole[start:stop] for start, stop in itertools.pairwise((0, 1, 8, 4099, MIB + 3, -1))]
+    moved += [whole, whole[7:], parts[-1].to(device)]
+    found = digest.digests_on(device)(moved).tolist()
+    assert [value % 2**64 for value in found] == digests_of(parts)
+
+
+def test_a_torch_without_a_compiler_blocks_and_that_is_logged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: Any) -> Any:
+        raise RuntimeError("no NVRTC here")
+
+    monkeypatch.setattr(torch.cuda, "_compile_kernel", refuse)
+    monkeypatch.setattr(api._RUNTIME, "overlap", Overlap())
+    model, optimizer = made({"fused": True})
+    trained(model, optimizer, 1)
+    expected = flat(copied(taken(model, optimizer)))
+    options = smckpt.SaveOptions(staging="overlap", queue=f"overlap-{next(QUEUES)}")
+    for name in ("a", "b"):
+        handle = smckpt.async_save(
+            taken(model, optimizer), checkpoint_id=tmp_path / name, options=options
+        )
+        assert handle is not None and (handle.copied is None or handle.copied.done())
+        handle.wait(seconds(60))
+    assert differences(resumed(tmp_path / "b", {"fused": True}), expected) == []
+    (line,) = [r.getMessage() for r in caplog.records if "blocks until" in r.getMessage()]
+    assert "no NVRTC here" in line

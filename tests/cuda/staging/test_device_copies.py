@@ -13,7 +13,7 @@ import torch
 from smckpt.errors import MemoryBudgetError
 from smckpt.layout.entries import DTYPES
 from smckpt.layout.image import Layout, compile_layout
-from smckpt.staging import overlap
+from smckpt.staging import digest, overlap
 from smckpt.staging.arena import Arena
 from smckpt.staging.copies import stage
 from tests.staging.test_stage import any_bits, content, entry_of, files_in, raw
@@ -60,6 +60,7 @@ def test_every_dtype_comes_over_after_the_call_and_is_proven(
     monkeypatch: pytest.MonkeyPatch, piece: int
 ) -> None:
     monkeypatch.setattr(overlap, "_PIECE", piece)
+    monkeypatch.setattr(digest, "CHUNK", min(piece, digest.CHUNK))
     host = {name: any_bits(getattr(torch, name), 30, 51) for name in DTYPES if hasattr(torch, name)}
     device = {name: tensor.cuda() for name, tensor in host.items()}
     device["offset"] = any_bits(torch.uint8, 5000).cuda()[3:]

@@ -8,15 +8,17 @@ land, and what happens between two of them.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 
+from smckpt.staging import digest
 from smckpt.staging.overlap import Overlap
 from tests.support.limits import seconds
 
-__all__ = ["LateStream"]
+__all__ = ["LateStream", "digests_of"]
 
 Copy = tuple[torch.Tensor, torch.Tensor]
 
@@ -61,6 +63,9 @@ class LateStream:
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         self._queued.append((target, source))
 
+    def digests(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        return torch.from_numpy(np.array(digests_of(tensors), np.uint64))
+
     def finish(self) -> None:
         copies, self._queued = self._queued, []
         if not copies:
@@ -71,3 +76,21 @@ class LateStream:
             self._between(landed)
             target.copy_(source)
         self._between(len(copies))
+
+
+def digests_of(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """What the kernel computes on a device (`smckpt.staging.digest`), in numpy."""
+    found = []
+    for tensor in tensors:
+        data = tensor.contiguous().view(-1).view(torch.uint8).numpy()
+        for start in range(0, len(data), digest.CHUNK):
+            chunk = data[start : start + digest.CHUNK]
+            words = np.pad(chunk, (0, -len(chunk) % 8)).view("<u8")
+            mixed = words + np.arange(1, len(words) + 1, dtype="u8") * np.uint64(_STEPS[0])
+            for shift, factor in zip((30, 27), _STEPS[1:], strict=True):
+                mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
+            found.append(int((mixed ^ (mixed >> np.uint64(31))).sum(dtype="u8")))
+    return found
+
+
+_STEPS = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # SplitMix64's

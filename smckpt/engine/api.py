@@ -187,14 +187,15 @@ def prewarm(
     get host memory for a state like this one, at half a second to a second for each GiB.
 
     All ranks that will save call it, after a load, or after the first step of an optimizer, which
-    has no state before. It selects the state and returns; the rest goes on in threads, for which a
-    save that comes earlier waits. If that fails, or the host has not twice as much memory, the
-    first save does it again. Once a save of the queue has begun, the call does nothing.
+    has no state before. It selects the state, compiles what an overlapped copy from its device
+    needs, and returns; the rest goes on in threads, for which a save that comes earlier waits. If
+    that fails, or the host has not twice as much memory, the first save does it again. Once a save
+    of the queue has begun, the call does nothing.
 
     Args:
         state_dict: as the one to be saved. None: the worker and the meeting alone.
         process_group: as for the saves.
-        options: as for the saves, of which the queue counts and what shapes the files.
+        options: as for the saves, of which the queue, the staging and what shapes the files count.
 
     Raises:
         UsageError, StateError: this state or these options cannot be saved.

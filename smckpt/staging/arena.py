@@ -34,7 +34,7 @@ from smckpt.layout.image import ALIGNMENT
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Arena", "check_memory", "free_memory"]
+__all__ = ["Arena", "beside_captures", "check_memory", "free_memory"]
 
 log = logging.getLogger("smckpt")
 
@@ -145,6 +145,17 @@ class Arena:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+
+
+def beside_captures() -> bool:
+    """Let this thread call CUDA while another one captures a graph, which would fail otherwise.
+    False: CUDA's driver cannot."""
+    relaxed = ctypes.c_int(2)  # CU_STREAM_CAPTURE_MODE_RELAXED
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+        return int(driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(relaxed))) == 0
+    except (OSError, AttributeError):
+        return False
 
 
 def _anonymous_file() -> int:

@@ -191,8 +191,6 @@ class StagePlan:
 
     def copies(self, tensors: Sequence[Local]) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
         """Write the headers; returns the tensors' copies: (key of the entry, target, source)."""
-        import torch
-
         for entry, dtype, local in zip(self.layout.entries, self._dtypes, tensors, strict=True):
             if (
                 isinstance(local, torch.Tensor)

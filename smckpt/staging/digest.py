@@ -13,6 +13,7 @@ changes leave it as it was once in 2^64.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -87,25 +88,35 @@ def digests_on(device: torch.device) -> Callable[[Sequence[torch.Tensor]], torch
     Returns:
         A function of contiguous tensors on the device, none of them empty: their digests, tensor by
         tensor and chunk by chunk, as an int64 tensor there. It queues on the current stream, which
-        is to be one of the device.
+        is to be the same stream of the device each time.
 
     Raises:
         Exception: torch has no compiler of CUDA here, or it fails.
     """
-    with torch.cuda.device(device):
-        compile_kernel: Any = torch.cuda._compile_kernel
-        kernel = compile_kernel(kernel_text(), "digests")
+    from torch.utils import cpp_extension
+
+    compile_kernel: Any = torch.cuda._compile_kernel
+    home = cpp_extension.CUDA_HOME
+    # torch adds the toolkit's headers and refuses a host without them; the kernel includes none
+    cpp_extension.CUDA_HOME = home or "/usr"
+    try:
+        with torch.cuda.device(device):
+            torch.cuda.synchronize()  # it makes the device's context this thread's
+            kernel = compile_kernel(kernel_text(), "digests")
+    finally:
+        cpp_extension.CUDA_HOME = home
+
+    @functools.lru_cache(maxsize=16)  # training keeps its tensors, and a save its buffer
+    def table_of(spans: tuple[tuple[int, int, int], ...]) -> torch.Tensor:
+        return torch.tensor(spans, dtype=torch.int64, device="cpu").to(device)
 
     def digests(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         spans, chunks = [], 0
         for tensor in tensors:
             spans.append((tensor.data_ptr(), tensor.nbytes, chunks))
             chunks += chunks_of(tensor.nbytes)
-        # pinned: a copy from other memory would wait for all that is queued before it
-        table = torch.tensor(spans, dtype=torch.int64, device="cpu", pin_memory=True)
-        table = table.to(device, non_blocking=True)
         out = torch.empty(chunks, dtype=torch.int64, device=device)
-        kernel((chunks, 1, 1), (_THREADS, 1, 1), (table, len(spans), out))
+        kernel((chunks, 1, 1), (_THREADS, 1, 1), (table_of(tuple(spans)), len(spans), out))
         return out
 
     return digests

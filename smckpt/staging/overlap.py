@@ -185,9 +185,9 @@ class Overlap:
     def _stream(self, device: torch.device) -> SideStream | None:
         if device not in self._streams:
             try:
-                self._streams[device] = self._stream_of(device)
+                self._streams.setdefault(device, self._stream_of(device))
             except Exception as error:  # of the compiler, or of a torch without it
-                self._streams[device] = None
+                self._streams.setdefault(device, None)
                 self.refusal = f"no kernel for the digests of {device} can be compiled ({error})"
                 self.block(self.refusal)
         return self._streams[device]

@@ -198,7 +198,9 @@ class Selector:
         depths = sorted({len(path) for path in states})
         for path, tensor in walk.tensors:  # a new optimizer has none whose flags could be kept
             for depth in depths:
-                if (whole_of := states.get(path[:depth])) is None or len(path) == depth:
+                if len(path) <= depth:
+                    break
+                if (whole_of := states.get(path[:depth])) is None:
                     continue
                 flags = flags_of(tensor) + "whole" * whole_of(path[depth:], tensor)
                 if flags and walk.containers.get(path) != "ndarray":

@@ -167,3 +167,20 @@ def test_a_bad_block_does_not_reach_far_memory(tmp_path: Path, ring: Lends) -> N
     with pytest.raises(smckpt.CorruptCheckpointError, match="checksum differs"):
         smckpt.load(target, checkpoint_id=tmp_path)
     assert not target["w"].any() and ring.sizes == []
+
+
+@pytest.mark.parametrize("bad", [[0], [3], [4], [5, 6], [12]])
+def test_a_bad_block_among_several_that_are_read_at_once_is_named(
+    tmp_path: Path, bad: list[int]
+) -> None:
+    saved = torch.randn(3 << 20)
+    smckpt.save({"w": saved}, checkpoint_id=tmp_path)
+    data = next(tmp_path.rglob("*.safetensors"))
+    with open(data, "r+b") as file:
+        for block in bad:
+            file.seek((block << 20) + (100 if block else 5000))
+            file.write(b"wrong")
+    target = {"w": torch.zeros(3 << 20)}
+    found = rf"bytes {bad[0] << 20} to \d+ of .* differ from what was written"
+    with pytest.raises(smckpt.CorruptCheckpointError, match=found):
+        smckpt.load(target, checkpoint_id=tmp_path, options=smckpt.LoadOptions(threads=1))

@@ -19,7 +19,9 @@ from torch.distributed.fsdp import fully_shard
 
 import smckpt
 from smckpt.engine.api import _RUNTIME
+from smckpt.engine.saving import queue as queue_module
 from smckpt.engine.saving.queue import SaveQueue
+from smckpt.engine.saving.save import Saver
 from smckpt.errors import StateError, UsageError
 from smckpt.staging import arena
 from tests.support.launch import run_ranks
@@ -148,6 +150,34 @@ def test_a_queue_that_closes_meanwhile_does_not_wait_and_leaves_no_memory(
     late.set()
     thread.join(seconds(60))
     assert arenas() == others
+
+
+def test_a_close_waits_for_the_call_that_pins_the_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else it would be unmapped while CUDA registers it."""
+    begun, goes_on, closed = threading.Event(), threading.Event(), list[bool]()
+
+    def pin(self: arena.Arena, device: torch.device) -> None:
+        begun.set()
+        assert goes_on.wait(seconds(60))
+        closed.append(self.closed)
+
+    monkeypatch.setattr(arena.Arena, "pin", pin)
+    monkeypatch.setattr(queue_module, "beside_captures", lambda: True)
+    monkeypatch.setattr(Saver, "needs", lambda *_: (MANY, torch.device("cuda", 0)))
+    others = arenas()
+    smckpt.prewarm({"w": torch.ones(1)}, options=smckpt.SaveOptions(queue="pins"))
+    (queue,) = _RUNTIME.queues(None, "pins")
+    assert isinstance(queue, SaveQueue) and begun.wait(seconds(60))
+    thread, closing = queue._reserving, threading.Thread(target=_RUNTIME.drop, args=("pins", 10))
+    closing.start()
+    wait_until(lambda: queue._reserving is None)
+    goes_on.set()
+    closing.join(seconds(60))
+    assert thread is not None
+    thread.join(seconds(60))
+    assert closed == [False] and arenas() == others
 
 
 def test_another_call_and_a_save_under_way_are_not_waited_for(

@@ -23,6 +23,7 @@ from smckpt.engine.saving.save import Saver
 from smckpt.errors import CheckpointError, SaveFailedError, UsageError, as_checkpoint_error
 from smckpt.meeting.group import Membership
 from smckpt.meeting.round import Round
+from smckpt.staging.arena import beside_captures
 from smckpt.staging.overlap import Overlap
 
 __all__ = ["SaveQueue"]
@@ -72,6 +73,7 @@ class SaveQueue:
         self._inbox: queue.SimpleQueue[_Staged | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._reserving: threading.Thread | None = None
+        self._pinning = threading.Lock()  # held while its thread calls CUDA
         self._pid = os.getpid()
 
     # -- the front: called by the training thread -------------------------------------------
@@ -81,12 +83,17 @@ class SaveQueue:
         is provided. A failure there is that of the first save, which tries again."""
 
         def provide() -> None:
-            with self._front, contextlib.suppress(CheckpointError):
+            # Twice the memory: a rank that is refused here must not be refused by the first save of
+            # this queue, when the others on its host have their arenas already.
+            with self._front, contextlib.suppress(CheckpointError, RuntimeError):
                 if self._reserving is None or self._calls:
                     return
-                self._saver.prepare(size, cuda, options)
-                if self._reserving is None:  # the queue was closed meanwhile
-                    self._saver.close()
+                arena = self._saver.room(size, copies=2)
+                with self._pinning:
+                    if self._reserving is None:  # the queue was closed meanwhile
+                        self._saver.close()
+                    elif cuda is not None and beside_captures():
+                        arena.pin(cuda)
 
         if not self._front.acquire(blocking=False):
             return  # a save, or another call of this, is under way
@@ -232,10 +239,13 @@ class SaveQueue:
             self._thread.join(timeout=1 if late else left)
             self._thread = None
         self._reserving = None  # its thread frees what it gets from now on
+        # no process should end, and no memory go, amid a call of CUDA
+        if idle := self._pinning.acquire(timeout=5):
+            self._pinning.release()
         if announce:
             self._announce_end()
         self._worker.close(timeout=5)
-        if flying is None or flying.done():
+        if (flying is None or flying.done()) and idle:
             self._saver.close()
         return failed
 

@@ -318,7 +318,8 @@ class Saver:
     def needs(
         self, state_dict: Mapping[str, Any], options: SaveOptions
     ) -> tuple[int, torch.device | None]:
-        """The bytes of the arena that this state needs, and a CUDA device that it is on."""
+        """The bytes of the arena that this state needs, and a CUDA device that it is on. What an
+        overlapped copy from that needs is compiled."""
         selection = self._selector.select(state_dict)
         layout = compile_layout(
             selection.entries,
@@ -327,20 +328,9 @@ class Saver:
             max_file_bytes=options.max_file_bytes,
         )
         cuda = next((tensor.device for tensor in selection.tensors if tensor.is_cuda), None)
+        if cuda is not None and self._overlapping(options, selection) is not None:
+            self._overlap.prepare(cuda)
         return layout.arena_size, cuda
-
-    def prepare(self, size: int, cuda: torch.device | None, options: SaveOptions) -> None:
-        """Make the arena, and what copies from a device need, before the first save.
-
-        Raises:
-            MemoryBudgetError: the host has not twice the memory. A rank that is refused here must
-                not be refused by its first save, when the others on its host have their arenas.
-        """
-        arena = self.room(size, copies=2)
-        if cuda is not None:
-            arena.pin(cuda)
-            if options.staging != "block" and options.stager is None:
-                self._overlap.prepare(cuda)
 
     def room(self, size: int, copies: int = 1) -> Arena:
         """An arena that is large enough. A new one is made when the state has grown.

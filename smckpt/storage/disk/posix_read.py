@@ -121,7 +121,7 @@ class Reading:
         at, size = 0, buffer.nbytes
         try:
             while at < size:
-                # No stretch crosses a block's end, so each goes whole into one checksum.
+                # Stretches end at blocks, so that their checksums need no second look.
                 stretch = buffer[at : at + STRETCH - self.offset % STRETCH]
                 count = self._read(file, [stretch])
                 if count == 0:

@@ -102,6 +102,16 @@ SILENT = [
         STAGING + "test_a_device_without_a_compiler_copies_before_the_return_and_that_is_logged_once",
     ),
     of(
+        "read: blocks that are read at once are compared", "checkpoint/reading/blocks.py",
+        "        return value == combined(self._stored()[1][block : block + count], count * BLOCK)\n", "        return True\n",
+        "tests/checkpoint/test_read.py::test_a_bad_block_among_several_that_are_read_at_once_is_named",
+    ),
+    of(
+        "prewarm: a close waits for the call that pins", "engine/saving/queue.py",
+        "        if idle := self._pinning.acquire(timeout=5):\n            self._pinning.release()\n", "        idle = True\n",
+        "tests/engine/test_prewarm.py::test_a_close_waits_for_the_call_that_pins_the_memory",
+    ),
+    of(
         "overlap: an optimizer's step waits for the copies", "staging/overlap.py",
         "    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:\n        self.wait()\n",
         "    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:\n        pass\n",

@@ -172,7 +172,7 @@ def test_a_close_waits_for_the_call_that_pins_the_memory(
     assert isinstance(queue, SaveQueue) and begun.wait(seconds(60))
     thread, closing = queue._reserving, threading.Thread(target=_RUNTIME.drop, args=("pins", 10))
     closing.start()
-    wait_until(lambda: queue._reserving is None)
+    closing.join(2)  # it would have ended if it did not wait
     goes_on.set()
     closing.join(seconds(60))
     assert thread is not None

@@ -325,6 +325,7 @@ class Membership:
                     rank=self.group.rank,
                     sideways=self._clients.unused(),
                     first_end=first_end if ranks else None,
+                    absent=self._clients.absent,
                 )
                 with self._lock:
                     self._meetings[prefix] = meeting

@@ -129,6 +129,7 @@ class Clients:
     def __init__(self, store: Store) -> None:
         self.store = store
         self.spare: Store | None = None  # the one on which nobody waits, once it is made
+        self.absent = set[str]()  # names of peers for which a wait was in vain
         self._lock = threading.Lock()
         self._own = threading.local()  # a thread's connection is closed when it ends
 

@@ -42,6 +42,7 @@ class Presence:
         answer: sets the value of a key, if it has none, to a member's departure.
         tell: brings a member's departure to a round that another process leads.
         name: what errors call a member.
+        absent: see `agree`.
     """
 
     def __init__(
@@ -49,10 +50,12 @@ class Presence:
         answer: Callable[[str, int, PeerError], None],
         tell: Callable[[str, int, PeerError], None],
         name: Callable[[int], str],
+        absent: set[str],
     ) -> None:
         self._answer = answer
         self._tell = tell
         self._name = name
+        self._absent = absent
         self._lock = threading.Lock()
         self._gone: dict[int, PeerError] = {}
         self._seen: set[int] = set()  # those whose end this process has seen
@@ -65,14 +68,23 @@ class Presence:
             return member, self._gone[member]
         return None
 
-    def members(self) -> set[int]:
-        """All that are known to be gone."""
-        return set(self._gone)
+    def expected(self, members: Iterable[int]) -> set[int]:
+        """Those that an end waits for: not gone, and no wait for them was in vain."""
+        absent = self._gone.keys() | {one for one in members if self._name(one) in self._absent}
+        return set(members) - absent
+
+    def missed(self, members: Iterable[int]) -> None:
+        """They did not come in time."""
+        self._absent.update(map(self._name, members))
+
+    def came(self, member: int) -> None:
+        self._absent.discard(self._name(member))
 
     def note(self, member: int, error: CheckpointError) -> None:
         """Another member says that this one has left."""
         ours = PeerError(error.message, remedy=error.remedy, rank=error.rank, host=error.host)
         self._gone.setdefault(member, ours)
+        self.missed([member])
 
     def left(self, member: int) -> PeerError:
         return PeerError(

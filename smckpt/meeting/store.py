@@ -41,6 +41,7 @@ class OverStore(Transport):
         name: what errors call a member ("rank 3").
         pulse: signs of life, for rounds without a time limit. None: rounds have timeouts.
         presence: which members are gone; shared by the clients of all threads.
+        absent: see `agree`.
     """
 
     def __init__(
@@ -51,13 +52,16 @@ class OverStore(Transport):
         name: Name,
         pulse: Pulse | None = None,
         presence: Presence | None = None,
+        absent: set[str] | None = None,
     ) -> None:
         self.keys = keys
         self._member = member
         self._count = count
         self._name = name
         self._pulse = pulse
-        self.presence = presence or Presence(self._answer_for, self._tell_for, name)
+        self.presence = presence or Presence(
+            self._answer_for, self._tell_for, name, set() if absent is None else absent
+        )
         self._messages: dict[str, str] = {}  # point → key of this member's message
 
     def over(self, store: Store) -> OverStore:
@@ -96,11 +100,13 @@ class OverStore(Transport):
         began, patience = time.monotonic(), held.timeout or 0
         data = self._awaited(held, key, [held.leader], began + patience + 1)
         if data is None and self.keys.peek(_leads(held)) is None:
+            self.presence.missed([held.leader])
             raise _absent([held.leader], self._name, held.point)
         if data is None:  # it is there, and waits for others or decides
             until = began + _STAGES * patience + 5
             data = self._awaited(held, key, [held.leader], until)
         if data is None:
+            self.presence.missed([held.leader])
             raise PeerError(
                 f"{self._name(held.leader)} gave no decision on {held.point} within "
                 f"{time.monotonic() - began:.0f} s",
@@ -109,6 +115,8 @@ class OverStore(Transport):
         answer = self._unpacked(data, held.gives)
         if answer.left and answer.error is not None:
             self.presence.note(answer.member, answer.error)
+        else:
+            self.presence.came(held.leader)
         return answer
 
     def refuse(self, held: Round, message: Message) -> None:
@@ -140,7 +148,7 @@ class OverStore(Transport):
             return
         until, turn, away = time.monotonic() + timeout, 1, set(range(1, self._count))
         pause = PAUSES[0]
-        while away - self.presence.members() and time.monotonic() < until:
+        while self.presence.expected(away) and time.monotonic() < until:
             data = self.keys.peek(f"bye/{turn}")
             if data is None:
                 time.sleep(pause)
@@ -169,11 +177,14 @@ class OverStore(Transport):
                 ready.pop() if ready else self._awaited(held, f"{held.point}/{turn}", away, until)
             )
             if data is None:
+                self.presence.missed(away)
                 raise _absent(sorted(away), self._name, held.point)
             message = self._unpacked(data, held.brings)
             turn += 1
             if message.left and message.error is not None:
                 self.presence.note(message.member, message.error)
+            else:
+                self.presence.came(message.member)
             if message.member in away:
                 away.discard(message.member)
                 yield message
@@ -271,6 +282,7 @@ def agree(
     silence: float | None = None,
     sideways: Store | None = None,
     first_end: FirstEnd | None = None,
+    absent: set[str] | None = None,
 ) -> Meeting:
     """Agree on a meeting of `count` members; see the module's text.
 
@@ -286,6 +298,8 @@ def agree(
         sideways: a client on which nobody waits, to answer for members that are gone. None: only
             the members' own words count.
         first_end: what to raise of the first of these members whose program has ended.
+        absent: the names, in all meetings of this process, of those that a wait did not see come.
+            The end of the program does not wait for them again, unless they come later.
 
     Raises:
         PeerError: members did not come; names them.
@@ -294,10 +308,11 @@ def agree(
     nonce = uuid.uuid4().hex[:12]
     until = time.monotonic() + timeout
     first_end = first_end or (lambda _: None)
+    absent = set() if absent is None else absent
     process = None if sideways is None else own_process()
     if member == 0:
         _present(keys.sub(nonce), member, process)
-        _lead(keys, nonce, count, until, name, first_end)
+        _lead(keys, nonce, count, until, name, first_end, absent)
         chosen = nonce
     else:
         chosen = _follow(
@@ -313,9 +328,9 @@ def agree(
         )
     own = keys.sub(chosen)
     pulse = None if silence is None else Pulse(own, member, count, name, silence)
-    transport = OverStore(own, member, count, name, pulse)
+    transport = OverStore(own, member, count, name, pulse, absent=absent)
     if process is not None and sideways is not None:
-        presence = OverStore(own.over(sideways), member, count, name).presence
+        presence = OverStore(own.over(sideways), member, count, name, absent=absent).presence
         presence.watch(_beside(own, member, process))
         transport = OverStore(own, member, count, name, pulse, presence)
     return Meeting(chosen, member, count, transport, rank, pulse)
@@ -385,6 +400,7 @@ def _lead(
     until: float,
     name: Name,
     first_end: FirstEnd,
+    absent: set[str],
 ) -> None:
     away = dict.fromkeys(range(1, count), "")  # member → its accepted nonce
     pause, due = PAUSES[0], time.monotonic() + 1
@@ -403,6 +419,7 @@ def _lead(
             error = first_end(away)
             due = time.monotonic() + 1
         if away and late:
+            absent.update(map(name, away))
             error = _absent(list(away), name, "agreeing on a session")
         if error is not None:
             keys.set(f"{chosen}/go", {"error": error.to_json()})

@@ -270,3 +270,33 @@ def test_an_end_waits_once_for_peers_that_do_not_leave(tmp_path: Path) -> None:
     patience, _ = run_ranks(end_without_the_other, 2, str(tmp_path))
     assert len(patience) == 4
     assert 1 < sum(patience) <= 2
+
+
+def end_after_one_stayed_away(folder: str) -> list[float]:
+    """Rank 0 has waited in vain for rank 1, which lives, and ends. The patience of each leaving."""
+    patience: list[float] = []
+    leave = Membership.leave
+
+    def noted(self: Membership, timeout: float) -> None:
+        patience.append(timeout)
+        leave(self, timeout)
+
+    for name in ("one", "two"):
+        options = smckpt.SaveOptions(queue=name, timeout=2)
+        smckpt.save({"a": torch.ones(3)}, checkpoint_id=f"{folder}/{name}", options=options)
+    smckpt.load({"a": torch.ones(3)}, checkpoint_id=f"{folder}/one")
+    if dist.get_rank() == 0:
+        with pytest.raises(smckpt.errors.SaveFailedError, match="rank 1 did not answer in time"):
+            smckpt.save({"a": torch.ones(3)}, checkpoint_id=f"{folder}/two", options=options)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(runtime, "LEAVE_SECONDS", 10.0)
+            patch.setattr(Membership, "leave", noted)
+            assert _RUNTIME.close(seconds(60)) == []
+    dist.barrier()
+    return patience
+
+
+def test_an_end_does_not_wait_again_for_a_peer_that_stayed_away(tmp_path: Path) -> None:
+    """In no meeting, also where that peer came in time."""
+    patience, _ = run_ranks(end_after_one_stayed_away, 2, str(tmp_path))
+    assert len(patience) == 3 and all(patience), patience

@@ -217,6 +217,27 @@ def test_a_member_of_many_that_brings_two_messages_is_named(server: Any) -> None
         list(leader.collect(Round("m", timeout=seconds(10)), Message(0, 0)))
 
 
+def test_who_leaves_waits_for_a_member_that_was_late_and_came_later(server: Any) -> None:
+    missed, left = threading.Event(), list[int]()
+
+    def act(member: int, client: Any) -> None:
+        meeting, patience = join(member, client, count=2), seconds(20)
+        if member == 1:
+            missed.wait(patience)
+        with pytest.raises(PeerError, match="rank 1 did not answer in time"):
+            meeting.round("m/0", nothing, heard, timeout=0.1 if member == 0 else patience)
+        missed.set()
+        meeting.round("m/1", nothing, heard, timeout=patience)
+        if member == 1:
+            threading.Event().wait(0.5)
+            left.append(1)
+        meeting.leave(patience)
+        left.append(0)
+
+    assert together(server, 2, act, {})[0] is None
+    assert left[0] == 1
+
+
 def test_one_members_error_reaches_all_without_waiting_for_a_silent_one(server: Any) -> None:
     own = StateError("disk is on fire", rank=2)
 

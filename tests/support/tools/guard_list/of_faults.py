@@ -296,8 +296,8 @@ LATE = [
     ),
     of(
         "late: an absent rank is named", "meeting/store.py",
-        "            if data is None:\n                raise _absent(sorted(away), self._name, held.point)\n",
-        '            if data is None:\n                raise PeerError("a rank is late")\n',
+        "                raise _absent(sorted(away), self._name, held.point)\n",
+        '                raise PeerError("a rank is late")\n',
         ABSENT + "test_a_late_rank_is_named_in_time_and_hears_of_it",
         RANKS + "test_a_peer_that_never_comes_is_named_within_the_limit",
     ),

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.random as of_numpy  # NumPy itself imports it at its first use, the first save
 import torch
 from torch import nn
 
@@ -205,7 +206,7 @@ _NO_CUDA = 255  # each byte of the device generator's state on a rank that has u
 def random_state() -> dict[str, Any]:
     """The generators of this process: Python's, NumPy's, torch's, and that of its own device."""
     version, words, gauss = random.getstate()
-    numpy: Any = np.random.get_state(legacy=False)
+    numpy: Any = of_numpy.get_state(legacy=False)
     state = {
         "python": {"version": version, "words": np.array(words, np.uint32), "gauss": gauss},
         "numpy": {
@@ -229,7 +230,7 @@ def set_random_state(state: Mapping[str, Any]) -> None:
     """The inverse of `random_state`."""
     python, numpy = state["python"], state["numpy"]
     random.setstate((python["version"], tuple(map(int, python["words"])), python["gauss"]))
-    np.random.set_state(
+    of_numpy.set_state(
         {
             "bit_generator": numpy["kind"],
             "state": {"key": np.asarray(numpy["key"], np.uint32), "pos": numpy["pos"]},
@@ -261,7 +262,7 @@ def go_on_at_random(
     text = f"{mark.get('run')} {step} {rank} {world}"
     seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "little")
     random.seed(seed)
-    np.random.seed(seed)
+    of_numpy.seed(seed)
     torch.manual_seed(seed)
     if rank == 0:
         log.warning(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -34,6 +36,23 @@ def test_the_worker_of_the_first_save_starts_while_the_run_restores(tmp_path: Pa
         manager.save(1, objects(0)).wait()
         assert worker.pid == first
     assert not worker.alive
+
+
+FIRST = """
+import sys, torch
+from smckpt import CheckpointManager
+with CheckpointManager(sys.argv[1], signals=()) as manager:
+    manager.restore(into={"w": torch.ones(3)})
+    before = set(sys.modules)
+    manager.save(1, {"w": torch.ones(3)}).wait()
+    print(sorted(set(sys.modules) - before))
+"""
+
+
+def test_the_first_save_imports_nothing(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", FIRST, str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=seconds(60))
+    assert ended.stdout == "[]\n", ended.stdout + ended.stderr
 
 
 def connections() -> int:

@@ -276,6 +276,12 @@ def test_a_state_that_a_rank_cannot_take_apart_fails_the_save_on_all_ranks(
     assert all(named in error for error in errors), errors
 
 
+def test_what_rank_0_alone_hears_at_a_save_in_memory_all_ranks_hear_when_they_finalize() -> None:
+    for errors in run_ranks(nvrx_ranks.a_later_job_saves_in_memory, 2):
+        assert len(errors) == 2, errors
+        assert all("a later job has saved step 9" in error for error in errors)
+
+
 def test_an_iteration_in_memory_does_not_count_for_one_that_a_rank_did_not_write(
     tmp_path: Path,
 ) -> None:

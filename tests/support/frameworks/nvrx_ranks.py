@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.fsdp import fully_shard
 
 from smckpt import Memory
-from smckpt.errors import CheckpointError, SaveFailedError, UsageError
+from smckpt.errors import CheckpointError, SaveFailedError, StorageError, UsageError
 from smckpt.integrations.nvrx.async_ckpt.cached_metadata_filesystem_reader import (
     CachedMetadataFileSystemReader,
 )
@@ -290,6 +290,26 @@ def a_state_that_one_rank_cannot_take_apart(is_stuck: bool) -> str:
         error = str(failed)
     dist.barrier()
     return error
+
+
+def a_later_job_saves_in_memory() -> list[str]:
+    """The error of each save; rank 0 alone knows of that job."""
+    arguments = {"memory": Memory(1)}
+    manager = LocalCheckpointManager("/of/no/disk", "claimed", smckpt_arguments=arguments)
+    queue, errors = AsyncCallsQueue(cpu_priority=None), list[str]()
+    for iteration in (1, 2, 3):
+        request = manager.save(BasicTensorAwareStateDict({"w": torch.ones(3)}), iteration, True)
+        assert request is not None
+        queue.schedule_async_request(request)
+        try:
+            queue.maybe_finalize_async_calls(blocking=True)
+        except CheckpointError as error:
+            errors.append(str(error))
+        assert manager._kept is not None and manager._kept._tier._rivals is not None
+        if dist.get_rank() == 0:
+            manager._kept._tier._rivals._over = StorageError("a later job has saved step 9")
+    queue.close()
+    return errors
 
 
 def a_rank_does_not_write_before_a_newer_one_is_in_memory(folder: str) -> tuple[str, int]:

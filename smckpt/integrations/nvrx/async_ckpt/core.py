@@ -113,16 +113,24 @@ class PersistentAsyncCaller(WorkerProcess):
 
 class PendingSave:
     """As the function of a request: waits for a save that this process makes, and no worker. It is
-    its own caller."""
+    its own caller.
 
-    def __init__(self, handle: SaveHandle) -> None:
+    Args:
+        handle: an error: the save could not begin on this rank.
+    """
+
+    def __init__(self, handle: SaveHandle | CheckpointError) -> None:
         self._handle = handle
 
     def __call__(self) -> None:
+        if isinstance(self._handle, CheckpointError):
+            raise self._handle
         self._handle.result()
 
     def wait(self, call: Call, seconds: float | None) -> None:
-        if self._handle.ended(seconds):
+        if isinstance(self._handle, CheckpointError):
+            call.ended, call.error = True, self._handle
+        elif self._handle.ended(seconds):
             call.ended, call.error = True, self._handle.error
             self._handle.failure_seen = True
 

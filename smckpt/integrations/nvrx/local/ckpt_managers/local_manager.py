@@ -17,7 +17,14 @@ import torch
 
 import smckpt
 from smckpt.checkpoint.commits.discover import FoundCheckpoint
-from smckpt.errors import CheckpointError, CorruptCheckpointError, StorageError, UsageError
+from smckpt.engine.saving.job import SaveHandle
+from smckpt.errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    StorageError,
+    UsageError,
+    as_checkpoint_error,
+)
 from smckpt.integrations.kept import KeptSteps, memory_of
 from smckpt.integrations.nvrx.async_ckpt.core import AsyncRequest, PendingSave
 from smckpt.integrations.nvrx.async_ckpt.torch_ckpt import save_whole, sweep_unfinished
@@ -125,18 +132,24 @@ class LocalCheckpointManager(BaseCheckpointManager):
     def save(
         self, state_dict: TensorAwareStateDict, iteration: int, is_async: bool = False
     ) -> AsyncRequest | None:
-        handle = None
+        handle: SaveHandle | CheckpointError | None = None
         if (kept := self._kept_steps()) is not None:
             self._refuse_older(iteration)
             ranks = {"ranks": len(GroupWrapper().ranks)}
             mine = str(self._ckpt_id(iteration)[1])
             self._lost.discard(iteration)
-            handle = kept.save(iteration, lambda: {mine: _parts(state_dict)}, ranks)
+            try:
+                handle = kept.save(iteration, lambda: {mine: _parts(state_dict)}, ranks)
+            except Exception as error:  # of this rank alone; the others have a handle, which fails
+                if not is_async:
+                    raise
+                handle = as_checkpoint_error(error, self.rank)  # all hear it when they finalize
         if handle is None:
             return super().save(state_dict, iteration, is_async)
         self.latest_iteration = -1
         if is_async:
             return AsyncRequest(PendingSave(handle), (), [])
+        assert not isinstance(handle, CheckpointError)
         if (failed := handle.exception()) is not None:
             raise CheckpointingException(
                 f"iteration {iteration} is not kept in memory: {failed}",

@@ -10,7 +10,6 @@ import json
 import os
 import random
 import select
-import sys
 import textwrap
 import time
 from collections import Counter
@@ -81,7 +80,7 @@ def start(job: Sequence[Host], at: Path, port: int, until: int, disk: int) -> No
             "TORCHELASTIC_RUN_ID": "kills", "GLOO_SOCKET_IFNAME": "e0", "OMP_NUM_THREADS": "1",
         }  # fmt: skip
         words = [str(at / "root"), str(at / "reached"), str(until), str(disk)]
-        host.begin([sys.executable, str(at / "train.py"), *words], env)
+        host.begin(at / "train.py", words, env)
 
 
 def lines(at: Path) -> list[list]:
@@ -103,7 +102,7 @@ def test_a_host_of_four_is_killed_at_random_moments(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(textwrap.dedent(SCRIPT))
     digests: dict[int, str] = {}
     behind, outcomes = Counter[int](), Counter[str]()
-    with hosts(4) as job:
+    with hosts(4, "torch.distributed.fsdp") as job:
         done, victim, lost = 0, None, None
         for life in range(KILLS):
             (tmp_path / "reached").write_text("")

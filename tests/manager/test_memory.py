@@ -26,6 +26,7 @@ from smckpt.storage import open_storage
 from tests.support.faults.hosts import Host, hosts, keeper_service
 from tests.support.limits import seconds
 
+FSDP = "torch.distributed.fsdp", "torch._dynamo"
 SCRIPT = """
 import json, logging, os, sys
 import torch, torch.distributed as dist
@@ -85,7 +86,7 @@ def start(
             {**of_all, "RANK": str(number * ranks + local), "LOCAL_RANK": str(local)}
             for local in range(ranks)
         ]
-        host.begin([sys.executable, str(program), str(tmp_path / "root"), *words], *envs)
+        host.begin(program, [str(tmp_path / "root"), *words], *envs)
 
 
 def run(
@@ -118,7 +119,7 @@ def close(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 @pytest.mark.parametrize("dead", [0, pytest.param(2, marks=pytest.mark.long)])
 def test_a_host_dies_and_the_others_go_on_from_memory(tmp_path: Path, dead: int) -> None:
-    with hosts(3) as job:
+    with hosts(3, *FSDP) as job:
         run(job, tmp_path, 29611, until=20, last=12)
         job[dead].die()
         left = [host for number, host in enumerate(job) if number != dead]
@@ -142,7 +143,7 @@ def test_a_job_shrinks_by_a_host_and_grows_again_from_memory(
     tmp_path: Path, count: int, ranks: int, copies: int
 ) -> None:
     """HSDP with 2 copies and FSDP2. A host that dies leaves HSDP with one copy."""
-    with hosts(count) as job:
+    with hosts(count, *FSDP) as job:
         run(job, tmp_path, 29621, until=20, last=12, ranks=ranks, copies=copies)
         job[-1].die()
         run(job[:-1], tmp_path, 29622, until=20, last=17, ranks=ranks)
@@ -158,7 +159,7 @@ def test_a_job_shrinks_by_a_host_and_grows_again_from_memory(
 def test_hosts_with_each_others_only_copies_die_and_the_job_begins_from_disk(
     tmp_path: Path,
 ) -> None:
-    with hosts(4) as job:
+    with hosts(4, *FSDP) as job:
         run(job, tmp_path, 29614, until=20, last=16, disk=10)
         job[1].die()
         job[2].die()  # the copies of host 1 are there
@@ -168,7 +169,7 @@ def test_hosts_with_each_others_only_copies_die_and_the_job_begins_from_disk(
 
 
 def test_no_process_is_left_after_the_job(tmp_path: Path) -> None:
-    with hosts(1) as job:
+    with hosts(1, *FSDP) as job:
         run(job, tmp_path, 29616, until=6)
         assert len(job[0].processes()) == 2  # the agent and the keeper
         (keeper,) = {*job[0].processes()} - {str(job[0].agent.pid)}

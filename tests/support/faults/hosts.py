@@ -12,7 +12,7 @@ import secrets
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,19 +20,39 @@ import pytest
 
 from tests.support.limits import seconds
 
+# Its programs are forked from it, since each import of torch takes seconds of a processor.
 _AGENT = """
-import json, os, subprocess, sys
-from concurrent.futures import ThreadPoolExecutor
+import importlib, json, os, runpy, signal, sys, tempfile, time
+for each in sys.argv[1:]:
+    importlib.import_module(each)
+
+def begun(program, words, env):
+    out, error = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")
+    pid = os.fork()
+    if pid:
+        return pid, out, error
+    os.environ.update(env)
+    os.dup2(out.fileno(), 1)
+    os.dup2(error.fileno(), 2)
+    sys.argv[:] = program, *words
+    sys.path[0] = os.path.dirname(program)
+    runpy.run_path(program, run_name="__main__")
+    sys.exit()
+
 for line in sys.stdin:
-    command, envs, limit = json.loads(line)
-    def run(env):
-        return subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True,
-                              timeout=limit)
-    with ThreadPoolExecutor(len(envs)) as pool:
-        ended = [*pool.map(run, envs)]
-    code = next((one.returncode for one in ended if one.returncode), 0)
-    print(json.dumps([code, "".join(one.stdout for one in ended),
-                      "".join(one.stderr[-4000:] for one in ended)]), flush=True)
+    program, words, envs, limit = json.loads(line)
+    ranks, codes, until = [begun(program, words, env) for env in envs], {}, time.monotonic() + limit
+    while len(codes) < len(ranks):
+        for pid, *_ in ranks:
+            if pid not in codes and (ended := os.waitpid(pid, os.WNOHANG))[0]:
+                codes[pid] = os.waitstatus_to_exitcode(ended[1])
+            elif pid not in codes and time.monotonic() > until:
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
+    texts = [[file.seek(0) or file.read() for file in files] for _, *files in ranks]
+    code = next((code for pid, *_ in ranks if (code := codes[pid])), 0)
+    print(json.dumps([code, "".join(out for out, _ in texts),
+                      "".join(error[-4000:] for _, error in texts)]), flush=True)
 """
 
 
@@ -40,12 +60,13 @@ for line in sys.stdin:
 class Host:
     name: str
     address: str
+    imports: tuple[str, ...]
     agent: subprocess.Popen[str]
 
-    def begin(self, command: list[str], *envs: Mapping[str, str]) -> None:
-        """Run the command once in each environment."""
+    def begin(self, program: Path, words: Sequence[str], *envs: Mapping[str, str]) -> None:
+        """Run the program once in each environment."""
         assert self.agent.stdin is not None
-        asked = command, envs, seconds(300)
+        asked = str(program), words, envs, seconds(300)
         self.agent.stdin.write(json.dumps(asked) + "\n")
         self.agent.stdin.flush()
 
@@ -71,7 +92,7 @@ class Host:
     def revive(self) -> None:
         """The host is back, with nothing in its memory."""
         self.close()
-        self.agent = _agent(self.name)
+        self.agent = _agent(self.name, self.imports)
 
     def slow(self, rate: str) -> None:
         """Let so much through the host's link, such as "8mbit"."""
@@ -101,9 +122,9 @@ class Host:
         return listed.stdout.split()
 
 
-def _agent(name: str) -> subprocess.Popen[str]:
+def _agent(name: str, imports: Sequence[str]) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        ["ip", "netns", "exec", name, sys.executable, "-c", _AGENT],
+        ["ip", "netns", "exec", name, sys.executable, "-c", _AGENT, *imports],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
 
@@ -127,8 +148,12 @@ def keeper_service() -> Iterator[tuple[str, subprocess.Popen[str]]]:
 
 
 @contextlib.contextmanager
-def hosts(count: int) -> Iterator[list[Host]]:
-    """Skips the test where namespaces cannot be made."""
+def hosts(count: int, *imports: str) -> Iterator[list[Host]]:
+    """Skips the test where namespaces cannot be made.
+
+    Args:
+        imports: modules that the programs import, besides `torch.distributed`.
+    """
     own = f"sm{secrets.token_hex(3)}"  # the kernel removes those of a test before it later
     names = [f"{own}h{number}" for number in range(count)]
     bridge, net = f"{own}b", f"10.{int(own[2:4], 16)}.{int(own[4:6], 16)}"
@@ -148,7 +173,8 @@ def hosts(count: int) -> Iterator[list[Host]]:
             _run("ip", "-n", name, "address", "add", f"{net}.{number + 1}/24", "dev", "e0")
             _run("ip", "-n", name, "link", "set", "e0", "up")
             _run("ip", "-n", name, "link", "set", "lo", "up")
-            made.append(Host(name, f"{net}.{number + 1}", _agent(name)))
+            imported = ("torch.distributed", *imports)
+            made.append(Host(name, f"{net}.{number + 1}", imported, _agent(name, imported)))
         yield made
     finally:
         for host in made:

@@ -4,7 +4,6 @@ time from the JSON lines of `smckpt.integrations.telemetry.JsonLines`."""
 from __future__ import annotations
 
 import base64
-import contextlib
 import hashlib
 import json
 import math
@@ -23,7 +22,7 @@ from smckpt.errors import CheckpointError, CheckpointNotFoundError, UsageError
 if TYPE_CHECKING:
     from smckpt.cli.browse_facts import Facts
 
-__all__ = ["Timeline", "browse", "page_of", "read_timeline"]
+__all__ = ["Timeline", "browse", "page_of", "read_timeline", "write_page"]
 
 RANKS = 64  # of one save; the page has those that took longest
 EVENTS = 2000  # saves and loads; the page has the newest
@@ -88,7 +87,7 @@ def browse(
     report = facts.to_json()
     report["telemetry"] = _telemetry(telemetry, facts) if telemetry else None
     page = page_of(report)
-    _write(out, page)
+    write_page(out, page)
     runs = "" if len(facts.runs) == 1 else f" of {count_text(len(facts.runs), 'run')}"
     size = bytes_text(len(page))
     print_line(f"{out}: {count_text(len(facts.steps), 'step')}{runs}, {size}")
@@ -145,18 +144,23 @@ def page_of(facts: dict[str, Any]) -> bytes:
     return (head + policy + between + data + tail).encode()
 
 
-def _write(path: str, page: bytes) -> None:
-    """Replace the file in one step, so that a browser never reads half a page."""
-    part = f"{path}.{os.getpid()}.tmp"
+def write_page(path: str, page: bytes) -> None:
+    """Replace the file in one step, so that a browser never reads half a page. Both names are of
+    one open directory, whatever gets its name meanwhile."""
+    from smckpt.storage.disk.directory import Directory
+
+    above, name = os.path.split(os.path.abspath(path))
+    part = f"{name}.{os.getpid()}.tmp"
     try:
-        try:
-            with open(part, "xb") as file:
-                file.write(page)
-            os.replace(part, path)
-        except BaseException:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(part)
-            raise
+        with Directory.open(above) as directory:
+            created = directory.create(part)
+            try:
+                with open(created, "wb") as file:
+                    file.write(page)
+                directory.rename(part, name)
+            except BaseException:
+                directory.remove(part)
+                raise
     except OSError as error:
         raise UsageError(
             f"the page cannot be written: {error.strerror}",

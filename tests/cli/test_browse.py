@@ -7,6 +7,7 @@ import math
 import os
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ from click.testing import CliRunner
 
 from smckpt.checkpoint.reading.blocks import BlockReader
 from smckpt.cli.app import app
-from smckpt.cli.browse import EVENTS, RANKS, page_of, read_timeline
+from smckpt.cli.browse import EVENTS, RANKS, page_of, read_timeline, write_page
 from smckpt.cli.browse_facts import Facts, Wanted
+from smckpt.errors import UsageError
 from smckpt.layout.entries import Entry
 from smckpt.layout.geometry import MeshGeometry
 from smckpt.layout.mesh import Mesh, Placement
@@ -25,6 +27,7 @@ from smckpt.manager.doctor import examine
 from smckpt.storage import open_storage
 from tests.cli.test_runs import command
 from tests.support.faults.forge import Change, reforge, seal_record
+from tests.support.faults.swaps import swap, swapped_at
 from tests.support.s3 import Server
 from tests.support.saves import Group, State, hybrid, state_of
 from tests.support.synthetic import Step
@@ -245,6 +248,35 @@ def test_a_root_without_checkpoints_and_a_page_that_cannot_be_written_are_refuse
     save(tmp_path, 1)
     assert "--out" in refused(tmp_path, "--out", tmp_path / "absent" / "page.html")
     assert "goes with --histograms" in refused(tmp_path, "--histogram-steps", "2")
+
+
+def test_a_directory_that_is_swapped_while_the_page_is_written_keeps_its_page(
+    tmp_path: Path,
+) -> None:
+    """Each half of the write is in the directory that was there when it began."""
+    save(tmp_path / "root", 1)
+    calls, moment = 1 << 30, 0
+    while moment < calls:
+        top = tmp_path / str(moment)
+        for name in ("out", "victim"):
+            (top / name).mkdir(parents=True)
+            (top / name / "page.html").write_text(name)
+        (top / "victim" / f"page.html.{os.getpid()}.tmp").write_text("theirs")
+
+        def act(top: Path = top) -> None:
+            write_page(str(top / "out" / "page.html"), b"new")
+
+        def change(top: Path = top) -> None:
+            swap(top / "out", top / "victim")
+
+        with suppress(UsageError):
+            calls = swapped_at(moment, act, change)
+        left = {path.name: path.read_text() for path in (top / "victim").iterdir()}
+        assert sorted(left.values()) == ["theirs", "victim"], f"at call {moment}"
+        aside = sorted(os.listdir(top / "out-aside")) if (top / "out-aside").exists() else None
+        assert aside in (None, ["page.html"]), f"at call {moment}"
+        moment += 1
+    assert 2 < moment < 50
 
 
 def test_the_command_runs_without_torch(tmp_path: Path) -> None:

@@ -576,6 +576,20 @@ def test_what_is_no_whole_model_is_refused(served: Served) -> None:
     assert not open_storage(served.root).list_dirs()
 
 
+@pytest.mark.parametrize("what", ["link that leads nowhere", "link in a circle", "pipe", "folder"])
+def test_what_cannot_be_published_is_not_left_out_in_silence(served: Served, what: str) -> None:
+    path = served.model / "chat_template.jinja"
+    if what == "pipe":
+        os.mkfifo(path)
+    elif what == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to("nowhere" if what == "link that leads nowhere" else path.name)
+    with pytest.raises(errors.UsageError, match=path.name):
+        served.publish()
+    assert not open_storage(served.root).list_dirs()
+
+
 def test_half_of_an_export_in_several_files_is_refused(served: Served) -> None:
     """Its files have their names while they are written; the index comes last."""
     index = served.model / "model.safetensors.index.json"

@@ -81,8 +81,8 @@ PUBLISHED = [
     of(
         "publish: what is no whole model is refused",
         "translate/publishing/publish.py",
-        "if unfinished or folders or not any",
-        "if folders or not any",
+        "if unfinished or others or not any",
+        "if others or not any",
         PUBLISH + "test_what_is_no_whole_model_is_refused",
     ),
     of(

@@ -32,6 +32,7 @@ __all__ = [
     "code_files",
     "code_of_class",
     "complete_rope",
+    "has_file",
     "is_beside_config",
     "is_of_tokenizer",
     "modules_of_map",
@@ -262,9 +263,28 @@ def tokenizer_files(directory: Path) -> list[Path]:
     """The files of a tokenizer or processor in `directory`, with its further chat templates."""
     names = {path.name for path in directory.glob("*") if path.suffix in _TOKENIZER_ENDINGS}
     found = [directory / name for name in sorted(names.union(_TOKENIZER_FILES))]
-    return [
-        path for path in (*found, *sorted(directory.glob(f"{TEMPLATES}/*.jinja"))) if path.is_file()
-    ]
+    templates = directory / TEMPLATES
+    if not templates.is_dir():
+        has_file(templates)  # it is absent, or refused
+    return [path for path in (*found, *sorted(templates.glob("*.jinja"))) if has_file(path)]
+
+
+def has_file(path: Path) -> bool:
+    """Whether a file has the name. Without what else has it, an export would be in silence.
+
+    Raises:
+        UsageError: a directory, a pipe, a socket, a device, or a link that leads nowhere has it.
+    """
+    if path.is_file():
+        return True
+    if os.path.lexists(path):
+        raise UsageError(
+            f"{path.name} is no file: it is a directory, pipe, socket or device, or a link that "
+            "leads nowhere",
+            remedy="put the file itself there, or remove it",
+            path=str(path),
+        )
+    return False
 
 
 def code_files(directory: Path) -> list[Path]:
@@ -286,7 +306,9 @@ def _with_imported(directory: Path, wanted: list[str]) -> list[Path]:
     while wanted:
         name = wanted.pop()
         path = directory / f"{name}.py"
-        if name in found or not is_plain_name(name) or not os.path.isfile(path):
+        if name in found or not is_plain_name(name):
+            continue
+        if not os.path.lexists(path) or not has_file(path):  # a name may be too long for a file
             continue
         found[name] = path
         if path.stat().st_size > _MOST_CODE:

@@ -37,6 +37,7 @@ from smckpt.translate.config import (
     TEMPLATES,
     ModelConfig,
     code_files,
+    has_file,
     is_beside_config,
     is_of_tokenizer,
     modules_of_map,
@@ -50,6 +51,7 @@ from smckpt.translate.models.lora import ADAPTER_CONFIG, LoraConfig
 
 __all__ = [
     "CONVERTER",
+    "MOST",
     "GgufConverter",
     "index_of",
     "notes_on_absent",
@@ -62,7 +64,7 @@ __all__ = [
 
 _GENERATE = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")  # models that generate
 # Bytes of a file beside a checkpoint or a config; a large tokenizer has some tens of MB.
-_MOST = 1 << 28
+MOST = 1 << 28
 
 
 def write_sidecars(
@@ -94,7 +96,7 @@ def write_sidecars(
             output.put(path.name, _read(path))
         generation = settings.generation()
         beside = settings.directory / GENERATION_CONFIG if settings.directory else None
-        if settings.own_generation is None and beside is not None and beside.is_file():
+        if settings.own_generation is None and beside is not None and has_file(beside):
             output.put(GENERATION_CONFIG, _read(beside))
         elif generation is not None:
             output.put(GENERATION_CONFIG, _json(generation))
@@ -128,10 +130,10 @@ def _read(path: Path) -> bytes:
     """
     with open(path, "rb", opener=at_once) as file:
         found = os.fstat(file.fileno())
-        if stat.S_ISREG(found.st_mode) and found.st_size <= _MOST:
-            return file.read(_MOST)
+        if stat.S_ISREG(found.st_mode) and found.st_size <= MOST:
+            return file.read(MOST)
     raise UsageError(
-        f"the file has {found.st_size} bytes; a file beside a config has at most {_MOST}",
+        f"the file has {found.st_size} bytes; a file beside a config has at most {MOST}",
         remedy="move it out of the directory, or give config= and tokenizer= another one",
         path=str(path),
     )
@@ -192,12 +194,12 @@ def config_beside(
                 (folder / name).write_bytes(_read(blob))
         for file in strict.list():
             if is_beside_config(file.name):
-                (folder / file.name).write_bytes(strict.read(file.name, most=_MOST))
+                (folder / file.name).write_bytes(strict.read(file.name, most=MOST))
         if TEMPLATES in strict.list_dirs():
             templates = strict.join(TEMPLATES)
             for file in templates.list():
                 (folder / TEMPLATES).mkdir(exist_ok=True)
-                (folder / TEMPLATES / file.name).write_bytes(templates.read(file.name, most=_MOST))
+                (folder / TEMPLATES / file.name).write_bytes(templates.read(file.name, most=MOST))
     except OSError as error:
         raise temporary_error(error, f"copy the files beside {storage.url}") from error
     finally:
@@ -256,7 +258,11 @@ def notes_on_absent(settings: ModelConfig | None) -> tuple[str, ...]:
 
 def tokenizer_of(tokenizer: Any, settings: ModelConfig | None) -> Path | Any | None:
     if tokenizer is None:
-        return settings.directory if settings is not None else None
+        directory = settings.directory if settings is not None else None
+        if directory is not None:  # what is no file there is refused before weights are written
+            tokenizer_files(directory)
+            has_file(directory / GENERATION_CONFIG)
+        return directory
     if isinstance(tokenizer, (str, os.PathLike)):
         path = Path(os.fspath(tokenizer))
         if not tokenizer_files(path):

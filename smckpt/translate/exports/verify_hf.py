@@ -26,7 +26,8 @@ from smckpt.formats.tensors import TensorReader
 from smckpt.layout.entries import DTYPES
 from smckpt.storage import access_to
 from smckpt.translate.cast import CASTABLE, cast, stored_type
-from smckpt.translate.config import ModelConfig, read_config
+from smckpt.translate.config import ModelConfig, is_beside_config, read_config
+from smckpt.translate.exports.sidecars import MOST
 from smckpt.translate.files import Chunk, Range, Target, aligned, is_quantized, nbytes_of
 from smckpt.translate.models.comparison import Comparison
 from smckpt.translate.models.contents import HUB, ExportContents, find_contents, whole_tensors
@@ -257,11 +258,19 @@ def _loaded(
         ) from error
     import torch
 
-    # transformers would open a pipe or device, and might wait without end
-    strange = [p.name for p in sorted(folder.iterdir())
-               if p.exists() and not p.is_file() and not p.is_dir()]  # fmt: skip
+    # transformers would open a pipe or device, and might wait without end. It reads files beside
+    # weights whole. What leads nowhere it passes over, as servers do.
+    here = [path for path in sorted(folder.iterdir()) if not path.is_dir()]
+    beside = [path for path in here if is_beside_config(path.name)]
+    strange = [
+        *(f"{p.name} is a pipe or device, not a file" for p in here
+          if p.exists() and not p.is_file()),
+        *(f"{p.name} is a link that leads nowhere" for p in beside if not p.exists()),
+        *(f"{p.name} has {p.stat().st_size} bytes; a file beside a config has at most {MOST}"
+          for p in beside if p.is_file() and p.stat().st_size > MOST),
+    ]  # fmt: skip
     if strange:
-        return None, [f"{name} is a pipe or device, not a file" for name in strange]
+        return None, strange
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
         kind = getattr(transformers, (config.architectures or [nearest])[0], None)

@@ -4,6 +4,7 @@ not."""
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,43 @@ def test_what_is_no_generation_config_is_refused(tmp_path, model, wrong):
             options=ExportOptions(generation_config={"eos_token_id": 1}),
         )
     assert not (tmp_path / "hf").exists()
+
+
+BESIDE = ("tokenizer.json", "chat_template.jinja", "additional_chat_templates",
+          "additional_chat_templates/tool.jinja", "generation_config.json", "code.py")  # fmt: skip
+NO_FILE = ("link that leads nowhere", "link in a circle", "pipe", "folder")
+
+
+@pytest.mark.parametrize(("given", "name", "what"), [
+    (given, name, what) for given in ("config", "tokenizer") for name in BESIDE for what in NO_FILE
+    if (given == "config" or name in BESIDE[:4])  # a tokenizer has no others
+    and (name, what) != ("additional_chat_templates", "folder")  # it is one
+])  # fmt: skip
+def test_what_is_no_file_beside_a_config_is_not_left_out_in_silence(
+    tmp_path, model, given, name, what
+):
+    folder = tmp_path / "model"
+    model.config.save_pretrained(folder)
+    (folder / "tokenizer_config.json").write_text("{}")
+    if name == "code.py":
+        values = json.loads((folder / "config.json").read_text())
+        values["auto_map"] = {"AutoConfig": "code.Mine"}
+        (folder / "config.json").write_text(json.dumps(values))
+    path = folder / name
+    path.parent.mkdir(exist_ok=True)
+    if what == "pipe":
+        os.mkfifo(path)
+    elif what == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to("nowhere" if what == "link that leads nowhere" else path.name)
+    options = ExportOptions(against_model=False)
+    both = (
+        {"config": folder} if given == "config" else {"config": model.config, "tokenizer": folder}
+    )
+    with pytest.raises(errors.UsageError, match="is no file") as caught:
+        export_hf(tmp_path / "model.pt", tmp_path / "hf", options=options, **both)
+    assert caught.value.path == str(path) and not (tmp_path / "hf").exists()
 
 
 @pytest.mark.parametrize("given", ["object", "directory"])

@@ -208,6 +208,23 @@ def test_a_pipe_in_the_directory_is_told_and_not_read(exported, name):
         assert verify_hf(exported).problems == (f"{name} is a pipe or device, not a file",)
 
 
+@pytest.mark.parametrize(
+    ("name", "said"), [("generation_config.json", "bytes; a file beside"),
+                       ("tokenizer.json", "leads nowhere"), ("config.json", "leads nowhere")]
+)  # fmt: skip
+def test_what_is_too_large_or_leads_nowhere_is_told_and_not_read(exported, name, said):
+    path = exported / name
+    path.unlink(missing_ok=True)
+    if said == "leads nowhere":
+        path.symlink_to("nowhere")
+    else:
+        path.touch()
+        os.truncate(path, 1 << 33)
+    with within(seconds(60)):
+        (problem,) = verify_hf(exported).problems
+    assert name in problem and said in problem
+
+
 def test_the_command_exits_with_1_when_the_model_is_bad(exported, checkpoint):
     command = [sys.executable, "-m", "smckpt.cli", "verify", "--hf", str(exported)]
     command += ["--against", str(checkpoint), "--json"]

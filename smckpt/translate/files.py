@@ -29,7 +29,7 @@ from smckpt.layout.mesh import Shape
 from smckpt.storage import FileWriter, Storage
 from smckpt.storage.faults import name_taken
 from smckpt.storage.urls import file_url, is_local, local_path, normal_url
-from smckpt.translate.config import TEMPLATES
+from smckpt.translate.beside import TEMPLATES
 
 __all__ = [
     "ALIGNMENT",

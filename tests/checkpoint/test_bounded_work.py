@@ -24,7 +24,7 @@ from smckpt.layout.entries import Entry
 from smckpt.layout.flat_geometry import FlatGeometry, FlatUnit, Segment
 from smckpt.layout.mesh import Mesh
 from smckpt.layout.strided import Box
-from smckpt.translate.config import code_files
+from smckpt.translate.beside import code_files
 from smckpt.translate.exports.sidecars import tokenizer_of, write_sidecars
 from tests.support.limits import within
 

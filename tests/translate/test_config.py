@@ -14,7 +14,8 @@ from transformers.models.auto import modeling_auto
 
 from smckpt import export_hf, save
 from smckpt.errors import UsageError
-from smckpt.translate.config import read_config, tokenizer_files
+from smckpt.translate.beside import tokenizer_files
+from smckpt.translate.config import read_config
 from smckpt.translate.config_values import class_of_others, refuse_impossible
 from smckpt.translate.models.lora import read_lora_config
 from smckpt.translate.tables.families import built_in_names

@@ -31,19 +31,18 @@ from smckpt.storage import Access, Storage
 from smckpt.storage.disk.directory import Directory
 from smckpt.storage.faults import temporary_error
 from smckpt.storage.urls import is_local, is_plain_name, local_path
-from smckpt.translate.cast import CASTABLE
-from smckpt.translate.config import (
+from smckpt.translate.beside import (
     GENERATION_CONFIG,
     TEMPLATES,
-    ModelConfig,
     code_files,
     has_file,
     is_beside_config,
     is_of_tokenizer,
     modules_of_map,
-    read_config,
     tokenizer_files,
 )
+from smckpt.translate.cast import CASTABLE
+from smckpt.translate.config import ModelConfig, read_config
 from smckpt.translate.config_values import class_of_others
 from smckpt.translate.files import Output, OutputFile, Target, is_quantized, nbytes_of
 from smckpt.translate.models.contents import ExportContents

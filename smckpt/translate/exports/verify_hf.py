@@ -25,8 +25,9 @@ from smckpt.formats.readers.rank_files import open_directory
 from smckpt.formats.tensors import TensorReader
 from smckpt.layout.entries import DTYPES
 from smckpt.storage import access_to
+from smckpt.translate.beside import is_beside_config
 from smckpt.translate.cast import CASTABLE, cast, stored_type
-from smckpt.translate.config import ModelConfig, is_beside_config, read_config
+from smckpt.translate.config import ModelConfig, read_config
 from smckpt.translate.exports.sidecars import MOST
 from smckpt.translate.files import Chunk, Range, Target, aligned, is_quantized, nbytes_of
 from smckpt.translate.models.comparison import Comparison

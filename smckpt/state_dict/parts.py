@@ -34,6 +34,7 @@ __all__ = [
     "note_attributes",
     "parts_of",
     "refuse_gathered",
+    "refuse_key",
     "register_tensor_class",
     "unregistered",
 ]
@@ -99,6 +100,22 @@ def parts_of(tensor: torch.Tensor, path: Path) -> tuple[dict[str, torch.Tensor],
         }
     _tag(tensor, inner)
     return {name: part for name, part in inner.items() if part is not None}, facts
+
+
+def refuse_key(leaf: ObjectLeaf, rank: int) -> None:
+    """
+    Raises:
+        StateError: a value under the key `FACTS` is not what `parts_of` writes there.
+    """
+    value = leaf.value
+    if isinstance(value, Mapping) and {"class", "context", "shape", "stride"} <= value.keys():
+        return
+    raise StateError(
+        f"{dotted(leaf.path)} is a value under the key {FACTS!r}, where smckpt keeps what a tensor "
+        "that holds others needs, so that no load could give it back",
+        remedy="give it another key",
+        rank=rank,
+    )
 
 
 def _tag(tensor: torch.Tensor, inner: Mapping[str, Any]) -> None:

@@ -33,7 +33,7 @@ from smckpt.state_dict.of_optimizers.bindings import (
 )
 from smckpt.state_dict.of_optimizers.groups import names_of, names_record
 from smckpt.state_dict.of_optimizers.own_methods import is_optimizer, swaps_parameters
-from smckpt.state_dict.parts import not_made, note_attributes, parts_of, unregistered
+from smckpt.state_dict.parts import not_made, note_attributes, parts_of, refuse_key, unregistered
 from smckpt.state_dict.tags import (
     FullStateDict,
     ParamGroups,
@@ -158,7 +158,7 @@ class Selector:
                 remedy="remove the reference to its own dict or list",
                 rank=self._rank,
             ) from error
-        self._refuse_twice(walk.objects)
+        self._refuse_keys(walk.objects)
         with neutral():
             return self._selected(state_dict, walk)
 
@@ -323,11 +323,13 @@ class Selector:
             rank=self._rank,
         )
 
-    def _refuse_twice(self, objects: list[ObjectLeaf]) -> None:
+    def _refuse_keys(self, objects: list[ObjectLeaf]) -> None:
         """Refuse two values of one dotted key: the checkpoint would hold one of them. The layout
-        does this for tensors."""
+        does this for tensors. And a user's value under a key of ours."""
         seen: set[str] = set()
         for leaf in objects:
+            if leaf.path[-1:] == (FACTS,):
+                refuse_key(leaf, self._rank)
             if leaf.key in seen:
                 raise StateError(
                     f"two values of the state dict have the dotted key {leaf.key!r}",

@@ -222,6 +222,25 @@ def test_what_cannot_be_restored_is_refused_at_the_save(
     assert not list(tmp_path.glob("manifest*"))
 
 
+@pytest.mark.parametrize(
+    "below", [lambda value: {"__tensor__": value},
+              lambda value: {"model": {"w": torch.ones(2), "__tensor__": value}}]
+)  # fmt: skip
+@pytest.mark.parametrize("value", [5, {"v": 3}, {"class": "torch:Tensor"}, [1]])
+def test_a_users_value_under_the_key_of_ours_is_refused_at_the_save(
+    tmp_path: Path, below: Any, value: Any
+) -> None:
+    """No load gave it back: it was left as it was, in silence, or ended in an AttributeError."""
+    with pytest.raises(errors.StateError, match="'__tensor__'"):
+        smckpt.save(below(value), checkpoint_id=str(tmp_path / "no"))
+    inside = {"model": {"__tensor__": value, "w": 1}, "t": {"__tensor__": torch.arange(3.0)}}
+    smckpt.save(inside, checkpoint_id=str(tmp_path / "ck"))  # one value, or a tensor
+    target = {"model": {"__tensor__": None, "w": 0}, "t": {"__tensor__": torch.zeros(3)}}
+    smckpt.load(target, checkpoint_id=str(tmp_path / "ck"))
+    assert target["model"] == inside["model"]
+    assert torch.equal(target["t"]["__tensor__"], torch.arange(3.0))
+
+
 def test_an_export_refuses_weights_in_parts_by_name(tmp_path: Path) -> None:
     model = {"head.weight": MAKE["packed"](7.0), "norm.weight": torch.ones(2)}
     smckpt.save({"model": model}, checkpoint_id=tmp_path / "saved")

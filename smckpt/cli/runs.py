@@ -38,7 +38,7 @@ def best_of(_: Any, __: Any, text: str | None) -> Any:
         return None
     metric, _, rest = text.partition(":")
     mode, _, count = rest.partition(":")
-    if not count.isdigit():
+    if not count.isdecimal():
         raise click.BadParameter("write METRIC:min:N or METRIC:max:N")
     return Best(metric, int(count), mode)
 

@@ -21,6 +21,7 @@ from smckpt.layout.mesh import Mesh
 
 __all__ = [
     "ALIGNMENT",
+    "METADATA",
     "SLICES_KEY",
     "FileImage",
     "Layout",
@@ -33,6 +34,7 @@ __all__ = [
 
 ALIGNMENT = 4096  # of the data in a file and of each file in the arena; O_DIRECT requires it
 HEADER_LIMIT = 100_000_000  # safetensors refuses a longer header
+METADATA = "__metadata__"  # of a header: what is no tensor
 SLICES_KEY = "smckpt.slices"  # in a shard's metadata: {key: [start, stop]} of the split entries
 DEFAULT_MAX_FILE_BYTES = 64 << 30
 
@@ -107,7 +109,7 @@ def compile_layout(
         max_file_bytes: a larger image is split in several files.
 
     Raises:
-        StateError: two entries have one key.
+        StateError: two entries have one key, or one has a key that a file cannot hold.
         UsageError: `rank` is not in `group_ranks`.
     """
     if rank not in group_ranks:
@@ -126,6 +128,13 @@ def compile_layout(
                 rank=rank,
             )
         seen.add(entry.key)
+    if METADATA in seen:
+        raise StateError(
+            f"a tensor of the state dict has the key {METADATA!r}, under which a safetensors file "
+            "has its own metadata, so that no load could give it back",
+            remedy="give it another key",
+            rank=rank,
+        )
     classes = _classes(ordered, rank, group_ranks)
     cuts: list[tuple[int, int, int]] = []
     for writers, members in classes.items():
@@ -286,7 +295,7 @@ def _header(
         offsets.append(at)
         at += nbytes
     metadata = {"format": "smckpt", SLICES_KEY: json.dumps(slices, separators=(",", ":"))}
-    text = json.dumps({"__metadata__": metadata, **table}, separators=(",", ":")).encode()
+    text = json.dumps({METADATA: metadata, **table}, separators=(",", ":")).encode()
     padded = _align(len(text) + 8) - 8
     if padded > HEADER_LIMIT:
         raise StateError(

@@ -375,7 +375,7 @@ def _reclaimable(path: Path, name: str) -> int:
 def _number(path: Path) -> int | None:
     """None: no such file, or no limit ("max")."""
     text = "".join(_lines(path)).strip()
-    return int(text) if text.isdigit() else None
+    return int(text) if text.isdecimal() else None
 
 
 def _lines(path: Path) -> list[str]:

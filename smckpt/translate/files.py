@@ -25,6 +25,7 @@ from smckpt.checkpoint.commits.part import SummedFile
 from smckpt.errors import StorageError, UsageError
 from smckpt.formats.names import INDEX, SINGLE
 from smckpt.layout.entries import DTYPES
+from smckpt.layout.image import METADATA
 from smckpt.layout.mesh import Shape
 from smckpt.storage import FileWriter, Storage
 from smckpt.storage.faults import name_taken
@@ -118,9 +119,15 @@ class OutputFile:
     @cached_property
     def header(self) -> bytes:
         """The header, padded so that the data starts at a multiple of `ALIGNMENT`."""
-        table: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        table: dict[str, object] = {METADATA: {"format": "pt"}}
         at = 0
         for target in self.ordered:
+            if target.name == METADATA:
+                raise UsageError(
+                    f"a tensor has the name {METADATA!r}, under which a safetensors file has its "
+                    "own metadata",
+                    remedy="give it another name, or leave it out",
+                )
             end = at + nbytes_of(target)
             table[target.name] = {
                 "dtype": DTYPES[target.dtype].code,

@@ -14,10 +14,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
 import smckpt
 from smckpt.checkpoint.commits.discover import FoundCheckpoint, _as_text, find_checkpoints, latest
 from smckpt.checkpoint.commits.run_directory import RunDirectory, Template
+from smckpt.cli.app import app
 from smckpt.errors import StorageError
 from smckpt.storage import open_storage
 from tests.support import synthetic
@@ -229,6 +231,20 @@ def test_an_older_step_is_the_latest_where_only_the_newest_cannot_be_read(
             assert "step_2" in caplog.text
         assert [found.step for found in find_checkpoints(str(tmp_path))] == [1]
     assert latest(open_storage(str(tmp_path))).step == 2
+
+
+@pytest.mark.parametrize(
+    "name", ["\u00b2", "step-\u00b2", "\u0664", "\uff14", "\U0001d7d2", "9" * 255]
+)
+def test_digits_of_other_scripts_beside_the_steps_are_no_obstacle(
+    tmp_path: Path, name: str
+) -> None:
+    (tmp_path / name).mkdir()
+    for command in ("ls", "doctor", "status"):
+        done = CliRunner().invoke(app, [command, str(tmp_path)])
+        assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+    made = single(tmp_path / "4", 4)
+    assert [Path(one) for one in find_checkpoints(str(tmp_path))] == [made]
 
 
 def test_a_directory_that_is_closed_to_this_user_is_passed_over(

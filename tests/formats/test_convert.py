@@ -348,3 +348,18 @@ def test_a_refusal_names_the_option_as_it_is_typed(capsys: pytest.CaptureFixture
     print_error(StateError("no", remedy="leave them out: ignore=[…]; pass rank= too"),
                 ["ignore", "rank"])  # fmt: skip
     assert "leave them out: --ignore PATTERN; pass --rank too" in capsys.readouterr().err
+
+
+def test_a_tensor_by_the_name_of_a_headers_metadata_is_refused(tmp_path: Path) -> None:
+    """No reader of safetensors would find it: it stood in the metadata's stead."""
+    named = {"__metadata__": torch.ones(2), "w": torch.ones(2)}
+    torch.save(named, tmp_path / "file.pt")
+    with pytest.raises(StateError, match="'__metadata__'"):
+        convert(tmp_path / "file.pt", tmp_path / "ours", to="smckpt")
+    with pytest.raises(UsageError, match="'__metadata__'"):
+        smckpt.export_hf(
+            tmp_path / "file.pt",
+            tmp_path / "hf",
+            options=smckpt.ExportOptions(against_model=False, naming="module"),
+        )
+    assert not (tmp_path / "hf").exists()

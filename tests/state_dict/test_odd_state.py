@@ -36,8 +36,17 @@ from tests.support.truth import differences, snapshot
         ({"a": {(1, 2): torch.ones(1), "(3, 4)": 5}}, "tuple"),
         ({"a": {float("nan"): torch.ones(1)}}, "float"),
         ({True: 5, "w": torch.ones(1)}, "bool"),
+        ({"__metadata__": torch.ones(1), "w": torch.ones(1)}, "__metadata__"),
     ],
-    ids=["dotted", "number and text", "a set", "text like a tuple", "not a number", "at the top"],
+    ids=[
+        "dotted",
+        "number and text",
+        "a set",
+        "text like a tuple",
+        "not a number",
+        "at the top",
+        "of a header",
+    ],
 )
 def test_keys_by_which_a_value_would_not_be_found_again_are_refused_when_saved(
     tmp_path: Path, state: dict[Any, Any], word: str

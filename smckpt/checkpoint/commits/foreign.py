@@ -117,7 +117,8 @@ def foreign_below(storage: Storage, depth: int = 2) -> Iterator[str]:
 
 def natural_order(name: str) -> list[tuple[int, str]]:
     """A sort key that puts step_20 before step_100."""
-    return [(int(text), "") if text.isdigit() else (-1, text) for text in re.split(r"(\d+)", name)]
+    parts = re.split(r"(\d+)", name)
+    return [(int(text), "") if text.isdecimal() else (-1, text) for text in parts]
 
 
 log = logging.getLogger("smckpt")

@@ -33,6 +33,7 @@ from smckpt.errors import CorruptCheckpointError, StateError, UsageError
 from smckpt.formats.conversion.new_target import NewTarget
 from smckpt.formats.conversion.whole_state import Placeholder, WholeState
 from smckpt.layout.entries import DTYPES
+from smckpt.layout.image import METADATA
 from smckpt.storage import Storage
 
 __all__ = [
@@ -247,11 +248,12 @@ def write_safetensors(
         StateError: it has something else than tensors of dtypes that safetensors knows.
     """
     state = whole.nested(key)
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, Any] = {METADATA: {"format": "pt"}}
     at = 0
     wrong = [
         each for each, leaf in state.items()
         if not isinstance(leaf, Placeholder) or DTYPES[leaf.dtype].code is None
+        or renamed(each) == METADATA
     ]  # fmt: skip
     if wrong:
         raise StateError(

@@ -291,8 +291,8 @@ def _range_of(answer: Mapping[str, Any]) -> tuple[int, int]:
         return 0, length
     span, _, size = header.removeprefix("bytes ").partition("/")
     first = span.partition("-")[0]
-    begins = int(first) if first.isdigit() else -1
-    return begins, int(size) if size.isdigit() else begins + length
+    begins = int(first) if first.isdecimal() else -1
+    return begins, int(size) if size.isdecimal() else begins + length
 
 
 def _unlike(one: str, other: str) -> bool:

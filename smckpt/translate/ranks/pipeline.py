@@ -68,7 +68,7 @@ class _Chunk:
 
     def add(self, name: str, stored: str) -> None:
         parts = name.split(".")
-        at = next((i for i, part in enumerate(parts) if part.isdigit()), None)
+        at = next((i for i, part in enumerate(parts) if part.isdecimal()), None)
         if at is None or _OUTSIDE.match(name):
             self.outside[name] = stored
         else:

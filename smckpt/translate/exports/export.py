@@ -316,9 +316,12 @@ def export_hf(
                 if ranks.padded_vocab_size is None:
                     check_tokenizer(tokens, *found.vocabulary)
             else:
-                refuse_given("with adapter=", **ranks.given, mtp=changed(options).get("mtp"))
+                padded = ranks.padded_vocab_size
+                mtp = changed(options).get("mtp")
+                refuse_given("with adapter=", padded_vocab_size=padded, mtp=mtp)
                 found = find_peft_contents(
-                    access, checkpoint, prefix, settings, adapter, options.naming, comparison
+                    access, checkpoint, prefix, settings, ranks, adapter, options.naming,
+                    comparison,
                 )  # fmt: skip
             shapes = {target.name: tuple(target.shape) for target in found.targets}
             generation = None if settings is None else settings.generation()

@@ -110,21 +110,23 @@ class Adapter:
 
 def find_peft_contents(
     access: Access, checkpoint: Any, prefix: str | None, settings: ModelConfig | None,
-    asked: Adapter, naming: str, comparison: Comparison,
+    ranks: Parallel, asked: Adapter, naming: str, comparison: Comparison,
 ) -> ExportContents:  # fmt: skip
     """The adapter in a checkpoint of a PEFT model, or the base with adapters merged into it.
 
     Raises:
         as `export_hf`.
     """
+    if any(value is not None for value in ranks.given.values()):
+        raise _of_ranks(None)
     checkpoint, lora_config = _weights_and_config(checkpoint, asked.lora_config, access)
-    names = asked.names
-    kind = None if settings is None else settings.values["model_type"]
-    configs = [replace(c, model_type=kind) for c in read_lora_configs(lora_config, names)]
     opened = open_model(access, checkpoint, prefix, settings, Parallel(), peft=True)
     reader, url = opened.reader, opened.reader.url
     if any(len(tensor.shards) > 1 for tensor in reader.held.values()):
         raise _of_ranks(url)
+    names = asked.names
+    kind = None if settings is None else settings.values["model_type"]
+    configs = [replace(c, model_type=kind) for c in read_lora_configs(lora_config, names)]
     tensors = {target.name: target for target in whole_tensors(reader)}
     adapters = [
         (sort(tensors, url, each), config)
@@ -199,7 +201,9 @@ def _weights_and_config(checkpoint: Any, lora_config: Any, access: Access) -> tu
 def _of_ranks(where: str | None) -> UsageError:
     return UsageError(
         "lora= is for one state of a whole model, not for parts of tensor-parallel ranks",
-        remedy="leave it out, or pass one file", path=where,
+        remedy="merge the adapter where it was trained, save the ranks, and export them without "
+        "lora=; or pass one state of a whole model, without layout and degrees",
+        path=where,
     )  # fmt: skip
 
 

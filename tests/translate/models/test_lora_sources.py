@@ -20,7 +20,7 @@ from peft import (
 from safetensors.torch import load_file, save_file
 from torch.distributed import checkpoint as dcp
 
-from smckpt import Adapter, errors, export_hf
+from smckpt import Adapter, Parallel, errors, export_hf
 from smckpt.cli.app import app
 from tests.translate.models.test_lora import State, assert_merged, base, llama, logits, saved
 
@@ -98,6 +98,27 @@ def test_without_lora_the_error_says_what_to_pass(tmp_path, kind):
     path = source(tmp_path / "source", kind, model, whole=False)
     with pytest.raises(errors.UsageError, match='lora="adapter" or lora="merge"'):
         export_hf(path, tmp_path / "no", config=model.config)
+
+
+@pytest.mark.parametrize("given", ["files", "files and degrees", "directory", "a file and degrees"])
+@pytest.mark.parametrize("with_config", [True, False])
+def test_of_ranks_parts_one_refusal_says_what_to_do(tmp_path, given, with_config):
+    """It was "leave tp= out", then "pass the adapter's config", and then that these are parts."""
+    model = llama()
+    state = plain(get_peft_model_state_dict(model))
+    cuts = [{n: t.chunk(2, dim=t.ndim - 1)[r].clone() for n, t in state.items()} for r in range(2)]
+    folder = tmp_path / "run" / "iter_0000003"
+    paths = [folder / f"mp_rank_0{r}" / "model_optim_rng.pt" for r in range(2)]
+    for path, cut in zip(paths, cuts, strict=True):
+        path.parent.mkdir(parents=True)
+        torch.save({"model": cut, "iteration": 3}, path)
+    (tmp_path / "run" / "latest_checkpointed_iteration.txt").write_text("3")
+    sources = {"directory": tmp_path / "run", "a file and degrees": paths[0]}
+    parallel = Parallel(tp=2) if given.endswith("degrees") else None
+    asked = Adapter(lora="adapter", lora_config=model.peft_config if with_config else None)
+    with pytest.raises(errors.UsageError, match="not for parts of tensor-parallel ranks") as caught:
+        export_hf(sources.get(given, paths), tmp_path / "no", adapter=asked, parallel=parallel)
+    assert "merge the adapter where it was trained" in str(caught.value)
 
 
 def test_the_command_takes_one_file(tmp_path):

@@ -343,10 +343,15 @@ class Output:
     def present(self, overwrite: bool) -> list[str]:
         present = [f.name for f in self.storage.list()]
         if (present or self.storage.list_dirs()) and not overwrite:
+            ours = f".safetensors{UNFINISHED}"
+            half = next((name for name in present if name.endswith(ours)), None)
             raise UsageError(
-                "the directory is not empty",
-                remedy="choose another out_dir, or pass options with overwrite=True to "
-                "replace the model there",
+                "the directory is not empty"
+                + (
+                    "" if half is None else f": an export that was killed or still runs left {half}"
+                ),
+                remedy="choose another out_dir, or pass options with overwrite=True to replace "
+                + ("the model there" if half is None else "what is there, if none runs"),
                 path=self.url,
             )
         return present

@@ -376,6 +376,20 @@ def test_a_directory_that_holds_something_is_refused_unless_it_may_be_overwritte
     assert_loads_as(second, out)
 
 
+def test_what_a_killed_export_left_is_named(tmp_path):
+    model, out = llama(), tmp_path / "hf"
+    path = saved(tmp_path / "1", model)
+    out.mkdir()
+    (out / "model.safetensors.unfinished").write_bytes(b"half")
+    with pytest.raises(errors.UsageError) as caught:
+        export_hf(path, out, config=model.config)
+    assert "was killed or still runs left model.safetensors.unfinished" in str(caught.value)
+    assert "overwrite=True" in str(caught.value) and "if none runs" in str(caught.value)
+    export_hf(path, out, config=model.config, options=ExportOptions(overwrite=True))
+    assert not [*out.glob("*.unfinished")]
+    assert_loads_as(model, out)
+
+
 def test_a_changed_byte_is_reported_with_file_and_offset_and_nothing_is_left(tmp_path):
     state = {f"w{i}": torch.randn(3 << 17) for i in range(3)}  # 1.5 MiB each
     checkpoint = shards.write(tmp_path / "c", 1, lambda r: shards.plain(state, r, 1))

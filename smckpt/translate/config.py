@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -276,6 +277,7 @@ _TYPES: Mapping[str, _Older] = MappingProxyType(
 _ONLY: Mapping[tuple[str, str], tuple[str, ...]] = MappingProxyType(
     {("longrope", "phi3"): ("type", "short_factor", "long_factor")}
 )
+_LONGEST = "max_position_embeddings"
 _SECTIONS = "mrope_section"  # of three axes; version 4 calls such a type mrope
 # Families of whose layers each type has parameters of its own in version 5: version 4's key of the
 # base of sliding layers, and its default, or None: the base of the others.
@@ -381,6 +383,31 @@ def _older_keys(values: dict[str, Any], new: Mapping[str, Any]) -> None:
         values["rope_scaling"] = scaling
     if scaling is not None and new.get("rope_type") == "longrope" and _ORIGINAL in new:
         values.setdefault(_ORIGINAL, new[_ORIGINAL])
+    if ("longrope", _kind(values)) in _ONLY and new.get("rope_type") == "longrope":
+        _refuse_other_attention(values, new)
+
+
+def _refuse_other_attention(values: Mapping[str, Any], new: Mapping[str, Any]) -> None:
+    """Refuse what version 4 has no key for. Beside its keys, version 5 leaves it out too."""
+    original: Any = new.get(_ORIGINAL, values.get(_ORIGINAL))
+    most: Any = values.get(_LONGEST)
+    each = (original, most, new.get("factor") or 1, new.get("attention_factor") or 1)
+    if not all(type(n) in (int, float) and 0 < n < math.inf for n in each) or original <= 1:
+        return  # there is nothing to compute with
+
+    def attention(factor: float) -> float:
+        return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+
+    meant = new.get("attention_factor") or attention(new.get("factor") or most / original)
+    if not math.isclose(meant, attention(most / original), rel_tol=1e-6):
+        key = "attention_factor" if new.get("attention_factor") else "factor"
+        raise UsageError(
+            f"the config says {key}={new[key]} in rope_parameters, which scales attention by "
+            f"{meant:g}. transformers 4 and servers have no key for it in {_kind(values)}: they "
+            f"scale by {attention(most / original):g}, from {_LONGEST}={most} and "
+            f"{_ORIGINAL}={original}",
+            remedy="give these two the values that the model was trained with, and leave it out",
+        )
 
 
 def _scaling(kind: str, new: Mapping[str, Any]) -> dict[str, Any] | None:

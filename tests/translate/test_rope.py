@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from smckpt.errors import UsageError
 from smckpt.translate.config import read_config
 from tests.support import interpreters
 from tests.support.limits import seconds
@@ -100,3 +101,21 @@ def test_what_servers_read_names_the_type(name):
         assert scaling is None
     else:
         assert scaling["type"] == ("mrope" if "mrope_section" in flat else flat["rope_type"])
+
+
+@pytest.mark.parametrize(
+    ("more", "fits"),
+    [({}, True), ({"factor": 4.0}, True), ({"factor": 16.0}, False),
+     ({"original_max_position_embeddings": 1}, True),
+     ({"attention_factor": 1.3}, False), ({"attention_factor": (1 + 1 / 3) ** 0.5}, True)],
+)  # fmt: skip
+def test_attention_that_version_4_cannot_scale_so_is_refused(more: Any, fits: bool) -> None:
+    """The export had both versions' keys, by which both scale attention otherwise, in silence."""
+    kind, rope = NEW["longrope, phi3"]
+    config = read_config({**TINY, **kind, "rope_parameters": {**rope, **more}})
+    assert config is not None
+    if fits:
+        assert config.complete(None)["rope_scaling"]["type"] == "longrope"
+        return
+    with pytest.raises(UsageError, match="scales attention by"):
+        config.complete(None)

@@ -37,6 +37,7 @@ from smckpt.integrations.replaced import (
     stock_files,
     store_arguments,
 )
+from smckpt.manager.room import get_memory
 from smckpt.meeting.round import over_group
 from smckpt.storage.disk.directory import Directory
 from smckpt.storage.urls import is_local
@@ -237,19 +238,21 @@ def load_state(
     directory, ours = _on_main(lambda: _to_load(accelerator, input_dir))
     if not ours:
         stock(directory or input_dir, load_kwargs, **kwargs)
-        return
-    if kwargs:
+    elif kwargs:
         raise UsageError(
             f"load_state does not honour {sorted(kwargs)[0]!r} for a checkpoint of smckpt",
             remedy="leave it out",
         )
-    target = {**_live(accelerator), "files": b"", "own_files": b""}
-    smckpt.load(target, checkpoint_id=directory, **arguments)
-    with _rest_alone(accelerator), tempfile.TemporaryDirectory() as folder:
-        for name in ("files", "own_files"):  # files of the second replace those of the first
-            with zipfile.ZipFile(io.BytesIO(target[name])) as packed:
-                packed.extractall(folder)
-        stock(folder, load_kwargs)
+    else:
+        target = {**_live(accelerator), "files": b"", "own_files": b""}
+        smckpt.load(target, checkpoint_id=directory, **arguments)
+        with _rest_alone(accelerator), tempfile.TemporaryDirectory() as folder:
+            for name in ("files", "own_files"):  # files of the second replace those of the first
+                with zipfile.ZipFile(io.BytesIO(target[name])) as packed:
+                    packed.extractall(folder)
+            stock(folder, load_kwargs)
+    if accelerator._optimizers:
+        get_memory(_live(accelerator), None, [smckpt.SaveOptions()])
 
 
 # -- what is saved -----------------------------------------------------------------------------

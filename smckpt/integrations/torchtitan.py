@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torchtitan.components.checkpointer import AsyncMode, CheckpointManager
-from torchtitan.components.checkpointer.base import MODEL
+from torchtitan.components.checkpointer.base import MODEL, OPTIMIZER
 from torchtitan.tools import filesystem
 
 import smckpt
@@ -26,6 +26,7 @@ from smckpt.errors import CheckpointNotFoundError, UsageError
 from smckpt.integrations import refuse_untested
 from smckpt.integrations.kept import KeptSteps, memory_of
 from smckpt.integrations.replaced import below_run, keep_last, run_directory, store_arguments
+from smckpt.manager.room import get_memory
 from smckpt.meeting.round import over_group
 from smckpt.storage.urls import normal_url
 
@@ -182,10 +183,12 @@ class SmckptCheckpointManager(CheckpointManager):  # type: ignore[misc]
                 self._fill(self._states_to_load(found.step == 0), found)
 
             if self._kept.resume(fill, theirs):
+                self._get_memory(step=1)
                 return True
             step = theirs
         if step != -1:
             self._fill(self._states_to_load(step == 0), directory)
+            self._get_memory(step)
             return True
         directory = self.initial_load_path
         if self.initial_load_in_hf:
@@ -217,6 +220,12 @@ class SmckptCheckpointManager(CheckpointManager):  # type: ignore[misc]
         arguments = {} if directory.startswith("keeper://") else self._arguments
         smckpt.load(target, checkpoint_id=directory, **arguments)
         self.states[MODEL].load_state_dict(target)  # a module may give its state as copies
+
+    def _get_memory(self, step: int) -> None:
+        """Begin to get that of the first save, after a resume. An optimizer that was not loaded has
+        no state yet; to ask for it would give it one."""
+        if step and not self.load_only and OPTIMIZER not in self.exclude_from_loading:
+            get_memory(self._flattened_model_states_sd(), None, [smckpt.SaveOptions()])
 
     def _run(self, folder: str) -> RunDirectory:
         return run_directory(folder, "step-{step}", self._arguments)

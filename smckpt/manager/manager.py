@@ -51,6 +51,7 @@ from smckpt.manager.state import (
 from smckpt.meeting.group import group_of
 from smckpt.meeting.round import Round
 from smckpt.state_dict import LOCAL, SHARDED
+from smckpt.state_dict.of_optimizers.bindings import optimizer_dicts
 from smckpt.storage import StoreOptions, access_to
 from smckpt.storage.urls import Below, is_below, normal_url
 
@@ -353,7 +354,8 @@ class CheckpointManager:
                 f"; lost: {'; '.join(resumed.lost)}" if resumed.lost else "",
             )
         memory = [self._memory.options] if self._memory.root else []
-        get_memory(saved, group, [self._options, *memory])
+        if any(optimizer_dicts(saved)):  # without one a program only evaluates
+            get_memory(saved, group.process_group, [self._options, *memory])
         return step
 
     def _filled(

@@ -19,7 +19,6 @@ from smckpt.errors import CheckpointError, StorageError
 from smckpt.layout.image import compile_layout
 from smckpt.manager.retention import Best, Newest
 from smckpt.meeting.round import Meeting
-from smckpt.state_dict.of_optimizers.bindings import optimizer_dicts
 from smckpt.state_dict.select import Selector
 from smckpt.storage import Storage
 from smckpt.storage.disk import lustre
@@ -281,14 +280,12 @@ def meet_about_room(
 
 
 def get_memory(
-    state: Mapping[str, Any], group: ReplicationGroup, queues: Sequence[SaveOptions]
+    state: Mapping[str, Any] | None, process_group: Any, queues: Sequence[SaveOptions]
 ) -> None:
-    """Begin to get the memory of the first saves, before training goes on with the loaded `state`.
-    Without an optimizer a program only evaluates. What fails here fails those saves, or nothing."""
-    if not any(optimizer_dicts(state)):
-        return
+    """`prewarm` for the first saves of a training that goes on with the loaded `state`. What fails
+    here fails those saves, or nothing."""
     for options in queues:
         try:
-            prewarm(state, process_group=group.process_group, options=options)
+            prewarm(state, process_group=process_group, options=options)
         except CheckpointError as error:
             log.info("the first save gets its memory itself: %s", error)

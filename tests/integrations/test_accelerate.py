@@ -15,8 +15,10 @@ from accelerate.utils import DistributedType, ProjectConfiguration
 from safetensors.torch import load_file
 
 import smckpt
+from smckpt.engine.api import _RUNTIME
 from smckpt.errors import CheckpointNotFoundError, UsageError
 from smckpt.integrations.accelerate import SmckptAccelerator, merge_fsdp_weights
+from tests.engine.test_prewarm import arenas, prewarmed
 from tests.support import child
 
 SCRIPT = Path(__file__).parents[1] / "support" / "frameworks" / "accelerate_run.py"
@@ -199,6 +201,35 @@ def test_two_models_with_an_optimizer_each_are_saved_and_loaded(tmp_path: Path) 
     AcceleratorState._reset_state(reset_partial_state=True)
     assert len(wanted) == 16
     assert all(map(torch.equal, everything(parts), wanted))
+
+
+@pytest.mark.parametrize("kind", [Accelerator, SmckptAccelerator])  # who has saved it
+def test_what_is_loaded_has_the_memory_of_its_first_save_before_it(
+    tmp_path: Path, kind: Any
+) -> None:
+    def prepared(kind: Any) -> tuple[Any, Any]:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        made = kind(cpu=True)
+        model, optimizer = made.prepare(
+            model := torch.nn.Linear(4, 4), torch.optim.AdamW(model.parameters())
+        )
+        made.backward(model(torch.ones(2, 4)).sum())
+        return made, optimizer
+
+    accelerator, optimizer = prepared(kind)
+    optimizer.step()
+    accelerator.save_state(str(tmp_path / "one"))
+    accelerator.end_training()
+    _RUNTIME.drop("default", 60)  # as in a new process
+    others = arenas()
+    accelerator, _ = prepared(SmckptAccelerator)
+    accelerator.load_state(str(tmp_path / "one"))
+    before = prewarmed("default")
+    accelerator.save_state(str(tmp_path / "two"))
+    accelerator.end_training()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    assert len(before) == len(others) + 1
+    assert arenas() == before
 
 
 @pytest.mark.parametrize("of", ["two models", "none", "a model and none", "a part of a model"])

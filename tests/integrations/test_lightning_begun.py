@@ -14,8 +14,10 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 import smckpt
+from smckpt.engine.api import _RUNTIME
 from smckpt.integrations import ANY_VERSION
 from smckpt.integrations.lightning import SmckptCheckpointIO, SmckptTrainer
+from tests.engine.test_prewarm import arenas, prewarmed
 from tests.support import child
 from tests.support.interpreters import run, torchtitan, torchtune
 
@@ -31,8 +33,10 @@ class Begins(Callback):  # type: ignore[misc]
         self.weights = {name: one.clone() for name, one in pl_module.state_dict().items()}
 
 
-def fit(kind: Any, folder: Path, epochs: int, at: Any = None, save_last: Any = True) -> Any:
-    begins = Begins()
+def fit(
+    kind: Any, folder: Path, epochs: int, at: Any = None, save_last: Any = True, begins: Any = None
+) -> Any:
+    begins = begins or Begins()
     saved = ModelCheckpoint(dirpath=folder, save_top_k=-1, save_last=save_last)
     plugins = [SmckptCheckpointIO()] if kind is SmckptTrainer else []
     made = kind(max_epochs=epochs, callbacks=[saved, begins], plugins=plugins, **PLAIN)
@@ -60,6 +64,20 @@ def test_a_run_that_lightning_began_goes_on(
         assert (tmp_path / "last.ckpt").is_dir()
     again = fit(SmckptTrainer, tmp_path, 4, "last", save_last=after)
     assert again.step == 12
+
+
+def test_a_resumed_run_has_the_memory_of_its_first_save_before_it(tmp_path: Path) -> None:
+    fit(SmckptTrainer, tmp_path, 1)
+    _RUNTIME.drop("lightning", 60)  # as in a new process
+    others, before = arenas(), dict[int, int]()
+
+    class Looks(Begins):
+        def on_train_batch_start(self, *_: Any) -> None:
+            before.update(before or prewarmed("lightning"))
+
+    fit(SmckptTrainer, tmp_path, 2, "last", begins=Looks())
+    assert len(before) == len(others) + 1
+    assert arenas() == before
 
 
 def test_what_lightning_wrote_is_found_until_the_save_over_it_is_committed(tmp_path: Path) -> None:

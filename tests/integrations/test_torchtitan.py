@@ -76,6 +76,8 @@ def test_killed_and_resumed_it_ends_with_the_bits_of_one_that_was_not(
     resumed, _ = train(top / "killed", keep_latest_k=2)
     assert_resumed(resumed, straight)
     assert steps(top / "killed") == ["step-4", "step-6"]
+    for its in resumed:  # that of the first save was there before it
+        assert len(its["memory"]) == 1 and its["memory after"] == its["memory"]
 
 
 @pytest.mark.long

@@ -22,10 +22,13 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import distributed as dist
 
 from smckpt.checkpoint.records.objects import decode_object, encode_object
+from smckpt.formats.conversion.stock import optimizer_key
 from smckpt.integrations.kept import KeptSteps
 from smckpt.integrations.lightning.memory import SmckptMemory
-from smckpt.integrations.lightning.plugin import Saves, written_by_lightning
+from smckpt.integrations.lightning.plugin import SAVE_OPTIONS, Saves, written_by_lightning
+from smckpt.manager.room import get_memory
 from smckpt.manager.state import random_state, set_random_state
+from smckpt.meeting.group import group_at
 from smckpt.storage.urls import is_local
 
 __all__ = [
@@ -101,14 +104,33 @@ class SmckptCheckpointConnector(_CheckpointConnector):  # type: ignore[misc]
             else:
                 own = decode_object(json.loads(own))
                 self.trainer.callbacks.append(_RestoresRandom(own, saved["epoch_ended"]))
+        resumed = bool(self._loaded_checkpoint) and self.trainer.state.fn == TrainerFn.FITTING
         super().resume_end()
+        if resumed and self.trainer.checkpoint_callbacks:
+            self._get_memory()
 
-    def _newest(self, kept: Sequence[KeptSteps]) -> str | None:
+    def _get_memory(self) -> None:
+        """Begin to get that of the first save."""
+        strategy = self.trainer.strategy
+        each = getattr(strategy, "saves", None) is not None  # else rank 0 saves alone
+        if self._saves() is None:
+            return
+        states = map(strategy.optimizer_state, self.trainer.optimizers)  # ranks may gather them
+        state = {optimizer_key(index): saved for index, saved in enumerate(states)}
+        state["model"] = strategy.lightning_module_state_dict()
+        if each or strategy.is_global_zero:
+            group = None if each else group_at([self.trainer.global_rank])
+            get_memory(state, group, [SAVE_OPTIONS])
+
+    def _saves(self) -> Saves | None:
+        """Those of the strategy or of its plugin, which have the options of S3."""
         strategy = self.trainer.strategy
         plugin = getattr(strategy.checkpoint_io, "checkpoint_io", strategy.checkpoint_io)
-        # those of the strategy or of its plugin have the options of S3
         given = [getattr(owner, "saves", None) for owner in (strategy, plugin)]
-        saves = next((one for one in given if isinstance(one, Saves)), Saves({}))
+        return next((one for one in given if isinstance(one, Saves)), None)
+
+    def _newest(self, kept: Sequence[KeptSteps]) -> str | None:
+        saves = self._saves() or Saves({})
         found, last = [], set[str]()  # last: what stands under the names that Lightning looks for
         for callback in filter(_is_model_checkpoint, self.trainer.callbacks):
             if callback.dirpath:

@@ -39,6 +39,7 @@ from smckpt.storage import Storage, StoreOptions, open_storage
 from smckpt.storage.urls import is_local, is_s3_url, local_path, parent_url, scheme_of
 
 __all__ = [
+    "SAVE_OPTIONS",
     "S3CheckpointIO",
     "Saves",
     "SmckptCheckpointIO",
@@ -50,7 +51,7 @@ __all__ = [
 log = logging.getLogger("smckpt")
 
 _QUEUE = "lightning"
-_OPTIONS = smckpt.SaveOptions(queue=_QUEUE)
+SAVE_OPTIONS = smckpt.SaveOptions(queue=_QUEUE)
 _REMOVAL_SECONDS = 600.0
 
 
@@ -88,7 +89,7 @@ class Saves:
         handle = smckpt.async_save(
             state,
             checkpoint_id=below_run(path),
-            options=_OPTIONS,
+            options=SAVE_OPTIONS,
             **self._s3(path),
             **arguments,
         )

@@ -14,6 +14,7 @@ from smckpt.errors import UsageError
 from smckpt.integrations.kept import KeptSteps, memory_of
 from smckpt.integrations.replaced import run_directory
 from smckpt.integrations.transformers.files import STEPS, open_seen
+from smckpt.manager.room import get_memory
 
 __all__ = ["go_on", "keep", "kept_steps", "note_callbacks"]
 
@@ -53,7 +54,8 @@ def go_on(trainer: Any) -> None:
     the Trainer read first is no checkpoint of its own where the step is in memory."""
     resumed = trainer._smckpt_resumed
     if trainer.args.save_strategy != "no":
-        smckpt.prewarm(None if resumed is None else trainer._state_to_save())
+        state = None if resumed is None else trainer._state_to_save()
+        get_memory(state, None, [smckpt.SaveOptions()])
     if trainer._smckpt_kept is not None:
         trainer._smckpt_kept.restored(trainer.state.global_step)
     if resumed is not None and resumed.chosen.url:

@@ -43,7 +43,9 @@ from torchtitan.models.deepseek_v3.config_registry import deepseek_v3_debugmodel
 from torchtitan.models.llama3.config_registry import llama3_debugmodel  # noqa: E402
 
 import smckpt  # noqa: E402
+from smckpt.engine.api import _RUNTIME  # noqa: E402
 from smckpt.run import provide  # noqa: E402
+from tests.engine.test_prewarm import arenas, prewarmed  # noqa: E402
 
 WORDS = ["the", "a", "fox", "dog", "hen", "runs", "eats", "sees", "to", "by", "old", "red", "home"]
 
@@ -153,6 +155,8 @@ def watch(trainer: Any, die: int | None, seen: dict[str, Any]) -> None:
     def loading(*args: Any, **kwargs: Any) -> Any:
         seen["loaded"] = load(*args, **kwargs)
         seen["began"] = trainer.step
+        if list(_RUNTIME.queues(None, "default")):
+            seen["memory"] = list(prewarmed("default"))
         return seen["loaded"]
 
     def logging(step: int, loss: float, *args: Any, **kwargs: Any) -> None:
@@ -205,6 +209,7 @@ def main() -> None:
     else:
         trainer.train()
         seen["digest"] = digest(trainer)
+        seen["memory after"] = list(arenas())
     trainer.close()
     if twice:
         again = build(config(folder, dict(given)))

@@ -292,7 +292,6 @@ def put_lightning(provided: Provided, shadow: bool) -> None:
     Raises:
         UsageError: that package is imported already, so the script would run on it.
     """
-    from lightning.pytorch.core import saving
     from lightning.pytorch.strategies import strategy
     from lightning.pytorch.trainer import trainer
 
@@ -300,7 +299,6 @@ def put_lightning(provided: Provided, shadow: bool) -> None:
 
     effect = "saves in the background, on disk and in S3"
     provided.attribute(strategy, "TorchCheckpointIO", ours.SmckptCheckpointIO, effect)
-    provided.attribute(saving, "pl_load", ours.load_any(saving.pl_load), "loads what was committed")
     effect = "resumes from what was committed, random numbers included"
     provided.attribute(trainer, "_CheckpointConnector", ours.SmckptCheckpointConnector, effect)
 

@@ -263,7 +263,10 @@ class Selector:
         if isinstance(value, (list, tuple)):
             return self._children(value, enumerate(value), path, walk)
         if type(value).__module__ == "numpy" and type(value).__name__ == "ndarray":
-            walk.tensors.append((path, self._from_numpy(value, path)))
+            if (shared := self._from_numpy(value, path)) is None:
+                walk.objects.append(ObjectLeaf(path, value))
+                return False
+            walk.tensors.append((path, shared))
             walk.containers[path] = "ndarray"
             return True
         if is_sharded_tensor(value):
@@ -352,13 +355,16 @@ class Selector:
         return parts
 
     @neutral()
-    def _from_numpy(self, value: Any, path: Path) -> torch.Tensor:
+    def _from_numpy(self, value: Any, path: Path) -> torch.Tensor | None:
+        """None: torch has no such dtype (text, times)."""
         try:
             return torch.from_numpy(value)
-        except (TypeError, ValueError) as error:
+        except TypeError:
+            return None
+        except ValueError as error:
             raise StateError(
                 f"the array at {dotted(path)} of dtype {value.dtype} cannot be saved: {error}",
-                remedy="convert it to a numeric dtype and positive strides",
+                remedy="give a copy of it (numpy.array(x)) in the machine's order of bytes",
                 rank=self._rank,
             ) from error
 

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from lightning.pytorch import Trainer
+import torch
+from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
@@ -53,6 +55,53 @@ def test_objects_that_need_code_are_loaded_as_weights_only_says(tmp_path: Path) 
     saved["hyper_parameters"]["settings"] = lambda: None
     with pytest.raises(StateError, match="'hyper_parameters' cannot be pickled"):
         plugin.save_checkpoint(saved, tmp_path / "two.ckpt")
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [Settings(3.0), torch.eye(3).to_sparse(), np.array(["a", "bc"])],
+    ids=["own", "sparse", "text"],
+)
+def test_a_value_beside_large_tensors_comes_back(tmp_path: Path, odd: Any) -> None:
+    plugin, saved = SmckptCheckpointIO(), checkpoint()
+    saved["averaged"] = {"weight": torch.arange(1 << 19), "with": odd}
+    plugin.save_checkpoint(saved, tmp_path / "one.ckpt")
+    found = plugin.load_checkpoint(tmp_path / "one.ckpt", weights_only=False)["averaged"]
+    plugin.teardown()
+    assert torch.equal(found["weight"], saved["averaged"]["weight"])
+    got = found["with"]
+    if isinstance(odd, torch.Tensor):
+        assert got.layout == odd.layout
+        odd, got = odd.to_dense(), got.to_dense()
+    assert type(got) is type(odd) and np.all(np.asarray(got == odd))
+
+
+@pytest.mark.parametrize("by", [SmckptCheckpointIO, TorchCheckpointIO])
+def test_a_module_is_made_from_a_checkpoint_by_its_own_method(tmp_path: Path, by: Any) -> None:
+    class Sized(BoringModel):
+        def __init__(self, width: int = 1) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+            self.own = torch.nn.Linear(width, 1)
+
+    class Data(LightningDataModule):
+        def __init__(self, rows: int = 1) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+            self.train_dataloader = BoringModel().train_dataloader
+
+    trainer = Trainer(
+        max_steps=1, accelerator="cpu", plugins=[by()], logger=False, default_root_dir=tmp_path,
+        limit_val_batches=0, enable_progress_bar=False, enable_model_summary=False,
+        enable_checkpointing=False,
+    )  # fmt: skip
+    model = Sized(width=3)
+    trainer.fit(model, datamodule=Data(5))
+    trainer.save_checkpoint(tmp_path / "one.ckpt")
+    smckpt.maybe_finalize_async_calls()
+    again = Sized.load_from_checkpoint(tmp_path / "one.ckpt")
+    assert again.hparams["width"] == 3 and torch.equal(again.own.weight, model.own.weight)
+    assert Data.load_from_checkpoint(tmp_path / "one.ckpt").hparams["rows"] == 5
 
 
 def test_what_lightning_itself_wrote_is_loaded_and_removed(tmp_path: Path) -> None:
@@ -166,7 +215,6 @@ def test_what_a_sharded_strategy_cannot_honour_is_refused() -> None:
 
 def test_lightnings_names_are_replaced_and_taken_back() -> None:
     from lightning.pytorch import strategies
-    from lightning.pytorch.core import saving
     from lightning.pytorch.strategies import strategy
     from lightning.pytorch.trainer import trainer
 
@@ -174,13 +222,13 @@ def test_lightnings_names_are_replaced_and_taken_back() -> None:
         return [
             strategies.FSDPStrategy, strategies.fsdp.FSDPStrategy, strategies.ModelParallelStrategy,
             strategies.StrategyRegistry["fsdp"]["strategy"], strategy.TorchCheckpointIO,
-            saving.pl_load, trainer._CheckpointConnector,
+            trainer._CheckpointConnector,
         ]  # fmt: skip
 
     before = names()
     with provide(["lightning"]) as provided:
         assert all(a is not b for a, b in zip(names(), before, strict=True))
-        assert len(provided.lines) == 10
+        assert len(provided.lines) == 9
         assert isinstance(Trainer(accelerator="cpu").strategy.checkpoint_io, SmckptCheckpointIO)
     assert names() == before
 

@@ -595,6 +595,9 @@ def test_arrays_of_numpy_stay_arrays_however_they_lie_in_memory(tmp_path: Path) 
     rows = np.arange(24.0).reshape(2, 3, 4)
     arrays = {"columns": np.asfortranarray(rows[0]), "turned": rows.transpose(2, 0, 1)}
     arrays |= {"part": rows[:, ::2], "none": np.zeros((0, 2)), "one": np.array(3.0)}
+    # of dtypes that torch has not
+    arrays |= {"text": np.array([["a"], ["bc"]]), "no text": np.array([], "S3")}
+    arrays |= {"day": np.array(["2026-01-02"], "M8[D]"), "days": np.array(3, "m8[D]")}
     kept = Kept(arrays)
     smckpt.save({"state": arrays, "kept": kept}, checkpoint_id=tmp_path)
     loaded: Any = smckpt.load(checkpoint_id=tmp_path)

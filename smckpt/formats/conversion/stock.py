@@ -111,12 +111,17 @@ def rest_of(state: Mapping[str, Any], weights_only: bool | None = None) -> dict[
 
 
 def _stored(key: str, value: Any) -> tuple[str, Any]:
-    tensors = list(_tensors(value))
-    local = [getattr(one, "to_local", lambda one=one: one)() for one in tensors]
-    large = sum(one.numel() * one.element_size() for one in local) > _SMALL
-    if large or any(type(one) not in (torch.Tensor, torch.nn.Parameter) for one in tensors):
+    leaves = list(_leaves(value))
+    tensors = [one for one in leaves if isinstance(one, torch.Tensor)]
+    if any(type(one) not in (torch.Tensor, torch.nn.Parameter) for one in tensors):  # parts
         return "tensors", value
+    large = sum(one.numel() * one.element_size() for one in tensors) > _SMALL
     try:
+        if large:
+            if any(one.layout != torch.strided or one.is_quantized for one in tensors):
+                raise StateError("not dense", remedy="pickle it")
+            encode_object([one for one in leaves if not isinstance(one, torch.Tensor)], path=key)
+            return "tensors", value
         encoded = encode_object(value, path=key)
     except StateError:
         made = io.BytesIO()
@@ -149,15 +154,15 @@ def _given(key: str, kind: str, value: Any, weights_only: bool | None) -> Any:
         ) from error
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, Mapping):
         for child in value.values():
-            yield from _tensors(child)
+            yield from _leaves(child)
     elif isinstance(value, (list, tuple, set, frozenset)):
         for child in value:
-            yield from _tensors(child)
+            yield from _leaves(child)
+    else:
+        yield value
 
 
 # Weights and training state as the Trainer, accelerate, PEFT and DeepSpeed write them.

@@ -11,6 +11,8 @@ from smckpt.integrations import refuse_untested
 
 refuse_untested("lightning")
 
+from lightning.pytorch.core import saving  # noqa: E402
+
 from smckpt.integrations.lightning.connector import (  # noqa: E402
     NeMoCheckpointConnector,
     NeMoModelCheckpoint,
@@ -44,3 +46,5 @@ __all__ = [
 ]
 
 provide_s3()
+# `load_from_checkpoint` is a method of the user's class, which asks this function alone
+saving.pl_load = load_any(saving.pl_load)

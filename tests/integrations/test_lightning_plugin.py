@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.core import saving
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 
@@ -25,6 +27,7 @@ from smckpt.integrations.lightning import (
 )
 from smckpt.run import provide
 from tests.support.frameworks.lightning_state import checkpoint, same
+from tests.support.launch import run_ranks
 
 
 @dataclass
@@ -102,6 +105,25 @@ def test_a_module_is_made_from_a_checkpoint_by_its_own_method(tmp_path: Path, by
     again = Sized.load_from_checkpoint(tmp_path / "one.ckpt")
     assert again.hparams["width"] == 3 and torch.equal(again.own.weight, model.own.weight)
     assert Data.load_from_checkpoint(tmp_path / "one.ckpt").hparams["rows"] == 5
+
+
+def saved_by_one_and_loaded_by_all(folder: str) -> list[int]:
+    """Rank 0 saves alone, and the ranks meet, as Lightning does it."""
+    path, found = f"{folder}/last.ckpt", list[int]()
+    for step in range(1, 4):
+        plugin = SmckptCheckpointIO()  # the next Trainer's
+        if dist.get_rank() == 0:
+            plugin.save_checkpoint({**checkpoint(), "global_step": step}, path)
+        dist.barrier()
+        load = plugin.load_checkpoint if step % 2 else saving.pl_load
+        found.append(load(path)["global_step"])
+        dist.barrier()
+    plugin.teardown()
+    return found
+
+
+def test_all_ranks_load_what_one_has_saved_before_they_met(tmp_path: Path) -> None:
+    assert run_ranks(saved_by_one_and_loaded_by_all, 2, str(tmp_path)) == [[1, 2, 3]] * 2
 
 
 def test_what_lightning_itself_wrote_is_loaded_and_removed(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import logging
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -27,7 +28,13 @@ from lightning_utilities.core.apply_func import apply_to_collection
 import smckpt
 from smckpt.checkpoint.records.format import parse_name
 from smckpt.engine.saving.job import SaveHandle
-from smckpt.errors import CheckpointError, CheckpointNotFoundError, StorageError, UsageError
+from smckpt.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    PeerError,
+    StorageError,
+    UsageError,
+)
 from smckpt.formats.conversion.stock import checkpoint_of, state_of
 from smckpt.integrations.lightning.s3 import (
     DEFAULT_CHUNK_SIZE_MB,
@@ -35,6 +42,8 @@ from smckpt.integrations.lightning.s3 import (
     DEFAULT_MAX_WRITE_CONCURRENCY,
 )
 from smckpt.integrations.replaced import below_run, remove_or_keep
+from smckpt.meeting.group import group_of
+from smckpt.meeting.keys import Keys, client_of
 from smckpt.storage import Storage, StoreOptions, open_storage
 from smckpt.storage.urls import is_local, is_s3_url, local_path, parent_url, scheme_of
 
@@ -53,6 +62,8 @@ log = logging.getLogger("smckpt")
 _QUEUE = "lightning"
 SAVE_OPTIONS = smckpt.SaveOptions(queue=_QUEUE)
 _REMOVAL_SECONDS = 600.0
+_SAVE_SECONDS = 1800.0  # as a round of the ranks
+_KEYS = "smckpt/lightning"  # in the job's store
 
 
 class Saves:
@@ -69,6 +80,7 @@ class Saves:
         self._lock = threading.Lock()
         self._settled = threading.Event()  # the last save has ended, and what it replaces is gone
         self._settled.set()
+        self._keys: tuple[Any, Keys] | None = None  # of the job, and its store
 
     def save(self, state: dict[str, Any], path: str, *, wait: bool, **arguments: Any) -> None:
         """
@@ -95,8 +107,13 @@ class Saves:
         )
         assert handle is not None
         self._settled = settled = threading.Event()
+        keys = self._announced() if arguments.get("no_dist") else None
+        count = 0 if keys is None else keys.count("begun")
 
         def ended(done: SaveHandle) -> None:
+            if keys is not None:
+                with contextlib.suppress(CheckpointError):  # the job has ended
+                    keys.set("ended", count)
             due: list[str] = []
             if done.error is None:
                 with self._lock:
@@ -113,6 +130,17 @@ class Saves:
         handle.add_done_callback(ended)
         if wait:
             handle.wait()
+
+    def _announced(self) -> Keys | None:
+        """Where a rank that saves alone says so to the others; over a connection of its own, since
+        the job's may be in use for a wait."""
+        group = group_of(None)
+        assert group is not None
+        if group.world_size == 1:
+            return None
+        if self._keys is None or self._keys[0] is not group.store:
+            self._keys = group.store, Keys(client_of(group.store), _KEYS)
+        return self._keys[1]
 
     def make_room(self, path: str) -> None:
         """Move what Lightning itself wrote at the path of the next save aside: a file, a directory
@@ -203,6 +231,30 @@ class Saves:
         log.info("removed %s", path)
 
 
+def _wait_for_saves() -> None:
+    """Rank 0 saves alone and goes on before the commit, so the barrier of Lightning does not say to
+    the other ranks that it is there: they would load what stood there before.
+
+    Raises:
+        PeerError: a save has not ended in time.
+    """
+    group = group_of(None)
+    assert group is not None
+    if group.world_size == 1:
+        return
+    keys, until = Keys(group.store, _KEYS), time.monotonic() + _SAVE_SECONDS
+    begun = keys.peek("begun") or 0
+    while (keys.peek("ended") or 0) < begun:
+        if time.monotonic() > until:
+            raise PeerError(
+                f"a save of another rank has not ended for {_SAVE_SECONDS:.0f} s, and this load "
+                "waits for it",
+                remedy="see that rank's log",
+                rank=group.rank,
+            )
+        time.sleep(0.01)
+
+
 def refuse_storage_options(given: Any) -> None:
     """
     Raises:
@@ -284,6 +336,7 @@ class SmckptCheckpointIO(CheckpointIO):  # type: ignore[misc]
             FileNotFoundError, as from Lightning's own plugin: nothing committed is at `path`.
         """
         location = os.fspath(path)
+        _wait_for_saves()
         if written_by_lightning(location):
             stock: dict[str, Any] = TorchCheckpointIO().load_checkpoint(
                 location, map_location, weights_only
@@ -393,6 +446,7 @@ def load_any(stock: Callable[..., Any]) -> Callable[..., Any]:
     """Lightning's function behind `load_from_checkpoint`, which takes smckpt's checkpoints too."""
 
     def load(path_or_url: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
+        _wait_for_saves()
         path = os.fspath(path_or_url) if isinstance(path_or_url, (str, os.PathLike)) else ""
         if is_local(path):
             ours = os.path.isdir(path) and not written_by_lightning(path)

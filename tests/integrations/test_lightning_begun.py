@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 import smckpt
@@ -78,6 +78,29 @@ def test_a_resumed_run_has_the_memory_of_its_first_save_before_it(tmp_path: Path
     fit(SmckptTrainer, tmp_path, 2, "last", begins=Looks())
     assert len(before) == len(others) + 1
     assert arenas() == before
+
+
+class Raises(Callback):  # type: ignore[misc]
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == 3:
+            raise EOFError
+
+
+@pytest.mark.parametrize("by", [Trainer, SmckptTrainer])  # who has saved it
+def test_what_was_saved_when_training_raised_is_the_last(tmp_path: Path, by: Any) -> None:
+    def run(kind: Any, at: Any, *callbacks: Any) -> int:
+        begins, on_error = Begins(), OnExceptionCheckpoint(str(tmp_path / "error"))
+        steps = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=2, save_last=True)
+        plugins = [SmckptCheckpointIO()] if kind is SmckptTrainer else []
+        made = kind(
+            max_epochs=1, callbacks=[steps, on_error, begins, *callbacks], plugins=plugins, **PLAIN
+        )
+        made.fit(BoringModel(), ckpt_path=at)
+        return int(begins.step)
+
+    with pytest.raises(EOFError):
+        run(by, None, Raises())
+    assert run(SmckptTrainer, "last") == 3
 
 
 def test_what_lightning_wrote_is_found_until_the_save_over_it_is_committed(tmp_path: Path) -> None:

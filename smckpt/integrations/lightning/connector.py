@@ -15,7 +15,7 @@ from itertools import islice
 from typing import Any
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
@@ -137,6 +137,10 @@ class SmckptCheckpointConnector(_CheckpointConnector):  # type: ignore[misc]
                 found += saves.find(os.fspath(callback.dirpath), 1)
             if is_local(os.fspath(callback.dirpath or "")):
                 last |= set(filter(os.path.exists, callback._find_last_checkpoints(self.trainer)))
+        for callback in self.trainer.callbacks:
+            if isinstance(callback, OnExceptionCheckpoint):
+                found += saves.find(callback.ckpt_path)
+                last |= {callback.ckpt_path} if os.path.exists(callback.ckpt_path) else set()
         for steps in kept:
             found += islice(steps.newest_first(), 1)
         ours = max(found, key=lambda one: (one.step or 0, one.committed_at), default=None)

@@ -262,10 +262,8 @@ class Selector:
             return found or isinstance(value, StatefulStateDict)
         if isinstance(value, (list, tuple)):
             return self._children(value, enumerate(value), path, walk)
-        if type(value).__module__ == "numpy" and type(value).__name__ == "ndarray":
-            if (shared := self._from_numpy(value, path)) is None:
-                walk.objects.append(ObjectLeaf(path, value))
-                return False
+        of_numpy = type(value).__module__ == "numpy" and type(value).__name__ == "ndarray"
+        if of_numpy and (shared := self._from_numpy(value, path)) is not None:
             walk.tensors.append((path, shared))
             walk.containers[path] = "ndarray"
             return True
@@ -356,10 +354,9 @@ class Selector:
 
     @neutral()
     def _from_numpy(self, value: Any, path: Path) -> torch.Tensor | None:
-        """None: torch has no such dtype (text, times)."""
         try:
             return torch.from_numpy(value)
-        except TypeError:
+        except TypeError:  # torch has no such dtype (text, times)
             return None
         except ValueError as error:
             raise StateError(

@@ -390,7 +390,7 @@ class Selector:
     ) -> Entry:
         _check(tensor, local, path, self._rank)
         if tag is not None and len(tag.after) < len(path):
-            fqns, after = tag.fqns, _after(tag, path)
+            fqns, after = tag.fqns, tag.after_in(path)
         else:
             fqns, after = (str(path[-1]),), ()
         before = path[: len(path) - 1 - len(after)]
@@ -427,22 +427,6 @@ class Selector:
                 self._rules[rule] = MeshGeometry(fqns[0], tuple(shape), self._meshes[mesh], ours)
             return self._rules[rule]
         return PerRankGeometry(fqns, tuple(local.shape), (self._rank,))
-
-
-def _after(tag: Tag, path: Path) -> Path:
-    """What follows the parameter in the path. A class's own state_dict may nest what it keeps for a
-    parameter in another manner, and keys may be no text."""
-    first = len(path) - len(tag.after)
-    if path[first:] == tag.after and _is_owner(path[first - 1], tag):
-        return tag.after
-    for depth in range(len(path) - 1, 1, -1):
-        if path[depth - 2] == "state" and _is_owner(path[depth - 1], tag):
-            return path[depth:]
-    return tag.after
-
-
-def _is_owner(key: Any, tag: Tag) -> bool:
-    return key in tag.fqns or type(key) is int
 
 
 def _is_parameter(entry: Entry, tag: Tag | None) -> bool:

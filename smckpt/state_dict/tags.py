@@ -71,6 +71,20 @@ class Tag:
     def __deepcopy__(self, memo: dict[int, Any]) -> Tag:
         return self
 
+    def after_in(self, path: Path) -> Path:
+        """What follows the parameter in the path. A class's own state_dict may nest what it keeps
+        for a parameter in another manner, and keys may be no text."""
+        first = len(path) - len(self.after)
+        if path[first:] == self.after and self._owns(path[first - 1]):
+            return self.after
+        for depth in range(len(path) - 1, 1, -1):
+            if path[depth - 2] == "state" and self._owns(path[depth - 1]):
+                return path[depth:]
+        return self.after
+
+    def _owns(self, key: Any) -> bool:
+        return key in self.fqns or type(key) is int
+
 
 @functools.lru_cache(maxsize=1 << 16)
 def plain_tag(kind: str, fqn: str, parameter: bool) -> Tag:

@@ -252,7 +252,7 @@ def load_state(
                     packed.extractall(folder)
             stock(folder, load_kwargs)
     if accelerator._optimizers:
-        get_memory(_live(accelerator), None, [smckpt.SaveOptions()])
+        get_memory(lambda: _live(accelerator), None, [smckpt.SaveOptions()])
 
 
 # -- what is saved -----------------------------------------------------------------------------

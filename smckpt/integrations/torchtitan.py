@@ -225,7 +225,7 @@ class SmckptCheckpointManager(CheckpointManager):  # type: ignore[misc]
         """Begin to get that of the first save, after a resume. An optimizer that was not loaded has
         no state yet; to ask for it would give it one."""
         if step and not self.load_only and OPTIMIZER not in self.exclude_from_loading:
-            get_memory(self._flattened_model_states_sd(), None, [smckpt.SaveOptions()])
+            get_memory(self._flattened_model_states_sd, None, [smckpt.SaveOptions()])
 
     def _run(self, folder: str) -> RunDirectory:
         return run_directory(folder, "step-{step}", self._arguments)

@@ -355,7 +355,7 @@ class CheckpointManager:
             )
         memory = [self._memory.options] if self._memory.root else []
         if any(optimizer_dicts(saved)):  # without one a program only evaluates
-            get_memory(saved, group.process_group, [self._options, *memory])
+            get_memory(lambda: saved, group.process_group, [self._options, *memory])
         return step
 
     def _filled(

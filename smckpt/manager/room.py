@@ -280,12 +280,13 @@ def meet_about_room(
 
 
 def get_memory(
-    state: Mapping[str, Any] | None, process_group: Any, queues: Sequence[SaveOptions]
+    take: Callable[[], Mapping[str, Any] | None], process_group: Any, queues: Sequence[SaveOptions]
 ) -> None:
-    """`prewarm` for the first saves of a training that goes on with the loaded `state`. What fails
-    here fails those saves, or nothing."""
-    for options in queues:
-        try:
+    """`prewarm` for the first saves of a training that goes on with the state that `take` gives.
+    What fails here fails those saves, or nothing."""
+    try:
+        state = take()
+        for options in queues:
             prewarm(state, process_group=process_group, options=options)
-        except CheckpointError as error:
-            log.info("the first save gets its memory itself: %s", error)
+    except CheckpointError as error:
+        log.info("the first save gets its memory itself: %s", error)

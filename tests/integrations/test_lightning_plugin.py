@@ -25,6 +25,8 @@ from smckpt.integrations.lightning import (
     SmckptFSDPStrategy,
     SmckptModelParallelStrategy,
 )
+from smckpt.meeting.group import group_of
+from smckpt.meeting.keys import Keys
 from smckpt.run import provide
 from tests.support.frameworks.lightning_state import checkpoint, same
 from tests.support.launch import run_ranks
@@ -124,6 +126,39 @@ def saved_by_one_and_loaded_by_all(folder: str) -> list[int]:
 
 def test_all_ranks_load_what_one_has_saved_before_they_met(tmp_path: Path) -> None:
     assert run_ranks(saved_by_one_and_loaded_by_all, 2, str(tmp_path)) == [[1, 2, 3]] * 2
+
+
+def loaded_after_a_killed_save(folder: str) -> list[int]:
+    """The job's store outlives a process that was killed while it saved."""
+    plugin, path = SmckptCheckpointIO(), f"{folder}/last.ckpt"
+    if dist.get_rank() == 0:
+        plugin.save_checkpoint({**checkpoint(), "global_step": 7}, path)
+        plugin.teardown()
+        keys = Keys(group_of(None).store, "smckpt/lightning")
+        keys.set("saver", [0, ["another", 1, 1], 1, path])
+    dist.barrier()
+    return [load(path)["global_step"] for load in (plugin.load_checkpoint, saving.pl_load)]
+
+
+def test_a_load_does_not_wait_for_a_save_whose_process_was_killed(tmp_path: Path) -> None:
+    assert run_ranks(loaded_after_a_killed_save, 2, str(tmp_path)) == [[7, 7]] * 2
+
+
+def each_saves_alone(folder: str) -> list[int]:
+    """As Trainers of single devices in a job of two ranks."""
+    plugin, path = SmckptCheckpointIO(), f"{folder}/{dist.get_rank()}.ckpt"
+    for step in (1, 2):
+        plugin.save_checkpoint({**checkpoint(), "global_step": step}, path)
+    dist.barrier()
+    found = [plugin.load_checkpoint(f"{folder}/{rank}.ckpt")["global_step"] for rank in (0, 1)]
+    dist.barrier()
+    plugin.teardown()
+    return found
+
+
+def test_loads_end_where_each_rank_saves_alone(tmp_path: Path) -> None:
+    found = run_ranks(each_saves_alone, 2, str(tmp_path))
+    assert [one[rank] for rank, one in enumerate(found)] == [2, 2]
 
 
 def test_what_lightning_itself_wrote_is_loaded_and_removed(tmp_path: Path) -> None:
@@ -250,7 +285,7 @@ def test_lightnings_names_are_replaced_and_taken_back() -> None:
     before = names()
     with provide(["lightning"]) as provided:
         assert all(a is not b for a, b in zip(names(), before, strict=True))
-        assert len(provided.lines) == 9
+        assert len(provided.lines) == 10
         assert isinstance(Trainer(accelerator="cpu").strategy.checkpoint_io, SmckptCheckpointIO)
     assert names() == before
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
@@ -106,21 +107,28 @@ class SmckptCheckpointConnector(_CheckpointConnector):  # type: ignore[misc]
                 self.trainer.callbacks.append(_RestoresRandom(own, saved["epoch_ended"]))
         resumed = bool(self._loaded_checkpoint) and self.trainer.state.fn == TrainerFn.FITTING
         super().resume_end()
-        if resumed and self.trainer.checkpoint_callbacks:
+        callbacks = self.trainer.checkpoint_callbacks
+        if resumed and not all(getattr(one, "save_weights_only", False) for one in callbacks):
             self._get_memory()
 
     def _get_memory(self) -> None:
         """Begin to get that of the first save."""
         strategy = self.trainer.strategy
         each = getattr(strategy, "saves", None) is not None  # else rank 0 saves alone
-        if self._saves() is None:
-            return
-        states = map(strategy.optimizer_state, self.trainer.optimizers)  # ranks may gather them
-        state = {optimizer_key(index): saved for index, saved in enumerate(states)}
-        state["model"] = strategy.lightning_module_state_dict()
-        if each or strategy.is_global_zero:
-            group = None if each else group_at([self.trainer.global_rank])
-            get_memory(state, group, [SAVE_OPTIONS])
+        optimizers = self.trainer.optimizers
+        if not each:
+            known = isinstance(strategy, (SingleDeviceStrategy, DDPStrategy)) and self._saves()
+            gathers = any(hasattr(one, "consolidate_state_dict") for one in optimizers)
+            if not known or gathers or not strategy.is_global_zero:
+                return
+
+        def take() -> dict[str, Any]:
+            states = map(strategy.optimizer_state, optimizers)
+            state = {optimizer_key(index): saved for index, saved in enumerate(states)}
+            return {**state, "model": strategy.lightning_module_state_dict()}
+
+        group = None if each else group_at([self.trainer.global_rank])
+        get_memory(take, group, [SAVE_OPTIONS])
 
     def _saves(self) -> Saves | None:
         """Those of the strategy or of its plugin, which have the options of S3."""

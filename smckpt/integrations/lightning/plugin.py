@@ -9,6 +9,7 @@ is committed.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import io
 import itertools
 import logging
@@ -16,7 +17,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from smckpt.engine.saving.job import SaveHandle
 from smckpt.errors import (
     CheckpointError,
     CheckpointNotFoundError,
+    JobStoreError,
     PeerError,
     StorageError,
     UsageError,
@@ -44,6 +46,7 @@ from smckpt.integrations.lightning.s3 import (
 from smckpt.integrations.replaced import below_run, remove_or_keep
 from smckpt.meeting.group import group_of
 from smckpt.meeting.keys import Keys, client_of
+from smckpt.meeting.presence import has_ended, own_process
 from smckpt.storage import Storage, StoreOptions, open_storage
 from smckpt.storage.urls import is_local, is_s3_url, local_path, parent_url, scheme_of
 
@@ -107,13 +110,12 @@ class Saves:
         )
         assert handle is not None
         self._settled = settled = threading.Event()
-        keys = self._announced() if arguments.get("no_dist") else None
-        count = 0 if keys is None else keys.count("begun")
+        announced = self._announced(path) if arguments.get("no_dist") else None
 
         def ended(done: SaveHandle) -> None:
-            if keys is not None:
+            if announced is not None:
                 with contextlib.suppress(CheckpointError):  # the job has ended
-                    keys.set("ended", count)
+                    announced.count(_count_of("ended", own_process()))
             due: list[str] = []
             if done.error is None:
                 with self._lock:
@@ -131,16 +133,22 @@ class Saves:
         if wait:
             handle.wait()
 
-    def _announced(self) -> Keys | None:
+    def _announced(self, path: str) -> Keys | None:
         """Where a rank that saves alone says so to the others; over a connection of its own, since
         the job's may be in use for a wait."""
-        group = group_of(None)
-        assert group is not None
-        if group.world_size == 1:
+        group, process = group_of(None), own_process()
+        if group is None or group.world_size == 1:
             return None
-        if self._keys is None or self._keys[0] is not group.store:
-            self._keys = group.store, Keys(client_of(group.store), _KEYS)
-        return self._keys[1]
+        try:
+            if self._keys is None or self._keys[0] is not group.store:
+                self._keys = group.store, Keys(client_of(group.store), _KEYS)
+            keys = self._keys[1]
+            begun = keys.count(_count_of("begun", process))
+            keys.set("saver", [group.rank, _listed(process), begun, path])
+        except CheckpointError as error:
+            log.info("other ranks do not hear of the save of %s: %s", path, error)
+            return None
+        return keys
 
     def make_room(self, path: str) -> None:
         """Move what Lightning itself wrote at the path of the next save aside: a file, a directory
@@ -231,28 +239,47 @@ class Saves:
         log.info("removed %s", path)
 
 
-def _wait_for_saves() -> None:
+def _wait_for_save(path: str) -> None:
     """Rank 0 saves alone and goes on before the commit, so the barrier of Lightning does not say to
     the other ranks that it is there: they would load what stood there before.
 
     Raises:
         PeerError: a save has not ended in time.
     """
-    group = group_of(None)
-    assert group is not None
-    if group.world_size == 1:
+    group, own = group_of(None), own_process()
+    if group is None or group.world_size == 1:
         return
-    keys, until = Keys(group.store, _KEYS), time.monotonic() + _SAVE_SECONDS
-    begun = keys.peek("begun") or 0
-    while (keys.peek("ended") or 0) < begun:
-        if time.monotonic() > until:
-            raise PeerError(
-                f"a save of another rank has not ended for {_SAVE_SECONDS:.0f} s, and this load "
-                "waits for it",
-                remedy="see that rank's log",
-                rank=group.rank,
-            )
-        time.sleep(0.01)
+    keys, until, pause = Keys(group.store, _KEYS), time.monotonic() + _SAVE_SECONDS, 0.01
+    try:
+        while (saver := keys.peek("saver")) is not None:
+            rank, process, begun, where = saver
+            if rank == group.rank:  # its own are waited for anyway
+                if process != _listed(own):  # one that was killed: its job's store goes on
+                    keys.set("saver", None)
+                return
+            ended = keys.peek(_count_of("ended", process)) or 0
+            if ended >= begun or has_ended(process and tuple(process), own):
+                return
+            if time.monotonic() > until:
+                raise PeerError(
+                    f"rank {rank} has not ended its save of {where} for {_SAVE_SECONDS:.0f} s, and "
+                    "this load waits for it",
+                    remedy=f"see the log of rank {rank}",
+                    path=path,
+                    rank=group.rank,
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, 0.5)
+    except JobStoreError as error:
+        log.info("no save of another rank is waited for: %s", error)
+
+
+def _listed(process: tuple[str, int, int] | None) -> list[Any] | None:
+    return None if process is None else list(process)
+
+
+def _count_of(what: str, process: Sequence[Any] | None) -> str:
+    return f"{what}/{'-'.join(map(str, process or ()))}"
 
 
 def refuse_storage_options(given: Any) -> None:
@@ -336,7 +363,8 @@ class SmckptCheckpointIO(CheckpointIO):  # type: ignore[misc]
             FileNotFoundError, as from Lightning's own plugin: nothing committed is at `path`.
         """
         location = os.fspath(path)
-        _wait_for_saves()
+        if not (is_local(location) and written_by_lightning(location)):
+            _wait_for_save(location)
         if written_by_lightning(location):
             stock: dict[str, Any] = TorchCheckpointIO().load_checkpoint(
                 location, map_location, weights_only
@@ -446,14 +474,18 @@ def load_any(stock: Callable[..., Any]) -> Callable[..., Any]:
     """Lightning's function behind `load_from_checkpoint`, which takes smckpt's checkpoints too."""
 
     def load(path_or_url: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
-        _wait_for_saves()
         path = os.fspath(path_or_url) if isinstance(path_or_url, (str, os.PathLike)) else ""
-        if is_local(path):
-            ours = os.path.isdir(path) and not written_by_lightning(path)
-        else:  # Lightning's own file in S3 is an object, which the plugin reads
-            ours = is_s3_url(path) or (
-                scheme_of(path) not in ("http", "https") and bool(Saves({}).find(path))
-            )
+        ours = False
+        if path and scheme_of(path) not in ("http", "https"):
+            if not (is_local(path) and written_by_lightning(path)):
+                _wait_for_save(path)
+            if is_local(path):
+                ours = os.path.isdir(path) and not written_by_lightning(path)
+            else:
+                with contextlib.suppress(CheckpointError):  # the stock function says what is wrong
+                    ours = bool(Saves({}).find(path))
+                # Lightning's own file in S3 is an object, which the plugin reads, too
+                ours = ours or (is_s3_url(path) and importlib.util.find_spec("s3fs") is None)
         if not ours:
             return stock(path_or_url, map_location, weights_only)
         return SmckptCheckpointIO().load_checkpoint(path, map_location, weights_only)

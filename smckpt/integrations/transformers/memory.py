@@ -54,8 +54,8 @@ def go_on(trainer: Any) -> None:
     the Trainer read first is no checkpoint of its own where the step is in memory."""
     resumed = trainer._smckpt_resumed
     if trainer.args.save_strategy != "no":
-        state = None if resumed is None else trainer._state_to_save()
-        get_memory(state, None, [smckpt.SaveOptions()])
+        take = (lambda: None) if resumed is None else trainer._state_to_save
+        get_memory(take, None, [smckpt.SaveOptions()])
     if trainer._smckpt_kept is not None:
         trainer._smckpt_kept.restored(trainer.state.global_step)
     if resumed is not None and resumed.chosen.url:

@@ -4,6 +4,7 @@ time from the JSON lines of `smckpt.integrations.telemetry.JsonLines`."""
 from __future__ import annotations
 
 import base64
+import errno
 import hashlib
 import json
 import math
@@ -149,10 +150,12 @@ def write_page(path: str, page: bytes) -> None:
     one open directory, whatever gets its name meanwhile."""
     from smckpt.storage.disk.directory import Directory
 
-    above, name = os.path.split(os.path.abspath(path))
+    above, name = os.path.split(path)
     part = f"{name}.{os.getpid()}.tmp"
     try:
-        with Directory.open(above) as directory:
+        if not name:
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        with Directory.open(above or ".") as directory:
             created = directory.create(part)
             try:
                 with open(created, "wb") as file:

@@ -84,7 +84,6 @@ class Presence:
         """Another member says that this one has left."""
         ours = PeerError(error.message, remedy=error.remedy, rank=error.rank, host=error.host)
         self._gone.setdefault(member, ours)
-        self.missed([member])
 
     def left(self, member: int) -> PeerError:
         return PeerError(

@@ -414,6 +414,7 @@ def _lead(
         for member, nonce in keys.peek_each(known, lambda m: f"{chosen}/ack/{m}"):
             if nonce == away[member]:
                 del away[member]
+                absent.discard(name(member))
         error: PeerError | None = None
         if away and time.monotonic() >= due:
             error = first_end(away)

@@ -112,7 +112,7 @@ def refuse_key(leaf: ObjectLeaf, rank: int) -> None:
         return
     raise StateError(
         f"{dotted(leaf.path)} is a value under the key {FACTS!r}, where smckpt keeps what a tensor "
-        "that holds others needs, so that no load could give it back",
+        "that holds others needs, so that no load could put it into a state",
         remedy="give it another key",
         rank=rank,
     )

@@ -66,7 +66,11 @@ def is_of_tokenizer(name: str) -> bool:
 
 def tokenizer_files(directory: Path) -> list[Path]:
     """The files of a tokenizer or processor in `directory`, with its further chat templates."""
-    names = {path.name for path in directory.glob("*") if path.suffix in _TOKENIZER_ENDINGS}
+    names = {
+        path.name
+        for path in directory.glob("*")
+        if path.suffix in _TOKENIZER_ENDINGS and (path.is_symlink() or not path.is_dir())
+    }
     found = [directory / name for name in sorted(names.union(_TOKENIZER_FILES))]
     templates = directory / TEMPLATES
     if not templates.is_dir():

@@ -199,6 +199,7 @@ def config_beside(
             for file in templates.list():
                 (folder / TEMPLATES).mkdir(exist_ok=True)
                 (folder / TEMPLATES / file.name).write_bytes(templates.read(file.name, most=MOST))
+        left = _left_beside(strict, folder)
     except OSError as error:
         raise temporary_error(error, f"copy the files beside {storage.url}") from error
     finally:
@@ -207,7 +208,25 @@ def config_beside(
         settings = read_config(folder)
     except UsageError as error:
         return None, (f"{CONFIG} in the checkpoint's directory was not taken: {error.message}",)
-    return settings, (f"no config was given: {CONFIG} in the checkpoint's directory was taken",)
+    taken = f"no config was given: {CONFIG} in the checkpoint's directory was taken"
+    if not left:
+        return settings, (taken,)
+    return settings, (
+        taken,
+        f"beside it, {', '.join(left)} are links, pipes or folders, and not in the export: put the "
+        "files themselves there, or pass tokenizer= or config= a directory",
+    )
+
+
+def _left_beside(strict: Storage, folder: Path) -> list[str]:
+    """The names of a tokenizer's or config's files beside a checkpoint that have no copy."""
+    names = [name for name in strict.names(all_kinds=True) if is_beside_config(name)]
+    if TEMPLATES in strict.list_dirs():
+        inside = strict.join(TEMPLATES).names(all_kinds=True)
+        names += [f"{TEMPLATES}/{name}" for name in inside if name.endswith(".jinja")]
+    elif TEMPLATES in strict.names(all_kinds=True):
+        names.append(TEMPLATES)
+    return sorted(name for name in names if not (folder / name).exists())
 
 
 def _in_cache(url: str) -> dict[str, Path]:
@@ -260,7 +279,8 @@ def tokenizer_of(tokenizer: Any, settings: ModelConfig | None) -> Path | Any | N
         directory = settings.directory if settings is not None else None
         if directory is not None:  # what is no file there is refused before weights are written
             tokenizer_files(directory)
-            has_file(directory / GENERATION_CONFIG)
+            if settings is not None and settings.own_generation is None:
+                has_file(directory / GENERATION_CONFIG)
         return directory
     if isinstance(tokenizer, (str, os.PathLike)):
         path = Path(os.fspath(tokenizer))

@@ -44,6 +44,8 @@ from smckpt.translate.tables.table import Family
 
 __all__ = ["HFReport", "verify_hf"]
 
+_WHOLE = (".json", ".jinja", ".txt")  # files beside weights that transformers reads whole
+
 LOGITS_TOLERANCE = 1e-5  # absolute difference of fp32 logits; it allows only another order of sums
 
 
@@ -268,7 +270,7 @@ def _loaded(
           if p.exists() and not p.is_file()),
         *(f"{p.name} is a link that leads nowhere" for p in beside if not p.exists()),
         *(f"{p.name} has {p.stat().st_size} bytes; a file beside a config has at most {MOST}"
-          for p in beside if p.is_file() and p.stat().st_size > MOST),
+          for p in beside if p.suffix in _WHOLE and p.is_file() and p.stat().st_size > MOST),
     ]  # fmt: skip
     if strange:
         return None, strange

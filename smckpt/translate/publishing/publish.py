@@ -187,15 +187,16 @@ def _counts(root: Storage, number: int) -> bool:
 def _scanned(model: Storage) -> dict[str, PublishedFile]:
     """All files of a model's directory, with the checksums of their blocks."""
     # not the record of a directory that was applied: each host writes its own
+    names = set(model.names(all_kinds=True))
     infos = {info.name: info.size for info in model.list() if info.name != RECORD}
     unfinished = [name for name in infos if name.endswith(UNFINISHED) or name in (MANIFEST, FILES)]
     # a link that leads nowhere, a pipe: the publish would be without it
-    others = sorted({*model.list_dirs(), *model.names(all_kinds=True)} - {*infos, RECORD})
+    others = sorted({*model.list_dirs(), *names} - {*infos, RECORD})
     if unfinished or others or not any(name.endswith(_WEIGHTS) for name in infos):
         raise UsageError(
             "this is not the directory of one whole model: it has "
             f"{', '.join(sorted(unfinished or others or infos)[:8]) or 'no files'}",
-            remedy="pass a directory of files with *.safetensors among them, such as an export",
+            remedy="pass a directory with *.safetensors, such as an export, without folders",
             path=model.url,
         )
     if SINGLE not in infos:  # it is loaded before an index

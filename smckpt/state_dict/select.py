@@ -356,12 +356,12 @@ class Selector:
     def _from_numpy(self, value: Any, path: Path) -> torch.Tensor | None:
         try:
             return torch.from_numpy(value)
-        except TypeError:  # torch has no such dtype (text, times)
-            return None
-        except ValueError as error:
+        except (TypeError, ValueError) as error:
+            if isinstance(error, TypeError) and value.dtype.kind not in "OV":
+                return None  # torch has no such dtype (text, times)
             raise StateError(
                 f"the array at {dotted(path)} of dtype {value.dtype} cannot be saved: {error}",
-                remedy="give a copy of it (numpy.array(x)) in the machine's order of bytes",
+                remedy="convert it to a plain dtype in the machine's order of bytes, and copy it",
                 rank=self._rank,
             ) from error
 

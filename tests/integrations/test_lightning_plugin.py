@@ -18,13 +18,14 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 
 import smckpt
-from smckpt.errors import SaveFailedError, StateError, UsageError
+from smckpt.errors import PeerError, SaveFailedError, StateError, UsageError
 from smckpt.integrations.lightning import (
     S3CheckpointIO,
     SmckptCheckpointIO,
     SmckptFSDPStrategy,
     SmckptModelParallelStrategy,
 )
+from smckpt.integrations.lightning import plugin as lightning_plugin
 from smckpt.meeting.group import group_of
 from smckpt.meeting.keys import Keys
 from smckpt.run import provide
@@ -130,6 +131,7 @@ def test_all_ranks_load_what_one_has_saved_before_they_met(tmp_path: Path) -> No
 
 def loaded_after_a_killed_save(folder: str) -> list[int]:
     """The job's store outlives a process that was killed while it saved."""
+    lightning_plugin._SAVE_SECONDS = 10.0
     plugin, path = SmckptCheckpointIO(), f"{folder}/last.ckpt"
     if dist.get_rank() == 0:
         plugin.save_checkpoint({**checkpoint(), "global_step": 7}, path)
@@ -144,8 +146,30 @@ def test_a_load_does_not_wait_for_a_save_whose_process_was_killed(tmp_path: Path
     assert run_ranks(loaded_after_a_killed_save, 2, str(tmp_path)) == [[7, 7]] * 2
 
 
+def loaded_while_another_saves(folder: str) -> str:
+    """Rank 0 goes on saving, and does not load."""
+    path, error = f"{folder}/last.ckpt", ""
+    if dist.get_rank() == 0:
+        store = group_of(None).store
+        Keys(store, "smckpt/lightning").set("saver", [0, ["another", 1, 1], 1, path])
+    dist.barrier()
+    if dist.get_rank() == 1:
+        lightning_plugin._SAVE_SECONDS = 0.1
+        with pytest.raises(PeerError) as caught:
+            SmckptCheckpointIO().load_checkpoint(path)
+        error = str(caught.value)
+    dist.barrier()
+    return error
+
+
+def test_the_wait_for_a_save_ends_and_names_the_rank_and_the_path(tmp_path: Path) -> None:
+    _, error = run_ranks(loaded_while_another_saves, 2, str(tmp_path))
+    assert "rank 0 has not ended its save of" in error and f"{tmp_path}/last.ckpt" in error
+
+
 def each_saves_alone(folder: str) -> list[int]:
     """As Trainers of single devices in a job of two ranks."""
+    lightning_plugin._SAVE_SECONDS = 10.0
     plugin, path = SmckptCheckpointIO(), f"{folder}/{dist.get_rank()}.ckpt"
     for step in (1, 2):
         plugin.save_checkpoint({**checkpoint(), "global_step": step}, path)

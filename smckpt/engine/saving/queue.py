@@ -90,10 +90,10 @@ class SaveQueue:
                     return
                 arena = self._saver.room(size, copies=2)
                 with self._pinning:
+                    if self._reserving is not None and cuda is not None and beside_captures():
+                        arena.pin(cuda)
                     if self._reserving is None:  # the queue was closed meanwhile
                         self._saver.close()
-                    elif cuda is not None and beside_captures():
-                        arena.pin(cuda)
 
         if not self._front.acquire(blocking=False):
             return  # a save, or another call of this, is under way

@@ -12,13 +12,25 @@ from typing import Any
 
 import pytest
 
-__all__ = ["below", "swap", "swapped_at", "swapping"]
+__all__ = ["NO_FILE", "below", "put_no_file", "swap", "swapped_at", "swapping"]
+
+NO_FILE = ("link that leads nowhere", "link in a circle", "pipe", "folder")
 
 _CALLS = (
     *("open", "mkdir", "rename", "replace", "link", "symlink", "unlink", "remove", "rmdir"),
     *("stat", "lstat", "listdir", "scandir", "readlink", "fsync", "pwrite"),
 )
 _AT_CWD, _EXCHANGE = -100, 2
+
+
+def put_no_file(path: Path, what: str) -> None:
+    """Make one of `NO_FILE` under a name that a file should have."""
+    if what == "pipe":
+        os.mkfifo(path)
+    elif what == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to("nowhere" if what == "link that leads nowhere" else path.name)
 
 
 def below(directory: Path) -> dict[str, bytes | None]:

@@ -4,7 +4,6 @@ not."""
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 import smckpt
 from smckpt import ExportOptions, errors, export_hf
 from smckpt.cli.app import app
+from tests.support.faults.swaps import NO_FILE, put_no_file
 from tests.support.models import references
 
 THREE = {"eos_token_id": [2, 7, 9], "do_sample": True, "temperature": 0.6, "top_p": 0.9}
@@ -93,7 +93,6 @@ def test_what_is_no_generation_config_is_refused(tmp_path, model, wrong):
 
 BESIDE = ("tokenizer.json", "chat_template.jinja", "additional_chat_templates",
           "additional_chat_templates/tool.jinja", "generation_config.json", "code.py")  # fmt: skip
-NO_FILE = ("link that leads nowhere", "link in a circle", "pipe", "folder")
 
 
 @pytest.mark.parametrize(("given", "name", "what"), [
@@ -113,12 +112,7 @@ def test_what_is_no_file_beside_a_config_is_not_left_out_in_silence(
         (folder / "config.json").write_text(json.dumps(values))
     path = folder / name
     path.parent.mkdir(exist_ok=True)
-    if what == "pipe":
-        os.mkfifo(path)
-    elif what == "folder":
-        path.mkdir()
-    else:
-        path.symlink_to("nowhere" if what == "link that leads nowhere" else path.name)
+    put_no_file(path, what)
     options = ExportOptions(against_model=False)
     both = (
         {"config": folder} if given == "config" else {"config": model.config, "tokenizer": folder}

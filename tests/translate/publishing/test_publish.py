@@ -25,6 +25,7 @@ from smckpt.checkpoint.records.sealed import open_json, seal_json
 from smckpt.storage import open_storage
 from smckpt.storage.disk.directory import Directory
 from smckpt.translate.publishing.published import MANIFEST, RECORD
+from tests.support.faults.swaps import NO_FILE, put_no_file
 from tests.support.limits import seconds
 from tests.support.main_job import ROOT
 
@@ -576,15 +577,10 @@ def test_what_is_no_whole_model_is_refused(served: Served) -> None:
     assert not open_storage(served.root).list_dirs()
 
 
-@pytest.mark.parametrize("what", ["link that leads nowhere", "link in a circle", "pipe", "folder"])
+@pytest.mark.parametrize("what", NO_FILE)
 def test_what_cannot_be_published_is_not_left_out_in_silence(served: Served, what: str) -> None:
     path = served.model / "chat_template.jinja"
-    if what == "pipe":
-        os.mkfifo(path)
-    elif what == "folder":
-        path.mkdir()
-    else:
-        path.symlink_to("nowhere" if what == "link that leads nowhere" else path.name)
+    put_no_file(path, what)
     with pytest.raises(errors.UsageError, match=path.name):
         served.publish()
     assert not open_storage(served.root).list_dirs()

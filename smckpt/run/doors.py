@@ -301,8 +301,8 @@ def put_lightning(provided: Provided, shadow: bool) -> None:
     provided.attribute(strategy, "TorchCheckpointIO", ours.SmckptCheckpointIO, effect)
     effect = "resumes from what was committed, random numbers included"
     provided.attribute(trainer, "_CheckpointConnector", ours.SmckptCheckpointConnector, effect)
-    what = "loads what was committed (the import replaces it)"
-    provided.lines.append(f"replaced lightning.pytorch.core.saving.pl_load: {what}")
+    what = "replaces lightning.pytorch.core.saving.pl_load: loads what was committed"
+    provided.lines.append(f"the import of smckpt.integrations.lightning {what}")
 
     top = importlib.import_module("lightning.pytorch.strategies")
     effect = "saves each rank's shards in the background"

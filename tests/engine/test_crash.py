@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import smckpt
-from tests.support.launch import ROOT, _free_port, run_ranks
+from tests.support.launch import ROOT, free_port, run_ranks
 from tests.support.limits import seconds
 
 SIZE = 300_000
@@ -58,7 +58,7 @@ def loaded(folder: str) -> tuple[set[float], int]:
 def run_and_kill(folder: Path, chance: random.Random) -> int:
     """Two ranks, each a group of its own, save again and again under one id; kill one at a random
     moment, then the other. The last step that both reported."""
-    port = str(_free_port())
+    port = str(free_port())
     children = [
         subprocess.Popen(
             [sys.executable, "-c", SAVER, str(folder), str(seconds(30))],

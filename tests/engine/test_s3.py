@@ -143,10 +143,10 @@ for step in range(first, first + count):
 
 
 def saver(where: str, first: int, count: int, size: int) -> subprocess.Popen[str]:
-    from tests.support.launch import _free_port
+    from tests.support.launch import free_port
 
     environment = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    environment |= {"MASTER_PORT": str(_free_port()), "PYTHONPATH": str(ROOT)}
+    environment |= {"MASTER_PORT": str(free_port()), "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(
         [sys.executable, "-c", SAVER, where, str(first), str(count), str(size)],
         env={**os.environ, **environment},

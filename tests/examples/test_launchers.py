@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import random
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,6 +17,7 @@ import pytest
 import yaml
 
 import smckpt
+from tests.support.launch import free_port
 from tests.support.limits import seconds
 from tests.support.main_job import ROOT
 
@@ -56,15 +54,6 @@ esac
 """
 
 
-def free_port() -> int:
-    """A port of the range from which slurm.sbatch takes one."""
-    for port in random.sample(range(20000, 32000), 100):
-        with socket.socket() as free, contextlib.suppress(OSError):
-            free.bind(("127.0.0.1", port))
-            return port
-    raise AssertionError("no free port")
-
-
 @pytest.fixture
 def environment() -> dict[str, str]:
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
@@ -85,7 +74,7 @@ class Sbatch:
             **environment,
             "PATH": f"{folder / 'bin'}:{environment['PATH']}",
             "SLURM_SUBMIT_DIR": str(folder),
-            "SLURM_JOB_ID": str(free_port() - 20000),
+            "SLURM_JOB_ID": str(free_port() - 20000),  # slurm.sbatch makes the port of it
             "SLURM_JOB_NODELIST": "localhost",
             "SLURM_NTASKS": "2",
             "SLURM_NTASKS_PER_NODE": "2",

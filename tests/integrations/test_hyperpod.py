@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.frameworks.hyperpod import COMMIT, NAMED, TESTS, VARIABLE
-from tests.support.launch import ROOT
+from tests.support.launch import ROOT, free_port
 from tests.support.limits import seconds
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
@@ -61,9 +60,6 @@ def outcomes(
     python: str, checkout: Path, folder: Path, *arguments: str, ranks: int = 0
 ) -> list[dict[str, str]]:
     """What each rank's tests ended with; without ranks, of one process without a launcher."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = str(found.getsockname()[1])
     common = {
         **os.environ,
         "PYTHONPATH": str(ROOT),
@@ -72,7 +68,8 @@ def outcomes(
         "SMCKPT_HYPERPOD_TOLD": str(folder / "told"),
     }
     # As torchrun, but without its store: the tests end the process group, and start it elsewhere.
-    launched = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "adapter"}
+    launched = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    launched |= {"TORCHELASTIC_RUN_ID": "adapter"}
     sizes = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "GROUP_RANK": "0"}
     children, logs = [], []
     for rank in range(ranks or 1):

@@ -139,7 +139,9 @@ def loaded_after_a_killed_save(folder: str) -> list[int]:
         keys = Keys(group_of(None).store, "smckpt/lightning")
         keys.set("saver", [0, ["another", 1, 1], 1, path])
     dist.barrier()
-    return [load(path)["global_step"] for load in (plugin.load_checkpoint, saving.pl_load)]
+    found = [load(path)["global_step"] for load in (plugin.load_checkpoint, saving.pl_load)]
+    dist.barrier()  # rank 0 keeps the store until then: without it, nobody would wait for a save
+    return found
 
 
 def test_a_load_does_not_wait_for_a_save_whose_process_was_killed(tmp_path: Path) -> None:

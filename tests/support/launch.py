@@ -7,9 +7,11 @@ the tests: importing them takes seconds of processor time, and there are hundred
 from __future__ import annotations
 
 import atexit
+import contextlib
 import multiprocessing
 import os
 import pickle
+import random
 import signal
 import socket
 import sys
@@ -24,7 +26,7 @@ import torch
 
 from tests.support.limits import seconds
 
-__all__ = ["run_ranks"]
+__all__ = ["free_port", "run_ranks"]
 
 ROOT = Path(__file__).resolve().parents[2]
 PRELOADED = [
@@ -70,7 +72,7 @@ def run_ranks(
             "WORLD_SIZE": str(world_size),
             "LOCAL_WORLD_SIZE": str(world_size),
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(_free_port()),
+            "MASTER_PORT": str(free_port()),
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
         }
@@ -116,11 +118,15 @@ def _result(folder: Path, rank: int, child: Any, killed: bool) -> Any:
     return value
 
 
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-        return port
+def free_port() -> int:
+    """A port below those that Linux gives to whoever asks for any: another process would have
+    taken one of these between now and the job that listens there.
+    """
+    for port in random.SystemRandom().sample(range(20000, 32000), 100):
+        with socket.socket() as free, contextlib.suppress(OSError):
+            free.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("no free port")
 
 
 def _main(job: bytes, folder: str, rank: int, environment: dict[str, str]) -> None:

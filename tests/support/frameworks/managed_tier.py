@@ -23,7 +23,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
-from tests.support.launch import _free_port
+from tests.support.launch import free_port
 from tests.support.limits import seconds
 
 VARIABLE = "SMCKPT_MANAGED_TIER"
@@ -125,7 +125,7 @@ def stand_in() -> Iterator[str]:
     if not folder:
         pytest.skip(f"{VARIABLE} can name {NAMED}")
     program = os.path.join(folder, "tests", "local_tests", "membrain_server.py")
-    port = _free_port()
+    port = free_port()
     server = subprocess.Popen([sys.executable, "-c", _SERVER, program, str(port)])
     try:
         deadline = time.monotonic() + seconds(60)

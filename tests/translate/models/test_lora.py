@@ -580,7 +580,7 @@ def test_what_cannot_be_merged_or_is_not_there_is_refused(tmp_path):
     refused("lora_bias", lora_config={**config, "lora_bias": True})
     refused("the config says 8", lora_config={**config, "r": 8, "rank_pattern": {}})
     refused("base weights that the adapter changes", alone)
-    refused("layout=", parallel=Parallel("te_split"))
+    refused("not for parts of tensor-parallel ranks", parallel=Parallel("te_split"))
     refused("config=", lora="adapter", config=model.config)
     refused("base=", lora="adapter", base=tmp_path)
     refused("lora=None", lora=None)

@@ -25,6 +25,7 @@ from safetensors import safe_open
 import smckpt
 from smckpt import errors, export_hf, reload_weights
 from smckpt.cli.app import app
+from tests.support.launch import free_port
 from tests.support.limits import seconds
 from tests.support.models import references as ref
 
@@ -211,9 +212,7 @@ def test_a_server_of_vllm_gives_transformers_tokens_after_the_command(tmp_path, 
     python = vllm_python()
     (one, first), (other, second) = two
     assert greedy(one) != greedy(other)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     # torchvision's build may lack its operators where there is no CUDA; no text model needs it
     (tmp_path / "sitecustomize.py").write_text('import sys\nsys.modules["torchvision"] = None\n')
     environment = {**os.environ, **SERVER, "PYTHONPATH": str(tmp_path)}

@@ -160,7 +160,7 @@ def flipped(data: bytes) -> bytes:
     return data[:-3] + bytes([data[-3] ^ 1]) + data[-2:]
 
 
-@pytest.mark.parametrize("hurt", [cut_at_a_tensor, flipped])
+@pytest.mark.parametrize("hurt", [pytest.param(cut_at_a_tensor, marks=pytest.mark.long), flipped])
 def test_an_object_in_s3_that_is_cut_or_flipped_is_never_loaded(
     s3_root: str, hurt: Callable[[bytes], bytes]
 ) -> None:

@@ -130,7 +130,8 @@ except ValueError as error:
 
 
 @pytest.mark.parametrize(
-    ("package", "python"), [("torchtitan", torchtitan), ("torchtune", torchtune)]
+    ("package", "python"),
+    [("torchtitan", torchtitan), pytest.param("torchtune", torchtune, marks=pytest.mark.long)],
 )
 def test_an_import_in_its_own_environment_refuses_such_a_version(
     package: str, python: Callable[[], str]
@@ -138,7 +139,13 @@ def test_an_import_in_its_own_environment_refuses_such_a_version(
     assert f"{package} 0.9.1 was not tested" in run(python(), "-c", OLD, package)
 
 
-@pytest.mark.parametrize("package", ["lightning", "transformers", "accelerate"])
+@pytest.mark.parametrize(
+    "package",
+    [
+        "lightning",
+        *(pytest.param(each, marks=pytest.mark.long) for each in ("transformers", "accelerate")),
+    ],
+)
 def test_an_import_refuses_a_version_that_was_not_tested(package: str) -> None:
     importlib.import_module(f"smckpt.integrations.{package}")  # this version was
     refused = child.run(OLD, package)

@@ -239,6 +239,7 @@ def test_a_job_goes_on_bit_for_bit_from_memory_alone(
     assert [digest for *_, digest in resumed] == [digest for *_, digest in straight]
 
 
+@pytest.mark.long
 def test_the_newest_of_memory_and_of_the_directories_counts_for_as_many_ranks(
     tmp_path: Path, train: Callable[..., Any]
 ) -> None:

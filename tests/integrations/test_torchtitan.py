@@ -200,6 +200,7 @@ def test_what_is_excluded_stays_as_it_was_and_a_step_that_is_absent_is_named(top
     assert "--checkpoint.load_step=3 is not there" in said
 
 
+@pytest.mark.long
 def test_what_is_behind_a_link_below_the_run_stays_as_it_is(top: Path) -> None:
     """A step that is to be saved is somebody's directory; one that is to go was moved elsewhere."""
     victim, folder = top / "somebody's", top / "links" / "checkpoint"

@@ -23,7 +23,9 @@ from tests.support.frameworks.small_trainer import (
 )
 
 
-@pytest.mark.parametrize("where", ["output_dir", "smckpt_root"])
+@pytest.mark.parametrize(
+    "where", ["output_dir", pytest.param("smckpt_root", marks=pytest.mark.long)]
+)
 def test_a_run_in_s3_goes_on_on_another_machine(
     tmp_path: Path, s3_root: str, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

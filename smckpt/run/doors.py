@@ -286,25 +286,25 @@ _EDITIONS = {"pytorch_lightning": "lightning.pytorch", "lightning_fabric": "ligh
 def put_lightning(provided: Provided, shadow: bool) -> None:
     """Replace its default plugin, its sharded strategies and its connector.
 
-    The package pytorch_lightning, which holds the same code a second time, becomes
-    lightning.pytorch.
+    pytorch_lightning, which holds the same code a second time, becomes lightning.pytorch.
 
     Raises:
         UsageError: that package is imported already, so the script would run on it.
     """
-    from lightning.pytorch.strategies import strategy
+    from lightning.fabric.strategies import strategy as of_fabric
+    from lightning.pytorch import strategies as top
     from lightning.pytorch.trainer import trainer
 
     from smckpt.integrations import lightning as ours
 
     effect = "saves in the background, on disk and in S3"
-    provided.attribute(strategy, "TorchCheckpointIO", ours.SmckptCheckpointIO, effect)
+    for owner, but in ((top.strategy, ""), (of_fabric, "; Fabric's sharded strategies stay stock")):
+        provided.attribute(owner, "TorchCheckpointIO", ours.SmckptCheckpointIO, effect + but)
     effect = "resumes from what was committed, random numbers included"
     provided.attribute(trainer, "_CheckpointConnector", ours.SmckptCheckpointConnector, effect)
-    what = "replaces lightning.pytorch.core.saving.pl_load: loads what was committed"
-    provided.lines.append(f"the import of smckpt.integrations.lightning {what}")
+    for name in ("core.saving.pl_load", "plugins.io.AsyncCheckpointIO.save_checkpoint"):
+        provided.lines.append(f"replaced lightning.pytorch.{name}, by import: waits for commits")
 
-    top = importlib.import_module("lightning.pytorch.strategies")
     effect = "saves each rank's shards in the background"
     for module, name in (("fsdp", "FSDPStrategy"), ("model_parallel", "ModelParallelStrategy")):
         for owner in (top, importlib.import_module(f"{top.__name__}.{module}")):

@@ -86,21 +86,40 @@ class Raises(Callback):  # type: ignore[misc]
             raise EOFError
 
 
-@pytest.mark.parametrize("by", [Trainer, SmckptTrainer])  # who has saved it
-def test_what_was_saved_when_training_raised_is_the_last(tmp_path: Path, by: Any) -> None:
-    def run(kind: Any, at: Any, *callbacks: Any) -> int:
-        begins, on_error = Begins(), OnExceptionCheckpoint(str(tmp_path / "error"))
-        steps = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=2, save_last=True)
-        plugins = [SmckptCheckpointIO()] if kind is SmckptTrainer else []
-        made = kind(
-            max_epochs=1, callbacks=[steps, on_error, begins, *callbacks], plugins=plugins, **PLAIN
-        )
-        made.fit(BoringModel(), ckpt_path=at)
-        return int(begins.step)
+def began(kind: Any, folder: Path, at: Any, saves_steps: bool, *callbacks: Any) -> int:
+    """The step at which a run begins that saves its errors."""
+    begins, saved = Begins(), [OnExceptionCheckpoint(str(folder / "error"))]
+    if saves_steps:
+        saved.append(ModelCheckpoint(dirpath=folder, every_n_train_steps=2, save_last=True))
+    plugins = [SmckptCheckpointIO()] if kind is SmckptTrainer else []
+    made = kind(max_epochs=1, callbacks=[*saved, begins, *callbacks], plugins=plugins, **PLAIN)
+    made.fit(BoringModel(), ckpt_path=at)
+    return int(begins.step)
 
+
+@pytest.mark.parametrize("by", [Trainer, SmckptTrainer])  # who has saved it
+@pytest.mark.parametrize("at", [None, "last"])
+@pytest.mark.parametrize("saves_steps", [True, False], ids=["beside steps", "alone"])
+def test_what_was_saved_when_training_raised_is_the_last(
+    tmp_path: Path, by: Any, at: Any, saves_steps: bool
+) -> None:
     with pytest.raises(EOFError):
-        run(by, None, Raises())
-    assert run(SmckptTrainer, "last") == 3
+        began(by, tmp_path, None, saves_steps, Raises())
+    assert began(SmckptTrainer, tmp_path, at, saves_steps) == 3
+
+
+@pytest.mark.parametrize("at", [None, "last"])
+@pytest.mark.parametrize("saves_steps", [True, False], ids=["beside steps", "alone"])
+def test_a_run_that_was_killed_while_it_saved_an_error_goes_on(
+    tmp_path: Path, at: Any, saves_steps: bool
+) -> None:
+    with pytest.raises(EOFError):
+        began(SmckptTrainer, tmp_path, None, saves_steps, Raises())
+    path = tmp_path / "error" / "on_exception.ckpt"
+    for one in path.iterdir():  # what was committed, and a file of a save that was not
+        one.unlink()
+    (path / "probe-0123456789ab.json").touch()
+    assert began(SmckptTrainer, tmp_path, at, saves_steps) == (2 if saves_steps else 0)
 
 
 def test_what_lightning_wrote_is_found_until_the_save_over_it_is_committed(tmp_path: Path) -> None:

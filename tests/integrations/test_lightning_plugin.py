@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import collections
+import functools
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.fabric import Fabric
 from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.core import saving
@@ -24,8 +29,8 @@ from smckpt.integrations.lightning import (
     SmckptCheckpointIO,
     SmckptFSDPStrategy,
     SmckptModelParallelStrategy,
+    alone,
 )
-from smckpt.integrations.lightning import plugin as lightning_plugin
 from smckpt.meeting.group import group_of
 from smckpt.meeting.keys import Keys
 from smckpt.run import provide
@@ -68,10 +73,16 @@ def test_objects_that_need_code_are_loaded_as_weights_only_says(tmp_path: Path) 
     [Settings(3.0), torch.eye(3).to_sparse(), np.array(["a", "bc"])],
     ids=["own", "sparse", "text"],
 )
-def test_a_value_beside_large_tensors_comes_back(tmp_path: Path, odd: Any) -> None:
+def test_a_value_beside_large_tensors_comes_back_and_is_named_once(
+    tmp_path: Path, odd: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     plugin, saved = SmckptCheckpointIO(), checkpoint()
     saved["averaged"] = {"weight": torch.arange(1 << 19), "with": odd}
-    plugin.save_checkpoint(saved, tmp_path / "one.ckpt")
+    for name in ("before.ckpt", "one.ckpt"):
+        plugin.save_checkpoint(saved, tmp_path / name)
+    named = caplog.text.count("the checkpoint's 'averaged' is pickled as one (4 MB)")
+    assert named == (not isinstance(odd, np.ndarray))  # that is stored as it is
+    assert "averaging_state" not in caplog.text  # as large, and tensors alone
     found = plugin.load_checkpoint(tmp_path / "one.ckpt", weights_only=False)["averaged"]
     plugin.teardown()
     assert torch.equal(found["weight"], saved["averaged"]["weight"])
@@ -110,14 +121,32 @@ def test_a_module_is_made_from_a_checkpoint_by_its_own_method(tmp_path: Path, by
     assert Data.load_from_checkpoint(tmp_path / "one.ckpt").hparams["rows"] == 5
 
 
-def saved_by_one_and_loaded_by_all(folder: str) -> list[int]:
+class BeginsWhenAsked(SmckptCheckpointIO):
+    """As on a busy machine, its saves begin when they are already asked for."""
+
+    def __init__(self, wait: Callable[[], Any]) -> None:
+        super().__init__()
+        self.wait = wait
+
+    def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
+        self.wait()
+        super().save_checkpoint(checkpoint, path, storage_options)
+
+
+def saved_by_one_and_loaded_by_all(folder: str, by_thread: bool) -> list[int]:
     """Rank 0 saves alone, and the ranks meet, as Lightning does it."""
     path, found = f"{folder}/last.ckpt", list[int]()
+    store = dist.distributed_c10d._get_default_store()
     for step in range(1, 4):
-        plugin = SmckptCheckpointIO()  # the next Trainer's
+        plugin: Any = SmckptCheckpointIO()  # the next Trainer's
+        if by_thread:
+            asked = functools.partial(store.wait, [f"asked/{step}"], timedelta(seconds=60))
+            plugin = AsyncCheckpointIO(BeginsWhenAsked(asked))
         if dist.get_rank() == 0:
             plugin.save_checkpoint({**checkpoint(), "global_step": step}, path)
         dist.barrier()
+        if dist.get_rank() == 1:
+            store.set(f"asked/{step}", "")
         load = plugin.load_checkpoint if step % 2 else saving.pl_load
         found.append(load(path)["global_step"])
         dist.barrier()
@@ -125,13 +154,25 @@ def saved_by_one_and_loaded_by_all(folder: str) -> list[int]:
     return found
 
 
-def test_all_ranks_load_what_one_has_saved_before_they_met(tmp_path: Path) -> None:
-    assert run_ranks(saved_by_one_and_loaded_by_all, 2, str(tmp_path)) == [[1, 2, 3]] * 2
+@pytest.mark.parametrize("by_thread", [False, True], ids=["at once", "AsyncCheckpointIO"])
+def test_all_ranks_load_what_one_has_saved_before_they_met(tmp_path: Path, by_thread: bool) -> None:
+    found = run_ranks(saved_by_one_and_loaded_by_all, 2, str(tmp_path), by_thread)
+    assert found == [[1, 2, 3]] * 2
+
+
+def test_a_process_loads_what_the_thread_of_its_plugin_has_yet_to_save(tmp_path: Path) -> None:
+    asked = threading.Semaphore(0)
+    plugin = AsyncCheckpointIO(BeginsWhenAsked(functools.partial(asked.acquire, timeout=60)))
+    for step in (1, 2):
+        plugin.save_checkpoint({**checkpoint(), "global_step": step}, tmp_path / "last.ckpt")
+        asked.release()
+        assert plugin.load_checkpoint(tmp_path / "last.ckpt")["global_step"] == step
+    plugin.teardown()
 
 
 def loaded_after_a_killed_save(folder: str) -> list[int]:
     """The job's store outlives a process that was killed while it saved."""
-    lightning_plugin._SAVE_SECONDS = 10.0
+    alone._SAVE_SECONDS = 10.0
     plugin, path = SmckptCheckpointIO(), f"{folder}/last.ckpt"
     if dist.get_rank() == 0:
         plugin.save_checkpoint({**checkpoint(), "global_step": 7}, path)
@@ -156,7 +197,7 @@ def loaded_while_another_saves(folder: str) -> str:
         Keys(store, "smckpt/lightning").set("saver", [0, ["another", 1, 1], 1, path])
     dist.barrier()
     if dist.get_rank() == 1:
-        lightning_plugin._SAVE_SECONDS = 0.1
+        alone._SAVE_SECONDS = 0.1
         with pytest.raises(PeerError) as caught:
             SmckptCheckpointIO().load_checkpoint(path)
         error = str(caught.value)
@@ -171,7 +212,7 @@ def test_the_wait_for_a_save_ends_and_names_the_rank_and_the_path(tmp_path: Path
 
 def each_saves_alone(folder: str) -> list[int]:
     """As Trainers of single devices in a job of two ranks."""
-    lightning_plugin._SAVE_SECONDS = 10.0
+    alone._SAVE_SECONDS = 10.0
     plugin, path = SmckptCheckpointIO(), f"{folder}/{dist.get_rank()}.ckpt"
     for step in (1, 2):
         plugin.save_checkpoint({**checkpoint(), "global_step": step}, path)
@@ -297,6 +338,7 @@ def test_what_a_sharded_strategy_cannot_honour_is_refused() -> None:
 
 
 def test_lightnings_names_are_replaced_and_taken_back() -> None:
+    from lightning.fabric.strategies import strategy as of_fabric
     from lightning.pytorch import strategies
     from lightning.pytorch.strategies import strategy
     from lightning.pytorch.trainer import trainer
@@ -305,15 +347,53 @@ def test_lightnings_names_are_replaced_and_taken_back() -> None:
         return [
             strategies.FSDPStrategy, strategies.fsdp.FSDPStrategy, strategies.ModelParallelStrategy,
             strategies.StrategyRegistry["fsdp"]["strategy"], strategy.TorchCheckpointIO,
-            trainer._CheckpointConnector,
+            trainer._CheckpointConnector, of_fabric.TorchCheckpointIO,
         ]  # fmt: skip
 
     before = names()
     with provide(["lightning"]) as provided:
         assert all(a is not b for a, b in zip(names(), before, strict=True))
-        assert len(provided.lines) == 10
+        assert len(provided.lines) == 12
+        assert sum("Fabric's sharded strategies stay stock" in line for line in provided.lines) == 1
         assert isinstance(Trainer(accelerator="cpu").strategy.checkpoint_io, SmckptCheckpointIO)
     assert names() == before
+
+
+def test_fabric_saves_and_loads_through_the_door_what_it_does_by_itself(tmp_path: Path) -> None:
+    def made(seed: int) -> tuple[Fabric, dict[str, Any]]:
+        fabric = Fabric(accelerator="cpu", devices=1)
+        torch.manual_seed(seed)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 600), torch.nn.Linear(600, 600))
+        model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters()))
+        return fabric, {"model": model, "optimizer": optimizer, "steps": seed, "seen": {(1, 2): 3}}
+
+    def stepped(fabric: Fabric, state: dict[str, Any]) -> list[torch.Tensor]:
+        fabric.backward(state["model"](torch.ones(2, 4)).sum())
+        state["optimizer"].step()
+        state["optimizer"].zero_grad()
+        return [one.detach().clone() for one in state["model"].parameters()]
+
+    stock, state = made(1)
+    stepped(stock, state)
+    stock.save(tmp_path / "stock.ckpt", state)
+    with provide(["lightning"]):
+        fabric, state = made(1)
+        stepped(fabric, state)
+        fabric.save(tmp_path / "ours.ckpt", state)
+        fabric.save(tmp_path / "weights.ckpt", state["model"].state_dict())
+        kept = [one.detach().clone() for one in state["model"].parameters()]
+        wanted = stepped(fabric, state)
+        for name in ("ours.ckpt", "stock.ckpt"):
+            again, target = made(2)
+            rest = again.load(tmp_path / name, {k: v for k, v in target.items() if k != "seen"})
+            assert rest == {"seen": {(1, 2): 3}}
+            target["steps"] = 0
+            assert not again.load(tmp_path / name, target) and target["steps"] == 1
+            assert all(map(torch.equal, stepped(again, target), wanted))
+        raw, target = made(3)
+        raw.load_raw(tmp_path / "weights.ckpt", target["model"])
+        assert all(map(torch.equal, target["model"].parameters(), kept))
+    assert smckpt.verify_checkpoint(tmp_path / "ours.ckpt").ok
 
 
 def test_nemos_modules_are_provided_where_it_is_absent() -> None:

@@ -12,6 +12,7 @@ from smckpt.integrations import refuse_untested
 refuse_untested("lightning")
 
 from lightning.pytorch.core import saving  # noqa: E402
+from lightning.pytorch.plugins.io import AsyncCheckpointIO  # noqa: E402
 
 from smckpt.integrations.lightning.connector import (  # noqa: E402
     NeMoCheckpointConnector,
@@ -23,6 +24,7 @@ from smckpt.integrations.lightning.memory import SmckptMemory  # noqa: E402
 from smckpt.integrations.lightning.plugin import (  # noqa: E402
     S3CheckpointIO,
     SmckptCheckpointIO,
+    announced,
     load_any,
 )
 from smckpt.integrations.lightning.s3 import S3Utils, provide_s3  # noqa: E402
@@ -48,3 +50,5 @@ __all__ = [
 provide_s3()
 # `load_from_checkpoint` is a method of the user's class, which asks this function alone
 saving.pl_load = load_any(saving.pl_load)
+# its thread may begin a save after other ranks have asked for it
+AsyncCheckpointIO.save_checkpoint = announced(AsyncCheckpointIO.save_checkpoint)

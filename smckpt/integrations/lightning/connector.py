@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any
 
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
@@ -45,14 +46,22 @@ _KEY = "smckpt"
 class SmckptCheckpointConnector(_CheckpointConnector):  # type: ignore[misc]
     """`trainer._checkpoint_connector = SmckptCheckpointConnector(trainer)`, as in NeMo.
 
-    `ckpt_path="last"` is the newest committed checkpoint in the directories of the Trainer's
-    `ModelCheckpoint`s, in S3 too. Without one the run begins anew.
+    `ckpt_path="last"` is the newest committed checkpoint of the Trainer's `ModelCheckpoint`s and
+    `OnExceptionCheckpoint`s, in S3 too. Without one the run begins anew. `fit` takes it also where
+    Lightning does: without a `ckpt_path`, if there is an `OnExceptionCheckpoint`.
     """
 
     _each_saves = False
 
     def _parse_ckpt_path(self, state_fn: Any, ckpt_path: Any, *args: Any, **kwargs: Any) -> Any:
-        if ckpt_path == "last" and any(map(_is_model_checkpoint, self.trainer.callbacks)):
+        callbacks = self.trainer.callbacks
+        on_exception = any(isinstance(one, OnExceptionCheckpoint) for one in callbacks)
+        hpc = SLURMEnvironment.detect() and self._hpc_resume_path  # Lightning's own, which is first
+        fits = self.trainer.state.fn == TrainerFn.FITTING
+        if ckpt_path is None and on_exception and fits and not hpc:
+            ckpt_path = "last"
+            rank_zero_info("there is an OnExceptionCheckpoint, so ckpt_path=None is 'last'")
+        if ckpt_path == "last" and (on_exception or any(map(_is_model_checkpoint, callbacks))):
             return ckpt_path  # the ranks do not meet yet
         return super()._parse_ckpt_path(state_fn, ckpt_path, *args, **kwargs)
 

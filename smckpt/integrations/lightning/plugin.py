@@ -9,6 +9,7 @@ is committed.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import io
 import itertools
@@ -16,8 +17,7 @@ import logging
 import os
 import sys
 import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -32,21 +32,17 @@ from smckpt.engine.saving.job import SaveHandle
 from smckpt.errors import (
     CheckpointError,
     CheckpointNotFoundError,
-    JobStoreError,
-    PeerError,
     StorageError,
     UsageError,
 )
-from smckpt.formats.conversion.stock import checkpoint_of, state_of
+from smckpt.formats.conversion.stock import LIGHTNING_KEYS, checkpoint_of, state_of
+from smckpt.integrations.lightning.alone import Announcements, wait_for_save
 from smckpt.integrations.lightning.s3 import (
     DEFAULT_CHUNK_SIZE_MB,
     DEFAULT_MAX_READ_CONCURRENCY,
     DEFAULT_MAX_WRITE_CONCURRENCY,
 )
 from smckpt.integrations.replaced import below_run, remove_or_keep
-from smckpt.meeting.group import group_of
-from smckpt.meeting.keys import Keys, client_of
-from smckpt.meeting.presence import has_ended, own_process
 from smckpt.storage import Storage, StoreOptions, open_storage
 from smckpt.storage.urls import is_local, is_s3_url, local_path, parent_url, scheme_of
 
@@ -55,6 +51,7 @@ __all__ = [
     "S3CheckpointIO",
     "Saves",
     "SmckptCheckpointIO",
+    "announced",
     "load_any",
     "refuse_storage_options",
     "written_by_lightning",
@@ -65,8 +62,7 @@ log = logging.getLogger("smckpt")
 _QUEUE = "lightning"
 SAVE_OPTIONS = smckpt.SaveOptions(queue=_QUEUE)
 _REMOVAL_SECONDS = 600.0
-_SAVE_SECONDS = 1800.0  # as a round of the ranks
-_KEYS = "smckpt/lightning"  # in the job's store
+_MB = 1 << 20
 
 
 class Saves:
@@ -83,7 +79,8 @@ class Saves:
         self._lock = threading.Lock()
         self._settled = threading.Event()  # the last save has ended, and what it replaces is gone
         self._settled.set()
-        self._keys: tuple[Any, Keys] | None = None  # of the job, and its store
+        self.alone = Announcements()
+        self._pickled = set[str]()  # keys of which a warning was given
 
     def save(self, state: dict[str, Any], path: str, *, wait: bool, **arguments: Any) -> None:
         """
@@ -94,6 +91,16 @@ class Saves:
         Raises:
             SaveFailedError: an earlier save was not committed; with `wait`, also this one.
         """
+        values, kinds = (state[key] for key in LIGHTNING_KEYS)
+        for key in [one for one, kind in kinds["keys"].items() if kind == "pickled"]:
+            if len(values[key]) > _MB and key not in self._pickled:
+                self._pickled.add(key)
+                log.warning(
+                    "the checkpoint's %r is pickled as one (%d MB) while training waits, since it "
+                    "holds objects beside its tensors: put them under a key of their own",
+                    key,
+                    len(values[key]) // _MB,
+                )
         with self._lock:
             self._begun += 1
             number = self._begun
@@ -110,12 +117,11 @@ class Saves:
         )
         assert handle is not None
         self._settled = settled = threading.Event()
-        announced = self._announced(path) if arguments.get("no_dist") else None
+        tell_end = self.alone.begin(path) if arguments.get("no_dist") else None
 
         def ended(done: SaveHandle) -> None:
-            if announced is not None:
-                with contextlib.suppress(CheckpointError):  # the job has ended
-                    announced.count(_count_of("ended", own_process()))
+            if tell_end is not None:
+                tell_end()
             due: list[str] = []
             if done.error is None:
                 with self._lock:
@@ -132,23 +138,6 @@ class Saves:
         handle.add_done_callback(ended)
         if wait:
             handle.wait()
-
-    def _announced(self, path: str) -> Keys | None:
-        """Where a rank that saves alone says so to the others; over a connection of its own, since
-        the job's may be in use for a wait."""
-        group, process = group_of(None), own_process()
-        if group is None or group.world_size == 1:
-            return None
-        try:
-            if self._keys is None or self._keys[0] is not group.store:
-                self._keys = group.store, Keys(client_of(group.store), _KEYS)
-            keys = self._keys[1]
-            begun = keys.count(_count_of("begun", process))
-            keys.set("saver", [group.rank, _listed(process), begun, path])
-        except CheckpointError as error:
-            log.info("other ranks do not hear of the save of %s: %s", path, error)
-            return None
-        return keys
 
     def make_room(self, path: str) -> None:
         """Move what Lightning itself wrote at the path of the next save aside: a file, a directory
@@ -239,49 +228,6 @@ class Saves:
         log.info("removed %s", path)
 
 
-def _wait_for_save(path: str) -> None:
-    """Rank 0 saves alone and goes on before the commit, so the barrier of Lightning does not say to
-    the other ranks that it is there: they would load what stood there before.
-
-    Raises:
-        PeerError: a save has not ended in time.
-    """
-    group, own = group_of(None), own_process()
-    if group is None or group.world_size == 1:
-        return
-    keys, until, pause = Keys(group.store, _KEYS), time.monotonic() + _SAVE_SECONDS, 0.01
-    try:
-        while (saver := keys.peek("saver")) is not None:
-            rank, process, begun, where = saver
-            if rank == group.rank:  # its own are waited for anyway
-                if process != _listed(own):  # one that was killed: its job's store goes on
-                    keys.set("saver", None)
-                return
-            ended = keys.peek(_count_of("ended", process)) or 0
-            if ended >= begun or has_ended(process and tuple(process), own):
-                return
-            if time.monotonic() > until:
-                raise PeerError(
-                    f"rank {rank} has not ended its save of {where} for {_SAVE_SECONDS:.0f} s, and "
-                    "this load waits for it",
-                    remedy=f"see the log of rank {rank}",
-                    path=path,
-                    rank=group.rank,
-                )
-            time.sleep(pause)
-            pause = min(2 * pause, 0.5)
-    except JobStoreError as error:
-        log.info("no save of another rank is waited for: %s", error)
-
-
-def _listed(process: tuple[str, int, int] | None) -> list[Any] | None:
-    return None if process is None else list(process)
-
-
-def _count_of(what: str, process: Sequence[Any] | None) -> str:
-    return f"{what}/{'-'.join(map(str, process or ()))}"
-
-
 def refuse_storage_options(given: Any) -> None:
     """
     Raises:
@@ -363,8 +309,11 @@ class SmckptCheckpointIO(CheckpointIO):  # type: ignore[misc]
             FileNotFoundError, as from Lightning's own plugin: nothing committed is at `path`.
         """
         location = os.fspath(path)
+        caller = sys._getframe(1).f_locals.get("self")
+        if isinstance(caller, AsyncCheckpointIO) and caller._executor is not None:
+            caller._executor.submit(int).result()  # its saves have begun
         if not (is_local(location) and written_by_lightning(location)):
-            _wait_for_save(location)
+            wait_for_save(location)
         if written_by_lightning(location):
             stock: dict[str, Any] = TorchCheckpointIO().load_checkpoint(
                 location, map_location, weights_only
@@ -478,7 +427,7 @@ def load_any(stock: Callable[..., Any]) -> Callable[..., Any]:
         ours = False
         if path and scheme_of(path) not in ("http", "https"):
             if not (is_local(path) and written_by_lightning(path)):
-                _wait_for_save(path)
+                wait_for_save(path)
             if is_local(path):
                 ours = os.path.isdir(path) and not written_by_lightning(path)
             else:
@@ -491,3 +440,21 @@ def load_any(stock: Callable[..., Any]) -> Callable[..., Any]:
         return SmckptCheckpointIO().load_checkpoint(path, map_location, weights_only)
 
     return load
+
+
+def announced(stock: Callable[..., None]) -> Callable[..., None]:
+    """`AsyncCheckpointIO.save_checkpoint`: other ranks hear of a save that its thread has not yet
+    begun. Around another plugin than smckpt's it is as it was."""
+
+    @functools.wraps(stock)
+    def save_checkpoint(self: Any, *args: Any, **kwargs: Any) -> None:
+        plugin = self.checkpoint_io
+        if not isinstance(plugin, SmckptCheckpointIO):
+            return stock(self, *args, **kwargs)
+        tell_end = plugin.saves.alone.begin(os.fspath(kwargs.get("path") or args[1]))
+        try:
+            stock(self, *args, **kwargs)
+        finally:
+            self._executor.submit(tell_end)  # by now the save itself is announced, or has failed
+
+    return save_checkpoint

@@ -310,6 +310,6 @@ def _side_of(
     given = found.given
     side, predicting, notes = source_of_ranks(
         found.reader, settings, given.layout, found.degrees, given.padded_vocab_size, mtp,
-        found.facts,
+        found.facts, equal_ranks=given.allow_equal_ranks,
     )  # fmt: skip
     return side, found.reader, predicting, notes

@@ -124,7 +124,7 @@ def _translated(
         )
     made = to_hub(
         reader, settings, given.layout, source.degrees, given.padded_vocab_size, mtp,
-        source.facts,
+        source.facts, equal_ranks=given.allow_equal_ranks,
     )  # fmt: skip
     further = further_layers((t.name for t in made.targets), _family(settings), settings)
     notes = made.notes

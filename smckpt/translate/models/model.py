@@ -16,6 +16,7 @@ from smckpt.translate.cast import CASTABLE
 from smckpt.translate.config import ModelConfig
 from smckpt.translate.facts import compare_facts, layout_of_facts
 from smckpt.translate.prediction import DROP, KEEP, further_layers, kept_layers, left_out_note
+from smckpt.translate.ranks.copied import refuse_equal_layers
 from smckpt.translate.ranks.pipeline import some
 from smckpt.translate.ranks.translated import Translated, TranslatedSource, whole, whole_tensors
 from smckpt.translate.stream import equal, tied_names
@@ -263,7 +264,7 @@ def _head_of(layout: TensorLayout, role: str = "head") -> str:
 def to_hub(
     reader: TensorReader, config: ModelConfig | None, layout: str | TensorLayout | None,
     degrees: Degrees, padded_vocab_size: int | None = None, mtp: str | None = DROP,
-    facts: Sequence[SourceFacts] = (),
+    facts: Sequence[SourceFacts] = (), *, equal_ranks: bool = False,
 ) -> Translation:  # fmt: skip
     """Translate the tensors of a reader. Only headers are read, and tensors that must be equal.
 
@@ -271,6 +272,7 @@ def to_hub(
         padded_vocab_size: how many rows of the vocabulary are stored; None: see `check_rows`.
         mtp: as in `kept_layers`.
         facts: what the source says of the model.
+        equal_ranks: ranks may hold the same.
 
     Raises:
         UsageError, KeysMismatchError: the names fit no layout, or several; the message lists them.
@@ -290,7 +292,7 @@ def to_hub(
         rest, config, layout, degrees, padded_vocab_size, predicting=predicting, facts=facts
     )
     source = TranslatedSource(reader)
-    _refuse_unequal(source, proof.side, reader)
+    alike = _refuse_unequal(reader, proof.side, equal_ranks)
     dtypes = {key: held.dtype for held in reader.held.values() for key in held.keyed}
     hub = proof.hub
     targets = [target_of(k, proof.side, hub, proof.blocks[k], dtypes) for k in hub.shapes]
@@ -302,7 +304,7 @@ def to_hub(
     lost = tuple(dropped_names(reader.held, proof.layout, proof.side.dims))
     return Translation(
         proof.layout.name, (*targets, *whole_layers), source, left_out, vocabulary, kept,
-        (*proof.notes, *(() if kept else left_out_note(further))), lost,
+        (*proof.notes, *alike, *(() if kept else left_out_note(further))), lost,
     )  # fmt: skip
 
 
@@ -355,7 +357,7 @@ def side_of_ranks(layout: TensorLayout, dims: Dims, degrees: Degrees, multiple: 
 def source_of_ranks(
     reader: TensorReader, config: ModelConfig, layout: str | TensorLayout | None, degrees: Degrees,
     padded_vocab_size: int | None = None, mtp: str | None = DROP,
-    facts: Sequence[SourceFacts] = (),
+    facts: Sequence[SourceFacts] = (), *, equal_ranks: bool = False,
 ) -> tuple[Side, int, tuple[str, ...]]:  # fmt: skip
     """The tensors of a layout's ranks as a side, how many layers that predict further tokens are
     among them, and notes.
@@ -381,8 +383,8 @@ def source_of_ranks(
     )  # fmt: skip
     if tied_head:
         _refuse_other_head(reader, side)
-    _refuse_unequal(TranslatedSource(reader), side, reader)
-    return side, kept, (*notes, *(() if kept else left_out_note(further)))
+    alike = _refuse_unequal(reader, side, equal_ranks)
+    return side, kept, (*notes, *alike, *(() if kept else left_out_note(further)))
 
 
 def source_of_release(reader: TensorReader, dims: Dims) -> Side:
@@ -404,7 +406,7 @@ def source_of_release(reader: TensorReader, dims: Dims) -> Side:
     side = side_of_reader(reader, hub, dims, Degrees.of(1, 1))
     if dims.tied and _head_of(hub) in reader.held:
         _refuse_other_head(reader, side)
-    _refuse_unequal(TranslatedSource(reader), side, reader)
+    _refuse_unequal(reader, side)
     return side
 
 
@@ -437,8 +439,9 @@ def _refuse_other_head(reader: TensorReader, side: Side) -> None:
             )
 
 
-def _refuse_unequal(source: TranslatedSource, side: Side, reader: TensorReader) -> None:
-    differ = []
+def _refuse_unequal(reader: TensorReader, side: Side, equal_ranks: bool = False) -> tuple[str, ...]:
+    """Refuse copies that differ, and layers of two ranks that do not: as `refuse_equal_layers`."""
+    source, differ = TranslatedSource(reader), []
     for key, other in side.copies:
         dtype = reader.held[key.name].dtype
         one, two = (whole(k, side.shapes[k], dtype) for k in (key, other))
@@ -454,6 +457,7 @@ def _refuse_unequal(source: TranslatedSource, side: Side, reader: TensorReader) 
             f"that predict further tokens, mtp={DROP!r} leaves these out",
             path=reader.url,
         )
+    return () if equal_ranks else refuse_equal_layers(reader, side)
 
 
 def target_of(

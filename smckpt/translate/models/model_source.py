@@ -57,7 +57,8 @@ from smckpt.translate.models.model import (
     unmatched,
 )
 from smckpt.translate.models.quantized import dequantized
-from smckpt.translate.ranks.pipeline import merged, open_ranks, refuse_equal_ranks, some
+from smckpt.translate.ranks.copied import refuse_equal_ranks
+from smckpt.translate.ranks.pipeline import merged, open_ranks, some
 from smckpt.translate.tables.families import find_family
 from smckpt.translate.tables.table import TensorLayout
 

@@ -4,6 +4,7 @@ exception."""
 from __future__ import annotations
 
 import argparse
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
-from smckpt import Parallel, errors, export_hf
+from smckpt import Parallel, errors, export_hf, import_hf
 from smckpt.cli.app import app
 from smckpt.topology import ParallelState
 from tests.support.models import references as ref
@@ -190,3 +191,83 @@ def test_a_file_in_the_place_of_another_rank_is_refused(tmp_path, made, case):
         export_hf(files, tmp_path / "no", config=model.config, parallel=Parallel(**degrees))
     assert files[one].name in str(caught.value)
     assert not (tmp_path / "no").exists()
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "pt", "checkpoint", "import"])
+@pytest.mark.parametrize(
+    ("family", "tp", "ep", "copied"),
+    [("llama", 2, 1, (0, 1)), ("llama", 4, 1, (3, 1)), ("mixtral", 1, 4, (1, 2)),
+     ("mixtral", 2, 2, (0, 2))],
+)  # fmt: skip
+def test_layers_of_another_rank_are_refused(tmp_path, made, kind, family, tp, ep, copied):
+    """Two of four layers, with all that is not cut; the rest is the rank's own."""
+    model, state = made(family)
+    cuts = cuts_of(family, state, tp, ep)
+    files = [tmp_path / f"{letter}.{kind}" for letter in "abcd"[: tp * ep]]
+
+    def exported(name: str) -> None:
+        given: Any = files
+        if kind == "checkpoint":
+            topology = ParallelState(
+                tp * ep, tensor_parallel_degree=tp, expert_parallel_degree=ep
+            ).to_json()
+            given = shards.write(
+                tmp_path / f"ck-{name}", tp * ep, lambda r: list(plain(cuts, r)), topology=topology
+            )
+        else:
+            for path, cut in zip(files, cuts, strict=True):
+                write(cut, path)
+        degrees = Parallel(tp=tp, ep=ep)
+        if kind == "import":
+            import_hf(given, tmp_path / name, Parallel("mcore_te"), config=model.config,
+                      source=degrees)  # fmt: skip
+        else:
+            export_hf(given, tmp_path / name, config=model.config, parallel=degrees)
+
+    exported("good")
+    first, second = copied
+    cuts[second] = {
+        name: cuts[first][name] if re.search(r"layers\.[12]\.", name) else tensor
+        for name, tensor in cuts[second].items()
+    }
+    with pytest.raises(errors.UsageError, match="in layer 1 is equal") as caught:
+        exported("no")
+    assert ("allow_equal_ranks" in str(caught.value)) == (first % tp == second % tp)
+    assert not (tmp_path / "no").exists()
+
+
+def test_single_matrices_of_another_rank_are_noted(tmp_path, made):
+    model, state = made("llama")
+    for name, noted in (("mlp.linear_fc2.weight", True), ("layernorm", False)):
+        cuts = cuts_of("llama", state, 2, 1)
+        cuts[1] |= {n: t for n, t in cuts[0].items() if name in n}
+        files = [tmp_path / f"rank{rank}.safetensors" for rank in range(2)]
+        for path, cut in zip(files, cuts, strict=True):
+            write(cut, path)
+        report = export_hf(files, tmp_path / name, config=model.config, parallel=Parallel(tp=2))
+        found = [note for note in report.notes if "equal matrices" in note]
+        assert bool(found) == noted, report.notes
+        assert not noted or f"decoder.layers.0.{name} of (tp, ep) (0, 0) and (1, 0)" in found[0]
+
+
+@pytest.mark.parametrize(
+    "of", ["zeros", "one number", "repeated heads", "the same in both halves of a row"]
+)
+def test_ranks_whose_tensors_are_alike_by_design_are_no_obstacle(tmp_path, made, of):
+    """Biases and matrices that begin with zeros; key and value heads that were made from one."""
+    model, state = made("llama")
+    state = {name: tensor.clone() for name, tensor in state.items()}
+    cut = ref.te if of == "repeated heads" else ref.mcore
+    for name, tensor in state.items():
+        if of in ("zeros", "one number") and re.search(r"(o|down|up)_proj", name):
+            tensor.fill_(0.0 if of == "zeros" else 0.02)
+        elif of == "repeated heads" and re.search(r"[kv]_proj", name):
+            tensor.copy_(tensor[:16].repeat(len(tensor) // 16, 1))
+        elif of.startswith("the same") and name.endswith("layernorm.weight"):
+            tensor.copy_(tensor[: len(tensor) // 2].repeat(2))
+    files = [tmp_path / f"rank{rank}.safetensors" for rank in range(2)]
+    for rank, path in enumerate(files):
+        write(cut(state, 2, rank), path)
+    report = export_hf(files, tmp_path / "hf", config=model.config, parallel=Parallel(tp=2))
+    assert_same(tmp_path / "hf", state)
+    assert not any("equal" in note for note in report.notes), report.notes

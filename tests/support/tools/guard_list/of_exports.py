@@ -101,7 +101,7 @@ EXPORTED = [
         EXPORT + "test_an_overwritten_directory_keeps_no_older_settings_of_generation",
     ),
     of(
-        "export: a copy of another rank's file", "translate/ranks/pipeline.py",
+        "export: a copy of another rank's file", "translate/ranks/copied.py",
         "                if (first.stage, first.parts) != (other.stage, other.parts):\n", "                if False:\n",
         SOURCES + "test_a_copy_of_another_ranks_file_is_refused",
     ),

@@ -1,0 +1,186 @@
+"""One rank's part in the place of another's: a file that was copied, or layers of it.
+
+Names, shapes and the proof of a translation do not show it, and the model would have one part
+twice.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from smckpt.errors import UsageError
+from smckpt.formats.degrees import Degrees
+from smckpt.formats.tensors import TensorKey, TensorReader
+from smckpt.layout.entries import DTYPES
+from smckpt.translate.ranks.translated import Translated, TranslatedSource, whole
+from smckpt.translate.stream import CHUNK, equal, read_elements
+from smckpt.translate.tables.pieces import Side
+
+__all__ = ["refuse_equal_layers", "refuse_equal_ranks"]
+
+_COMPARED = 64 << 10  # bytes of a tensor that are read before all of it
+EQUAL_EXPERTS = (
+    "if the ranks' experts are equal because all were made from one (upcycled), pass "
+    "allow_equal_ranks=True (--allow-equal-ranks)"
+)
+
+
+@dataclass(frozen=True)
+class _Rank:
+    """A rank of a stage. parts: what tells it from the others of its stage."""
+
+    number: int
+    stage: int
+    parts: tuple[int, ...]
+    tensors: Mapping[str, Translated]
+
+
+def refuse_equal_ranks(
+    stages: Sequence[TensorReader], degrees: Degrees, names: Sequence[str] = ()
+) -> None:
+    """Compare the ranks of all pipeline stages, as far as they hold tensors of the same names and
+    shapes. Most differ in the first bytes of their largest tensor.
+
+    Args:
+        names: the ranks' files, tensor-parallel ranks innermost.
+
+    Raises:
+        UsageError: all tensors of two ranks are equal.
+    """
+    if any(held.whole is not None for stage in stages for held in stage.held.values()):
+        return  # what is cut is distributed; each rank has copies of the rest
+    alike: dict[object, list[_Rank]] = {}
+    for number, stage in enumerate(stages):
+        for coordinates in sorted({p for held in stage.held.values() for p in held.shards}):
+            tensors = {
+                name: whole(TensorKey(name, *coordinates), held.shards[coordinates], held.dtype)
+                for name, held in stage.held.items()
+                if coordinates in held.shards and 0 not in held.shards[coordinates]
+            }
+            at = number * degrees.ranks + coordinates[1] * degrees.tp + coordinates[0]
+            parts_of = coordinates[0], *degrees.of_expert(*coordinates)
+            shapes = frozenset((n, t.dtype, tuple(t.shape)) for n, t in tensors.items())
+            alike.setdefault(shapes, []).append(_Rank(at, number, parts_of, tensors))
+    sources = [TranslatedSource(stage) for stage in stages]
+    for group in alike.values():
+        # parts of several ranks each whose tensors all begin alike
+        largest = sorted(group[0].tensors, key=lambda n: (-math.prod(group[0].tensors[n].shape), n))
+        parts = [list(group)]
+        for name in largest:
+            apart: list[list[_Rank]] = []
+            for part in parts:
+                by_bytes: dict[bytes, list[_Rank]] = {}
+                for rank in part:
+                    begins = _elements(sources[rank.stage], rank.tensors[name], 0, _COMPARED)
+                    by_bytes.setdefault(begins, []).append(rank)
+                apart += [ranks for ranks in by_bytes.values() if len(ranks) > 1]
+            if not (parts := apart):
+                break
+        for first, *others in parts:
+            for other in others:
+                if (first.stage, first.parts) != (other.stage, other.parts):
+                    _refuse_equal(sources, first, other, names, stages[other.stage].url)
+
+
+def _elements(source: TranslatedSource, tensor: Translated, start: int, most: int) -> bytes:
+    """At most so many bytes, from an element on."""
+    count = max(1, most // DTYPES[tensor.source_dtype].itemsize)
+    stop = min(math.prod(tensor.shape), start + count)
+    return bytes(read_elements(source, tensor, start, stop))
+
+
+def _refuse_equal(
+    sources: Sequence[TranslatedSource], one: _Rank, two: _Rank, names: Sequence[str], url: str
+) -> None:
+    for name, tensor in one.tensors.items():
+        step = CHUNK // DTYPES[tensor.source_dtype].itemsize
+        for start in range(0, math.prod(tensor.shape), step):
+            if _elements(sources[one.stage], tensor, start, CHUNK) != _elements(
+                sources[two.stage], two.tensors[name], start, CHUNK
+            ):
+                return
+    first, second = (names[rank.number] if names else f"rank {rank.number}" for rank in (one, two))
+    experts = one.stage == two.stage and one.parts[0] == two.parts[0]
+    raise UsageError(
+        f"all tensors of {second} are those of {first}, so it is a copy of another rank's",
+        remedy="fetch each rank's own file, or save each rank's own part"
+        + (f"; {EQUAL_EXPERTS}" if experts else ""),
+        path=url,
+    )
+
+
+_BEGINNING = 4 << 10  # bytes of a layer's tensor that are compared before all of it
+# of the experts of one layer, the first tells whether to look at the others
+_EXPERT = re.compile(r"(?<=weight)\d+$|(?<=experts\.)\d+(?=\.)")
+_SHARED = frozenset({"k", "v"})  # roles whose heads a model may have several times
+
+
+def refuse_equal_layers(reader: TensorReader, side: Side) -> tuple[str, ...]:
+    """Compare what ranks have of their own in each layer: matrices that are cut, and experts. One
+    that begins with a single number, such as zeros, tells nothing.
+
+    Returns:
+        notes on matrices that two ranks hold alike.
+
+    Raises:
+        UsageError: all that two ranks have of their own in a layer is equal.
+    """
+    source = TranslatedSource(reader)
+    layers: dict[tuple[str, int], dict[str, set[TensorKey]]] = {}
+    for role, pieces in side.pieces.items():
+        for key, _ in pieces if role.layer >= 0 and role.role not in _SHARED else ():
+            if key.tp >= 0 and len(side.shapes[key]) > 1:
+                names = layers.setdefault((role.tower, role.layer), {})
+                names.setdefault(key.name, set()).add(key)
+    alike: list[str] = []
+    for (_, layer), names in layers.items():
+        names = {name: keys for name, keys in names.items() if len(keys) > 1}
+        tensors = {
+            key: whole(key, reader.held[name].keyed[key], reader.held[name].dtype)
+            for name, keys in names.items()
+            for key in keys
+        }
+        pairs: dict[tuple[TensorKey, TensorKey], None] = {}  # in order
+        for name in {_EXPERT.sub("#", name): name for name in sorted(names, reverse=True)}.values():
+            begin_alike: dict[bytes, TensorKey] = {}
+            for key in sorted(names[name]):
+                begins = _elements(source, tensors[key], 0, _BEGINNING)
+                if _varies(begins, tensors[key]):
+                    first = begin_alike.setdefault(begins, key)
+                    if first is not key:
+                        pairs[first._replace(name=""), key._replace(name="")] = None
+        for one, two in pairs:
+            both = [(one._replace(name=name), two._replace(name=name)) for name in sorted(names)]
+            same, all_same = [], True
+            for first, second in (pair for pair in both if tensors.keys() >= {*pair}):
+                begins = _elements(source, tensors[first], 0, _BEGINNING)
+                if equal(source, tensors[first], tensors[second]):
+                    same += [first.name] if _varies(begins, tensors[first]) else []
+                else:
+                    all_same = False
+            where = f"(tp, ep) {one[1:]} and {two[1:]}"
+            if same and all_same:
+                raise UsageError(
+                    f"all that the ranks {where} have of their own in layer {layer} is equal: one "
+                    f"of them has the other's layer ({', '.join(same[:4])})",
+                    remedy="fetch each rank's own file, or save each rank's own part"
+                    + (f"; {EQUAL_EXPERTS}" if one.tp == two.tp else ""),
+                    path=reader.url,
+                )
+            alike += [f"{name} of {where}" for name in same]
+    if not alike:
+        return ()
+    more = f" and {len(alike) - 8} more" if alike[8:] else ""
+    return (
+        f"ranks hold equal matrices where each should have a part of its own: "
+        f"{'; '.join(alike[:8])}{more}: compare the export's logits with the trainer's",
+    )
+
+
+def _varies(begins: bytes, tensor: Translated) -> bool:
+    """Whether there are several numbers in the first bytes of a tensor."""
+    one = begins[: DTYPES[tensor.source_dtype].itemsize]
+    return begins != one * (len(begins) // len(one))

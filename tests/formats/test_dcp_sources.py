@@ -290,6 +290,23 @@ def test_files_that_are_missing_or_short_or_changed_are_refused(tmp_path, whole,
             export_hf(folder, tmp_path / "hf", config=released[0])
 
 
+@pytest.mark.parametrize("shape", ["model", "flat"])
+def test_a_copy_of_another_ranks_file_is_refused(tmp_path, saved, released, shape):
+    """Its bytes have the right checksums, and nothing in it says what they are parts of."""
+    config, wanted = released
+    folder = tmp_path / "dcp"
+    shutil.copytree(saved / shape, folder)
+    first, second = (folder / f"__{rank}_0.distcp" for rank in range(2))
+    own = second.read_bytes()
+    shutil.copy(first, second)
+    with pytest.raises(errors.UsageError, match=f"byte for byte .*{first.name}") as caught:
+        export_hf(folder, tmp_path / "no", config=config)
+    assert caught.value.path == str(second)
+    second.write_bytes(own)
+    export_hf(folder, tmp_path / "hf", config=config)
+    assert_same(tmp_path / "hf", wanted)
+
+
 def test_archives_that_were_written_without_a_crc_are_read(tmp_path):
     from torch.serialization import set_crc32_options
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,7 +19,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from smckpt import ExportOptions, errors, export_hf
+from smckpt import ExportOptions, Parallel, errors, export_hf
 from smckpt.cli.app import app
 from tests.support.launch import run_ranks
 from tests.support.limits import seconds
@@ -260,6 +261,29 @@ def test_missing_ranks_further_cuts_and_stages_are_refused(tmp_path):
     (tmp_path / "stages" / "layer_00-model_states.pt").write_bytes(b"")
     with pytest.raises(errors.UsageError, match=r"pipeline stages.*ds_to_universal"):
         export_hf(tmp_path / "stages", tmp_path / "hf")
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_copy_of_another_ranks_part_is_refused(tmp_path, qwen, world):
+    config, state, _ = qwen
+    step = zero3(tmp_path / "run", state, world) / "global_step5"
+    first, second = (
+        step / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(2)
+    )
+    shutil.copy(first, second)
+    with pytest.raises(errors.UsageError, match=f"byte for byte .*{first.name}") as caught:
+        export_hf(step, tmp_path / "hf", config=config)
+    assert caught.value.path == str(second) and not (tmp_path / "hf").exists()
+    report = export_hf(
+        step, tmp_path / "hf", config=config, parallel=Parallel(allow_equal_ranks=True)
+    )
+    assert report.source == "DeepSpeed, ZeRO stage 3"
+
+
+def test_parts_of_nothing_but_one_number_are_no_copies(tmp_path):
+    state = {"a.weight": torch.zeros(4, 6), "b.bias": torch.full((8,), 0.5)}
+    export_hf(zero3(tmp_path / "run", state, 2), tmp_path / "hf")
+    assert_same(tmp_path / "hf", state)
 
 
 def test_a_changed_byte_of_a_part_is_told(tmp_path):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import math
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -288,6 +289,16 @@ def test_parts_of_sharded_data_parallelism_are_joined(tmp_path, judged, world):
         assert report.source == "SMP v1, sharded data parallelism"
         assert_same(tmp_path / "hf", load_file(tmp_path / "wanted" / "model.safetensors"))
     judged("qwen2_moe", "SMP v1 sharded", exports=["save_pretrained"])
+
+
+def test_a_copy_of_another_ranks_part_is_refused(tmp_path, neox):
+    model, state = neox
+    root = sharded(tmp_path / "run", ref.smp_v1(state, 1, 0), 2)
+    first, second = (root / "10_partial" / f"optimizer_{rank}.pt" for rank in range(2))
+    shutil.copy(first, second)
+    with pytest.raises(errors.UsageError, match=f"byte for byte .*{first.name}") as caught:
+        export_hf(root, tmp_path / "hf", config=model.config)
+    assert caught.value.path == str(second)
 
 
 def test_parts_of_smps_own_transformer_are_joined(tmp_path, neox, judged):

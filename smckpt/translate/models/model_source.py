@@ -57,7 +57,7 @@ from smckpt.translate.models.model import (
     unmatched,
 )
 from smckpt.translate.models.quantized import dequantized
-from smckpt.translate.ranks.copied import refuse_equal_ranks
+from smckpt.translate.ranks.copied import refuse_equal_files, refuse_equal_ranks
 from smckpt.translate.ranks.pipeline import merged, open_ranks, some
 from smckpt.translate.tables.families import find_family
 from smckpt.translate.tables.table import TensorLayout
@@ -350,7 +350,10 @@ class _Opener:
                 remedy="leave pp= out", path=found.url,
             )  # fmt: skip
         given.refuse_chunks(found.url)
-        reader: TensorReader = found.reader(unwrapped(tensors_at(found, self.prefix)))
+        tensors = unwrapped(tensors_at(found, self.prefix))
+        if not given.allow_equal_ranks:
+            refuse_equal_files((found.saved[t.name] for t in tensors.values()), found.source)
+        reader: TensorReader = found.reader(tensors)
         cut = self._is_layout(reader.held, found.url)
         if not cut:
             given.refuse_degrees(found.url)

@@ -8,20 +8,24 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from smckpt.errors import UsageError
+from smckpt.formats.boxes import SavedBox, SavedTensor
 from smckpt.formats.degrees import Degrees
+from smckpt.formats.source_files import ArchiveRecord, SourceFiles
 from smckpt.formats.tensors import TensorKey, TensorReader
 from smckpt.layout.entries import DTYPES
 from smckpt.translate.ranks.translated import Translated, TranslatedSource, whole
 from smckpt.translate.stream import CHUNK, equal, read_elements
 from smckpt.translate.tables.pieces import Side
 
-__all__ = ["refuse_equal_layers", "refuse_equal_ranks"]
+__all__ = ["refuse_equal_files", "refuse_equal_layers", "refuse_equal_ranks"]
 
 _COMPARED = 64 << 10  # bytes of a tensor that are read before all of it
+_BEGINNING = 4 << 10  # of a tensor of a layer, and of each place of a file
+_SAMPLES = 8  # places of a file that are compared before all of it
 EQUAL_EXPERTS = (
     "if the ranks' experts are equal because all were made from one (upcycled), pass "
     "allow_equal_ranks=True (--allow-equal-ranks)"
@@ -112,7 +116,54 @@ def _refuse_equal(
     )
 
 
-_BEGINNING = 4 << 10  # bytes of a layer's tensor that are compared before all of it
+def refuse_equal_files(tensors: Iterable[SavedTensor], source: SourceFiles) -> None:
+    """Compare files, each with a part of the same tensors: of DCP's ranks, or DeepSpeed's. Their
+    parts have no names in them, and each may have the right checksum.
+
+    Raises:
+        UsageError: two are equal, and hold more than one number.
+    """
+    boxes: dict[str, dict[str, SavedBox]] = {}
+    for tensor in tensors:
+        for saved in tensor.boxes if len({saved.file for saved in tensor.boxes}) > 1 else ():
+            boxes.setdefault(saved.file, {}).setdefault(tensor.name, saved)
+    by_size: dict[int, list[ArchiveRecord]] = {}
+    for path in sorted(boxes):
+        by_size.setdefault((found := source.whole(path)).nbytes, []).append(found)
+    for nbytes, files in by_size.items():
+        begin_alike: dict[bytes, list[ArchiveRecord]] = {}
+        step = max(1, nbytes // _SAMPLES)
+        length = min(_BEGINNING, step)
+        for file in files if len(files) > 1 else ():
+            parts = source.read_each(file, range(0, nbytes - length + 1, step), length)
+            begin_alike.setdefault(b"".join(parts), []).append(file)
+        for first, *others in begin_alike.values():
+            for other in others:
+                common = boxes[first.path].keys() & boxes[other.path].keys()
+                if common and _are_equal(source, first, other) and any(
+                    _box_varies(source, boxes[first.path][name]) for name in sorted(common)
+                ):  # fmt: skip
+                    raise UsageError(
+                        f"the file is byte for byte {first.path}, but each should hold a part of "
+                        f"its own of {min(common)}",
+                        remedy=f"fetch each rank's own file; {EQUAL_EXPERTS}", path=other.path,
+                    )  # fmt: skip
+
+
+def _are_equal(source: SourceFiles, one: ArchiveRecord, two: ArchiveRecord) -> bool:
+    ranges = ((low, min(low + CHUNK, one.nbytes)) for low in range(0, one.nbytes, CHUNK))
+    return all(source.read(one, *each) == source.read(two, *each) for each in ranges)
+
+
+def _box_varies(source: SourceFiles, saved: SavedBox) -> bool:
+    """Whether there are several numbers in the first bytes of what a box lies in."""
+    stored = saved.find()
+    size = DTYPES[stored.dtype].itemsize
+    low = stored.start * size
+    begins = source.read(stored.record, low, min(low + _BEGINNING, stored.record.nbytes))
+    return _varies(begins, size)
+
+
 # of the experts of one layer, the first tells whether to look at the others
 _EXPERT = re.compile(r"(?<=weight)\d+$|(?<=experts\.)\d+(?=\.)")
 _SHARED = frozenset({"k", "v"})  # roles whose heads a model may have several times
@@ -138,6 +189,7 @@ def refuse_equal_layers(reader: TensorReader, side: Side) -> tuple[str, ...]:
     alike: list[str] = []
     for (_, layer), names in layers.items():
         names = {name: keys for name, keys in names.items() if len(keys) > 1}
+        size_of = {name: DTYPES[reader.held[name].dtype].itemsize for name in names}
         tensors = {
             key: whole(key, reader.held[name].keyed[key], reader.held[name].dtype)
             for name, keys in names.items()
@@ -148,7 +200,7 @@ def refuse_equal_layers(reader: TensorReader, side: Side) -> tuple[str, ...]:
             begin_alike: dict[bytes, TensorKey] = {}
             for key in sorted(names[name]):
                 begins = _elements(source, tensors[key], 0, _BEGINNING)
-                if _varies(begins, tensors[key]):
+                if _varies(begins, size_of[name]):
                     first = begin_alike.setdefault(begins, key)
                     if first is not key:
                         pairs[first._replace(name=""), key._replace(name="")] = None
@@ -158,7 +210,7 @@ def refuse_equal_layers(reader: TensorReader, side: Side) -> tuple[str, ...]:
             for first, second in (pair for pair in both if tensors.keys() >= {*pair}):
                 begins = _elements(source, tensors[first], 0, _BEGINNING)
                 if equal(source, tensors[first], tensors[second]):
-                    same += [first.name] if _varies(begins, tensors[first]) else []
+                    same += [first.name] if _varies(begins, size_of[first.name]) else []
                 else:
                     all_same = False
             where = f"(tp, ep) {one[1:]} and {two[1:]}"
@@ -180,7 +232,6 @@ def refuse_equal_layers(reader: TensorReader, side: Side) -> tuple[str, ...]:
     )
 
 
-def _varies(begins: bytes, tensor: Translated) -> bool:
-    """Whether there are several numbers in the first bytes of a tensor."""
-    one = begins[: DTYPES[tensor.source_dtype].itemsize]
-    return begins != one * (len(begins) // len(one))
+def _varies(begins: bytes, itemsize: int) -> bool:
+    """Whether there are several numbers."""
+    return begins != begins[:itemsize] * (len(begins) // itemsize)

@@ -50,7 +50,8 @@ _ALIASES: Mapping[str, str] = MappingProxyType(
     {
         "rotary_pct": "rotary_percent", "rotary_percentage": "rotary_percent",
         "rotary_emb_base": "rotary_base", "model_parallel_size": TP, "pipe_parallel_size": PP,
-        "num_key_value_heads": "num_query_groups", "num_moe_experts": "num_experts",
+        "num_key_value_heads": "num_query_groups", "num_kv_heads": "num_query_groups",
+        "num_moe_experts": "num_experts",
         "layernorm_epsilon": "norm_epsilon", "layernorm_zero_centered_gamma": ZERO_CENTRED_NORMS,
         "bias": "add_bias_linear", "qkv_bias": "add_qkv_bias",
         "scale_positional_embedding": "use_rope_scaling",
@@ -73,6 +74,7 @@ _PARAMS = "params.json"
 _CONFIGS = ("config", "model_config", "hf_config")  # the names of a config beside a model
 _BESIDE = {(name,) for name in (*_CONFIGS, "args", "hyper_parameters")}
 _DEEPEST = 8
+_POSITIONS = MappingProxyType({1: "rope", 2: "learned_absolute", 3: "alibi"})
 _HEADS = {"num_attention_heads", "n_head"}
 _SIZES = {"num_layers", "hidden_size", "num_attention_heads"}
 _PLAIN: TypeAlias = "str | int | float | bool | tuple[int, ...] | None"
@@ -145,7 +147,7 @@ def config_beside(folder: Folder) -> tuple[SourceFacts, ...]:
             where = f"{folder.url.rstrip('/')}/{name}"
             if (config := _config_in({"config": values})) is not None:
                 found.append(SourceFacts(where, f"the values in {name}", {}, config))
-            elif isinstance(values, dict) and (plain := _aliased(values)).keys() >= _SIZES:
+            elif isinstance(values, dict) and (plain := _params(values)).keys() >= _SIZES:
                 found.append(SourceFacts(where, f"the values in {name}", plain))
     return tuple(found)
 
@@ -161,6 +163,12 @@ def _config_in(root: Mapping[Any, Any]) -> Mapping[str, Any] | None:
         if isinstance(found, Mapping) and _HEADS & text_values(found).keys():
             return {str(key): value for key, value in found.items()}
     return None
+
+
+def _params(values: Mapping[str, Any]) -> dict[str, _PLAIN]:
+    """What Meta's and Mistral's file says; of experts, in a section of their own."""
+    experts = values.get("moe")
+    return _aliased({**(experts if isinstance(experts, Mapping) else {}), **values})
 
 
 def text_values(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -191,6 +199,7 @@ def _facts_of_yaml(text: str, where: str, section: str) -> SourceFacts | None:
     # the first line of it.
     inside: str | None = None
     deeper: str | None = None
+    opened = ""  # what stands above this line
     for line in text.splitlines():
         match = re.fullmatch(r"( *)([A-Za-z_]\w*):(?:\s+(.*))?", line.rstrip())
         if match is None:
@@ -206,6 +215,10 @@ def _facts_of_yaml(text: str, where: str, section: str) -> SourceFacts | None:
         if section and indent == inside:
             deeper = "" if opens and name == "transformer" else None
         here = indent in (inside, deeper) if section else not indent
+        if here:
+            opened = name if opens else ""
+        elif name == "_target_" and value and opened == "activation_func":
+            found[opened] = str(_scalar(value)).rpartition(".")[2]
         if here and value and not value.startswith(("&", "*", "!", "{", "[", "|", ">")):
             found[name] = _scalar(value)
     known = _aliased(found)
@@ -236,6 +249,9 @@ def _aliased(values: Mapping[Any, Any]) -> dict[str, _PLAIN]:
     """Plain values by Megatron's names."""
     out: dict[str, _PLAIN] = {}
     for name, value in values.items():
+        if isinstance(value, Inert) and str(value.of).endswith("PositionEmbeddingType"):
+            number = value.args[0] if len(value.args) == 1 else None  # BigScience's enum
+            value = _POSITIONS.get(number) if type(number) is int else None
         if isinstance(value, (list, tuple)):
             value = tuple(one for one in value if isinstance(one, int))
         if isinstance(name, str) and isinstance(value, (str, int, float, bool, tuple, type(None))):

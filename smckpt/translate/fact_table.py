@@ -7,6 +7,27 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from smckpt.translate.fact_values import (
+    activation,
+    experts_of,
+    gated,
+    head_size,
+    if_yarn,
+    kind_of_activation,
+    mup_attention,
+    mup_output,
+    norm,
+    or_absent,
+    positions,
+    squared,
+    swish,
+    to_even,
+    untied,
+    whole_layers,
+    without_rope,
+    yarn_scale,
+    yarn_turned,
+)
 from smckpt.translate.tables.dims import Dims
 
 __all__ = ["FACTS", "Fact", "MeantModel", "equal_values"]
@@ -97,62 +118,10 @@ def equal_values(given: Any, meant: Any) -> bool:
     return bool(given == meant)
 
 
-def _head_size(values: Mapping[str, Any]) -> Any:
-    heads, hidden = values.get("num_attention_heads"), values.get("hidden_size")
-    if values.get("kv_channels") is not None or not heads or not hidden:
-        return values.get("kv_channels")
-    return hidden // heads
-
-
-def _gated(values: Mapping[str, Any]) -> bool | None:
-    for name in ("gated_linear_unit", "swiglu"):
-        if values.get(name) or values.get("quick_geglu"):
-            return True
-    activation = values.get("activation")
-    if isinstance(activation, str):
-        return activation.endswith("glu")
-    return False if {"gated_linear_unit", "swiglu"} & values.keys() else None
-
-
-def _swish(values: Mapping[str, Any]) -> bool | None:
-    """Whether the gate's activation is SiLU, where it is known that there is a gate."""
-    activation = str(values.get("activation"))
-    if values.get("swiglu") or activation.endswith("swiglu"):
-        return True
-    return False if values.get("quick_geglu") or activation.endswith("glu") else None
-
-
 def _has_swish(m: MeantModel) -> bool | None:
     found = m.config.get("hidden_activation") or m.config.get("hidden_act")
-    gated = {"gate", "e_gate"} & m.roles
-    return found in ("silu", "swish") if isinstance(found, str) and gated else None
-
-
-def _untied(values: Mapping[str, Any]) -> bool | None:
-    for name, turned in (
-        ("untie_embeddings_and_output_weights", False), ("no_weight_tying", False),
-        ("share_embeddings_and_output_weights", True),
-    ):  # fmt: skip
-        if isinstance(values.get(name), bool):
-            return bool(values[name]) != turned
-    return None
-
-
-def _norm(values: Mapping[str, Any]) -> str | None:
-    found = values.get("normalization", values.get("norm"))
-    if not isinstance(found, str):
-        return None
-    return "RMSNorm" if "rms" in found.lower() else "LayerNorm"
-
-
-def _positions(values: Mapping[str, Any]) -> str | None:
-    if values.get("use_rotary_position_embeddings"):
-        return "rope"
-    found = values.get("position_embedding_type", values.get("pos_emb"))
-    if not isinstance(found, str):
-        return None
-    found = {"rotary": "rope", "yarn": "rope", "mrope": "rope"}.get(found, found)
-    return "learned_absolute" if found == "learned" else found
+    has_gate = {"gate", "e_gate"} & m.roles
+    return found in ("silu", "swish") if isinstance(found, str) and has_gate else None
 
 
 def _has_positions(m: MeantModel) -> str | None:
@@ -195,18 +164,9 @@ def _softmax_scale(m: MeantModel) -> float | None:
     return float(m.config.get("attention_multiplier") or size**-0.5)
 
 
-def _kind_of_activation(found: Any) -> str | None:
-    """Forms of GELU are near each other, and trainers do not say which they compute."""
-    if not isinstance(found, str) or found.endswith("glu") or found == "quick_gelu":
-        return None
-    found = found.replace("-", "_").removeprefix("fast_").removeprefix("openai_")
-    known = {"swish": "silu", "squared_relu": "relu2"}
-    return "gelu" if "gelu" in found else known.get(found, found)
-
-
 def _has_activation(m: MeantModel) -> str | None:
     found = (m.config.get(key) for key in ("hidden_act", "activation_function", "activation"))
-    return _kind_of_activation(next(filter(None, found), None)) if "fc1" in m.roles else None
+    return kind_of_activation(next(filter(None, found), None)) if "fc1" in m.roles else None
 
 
 def _beside(m: MeantModel) -> bool | None:
@@ -217,38 +177,9 @@ def _beside(m: MeantModel) -> bool | None:
     return name == "gpt_neox" and m.config.get("use_parallel_residual") is not False
 
 
-def _experts_of(values: Mapping[str, Any]) -> Any:
-    found = values.get("num_experts")
-    if isinstance(found, tuple) and len(set(found)) == 1:  # Megatron-DeepSpeed's, of each layer
-        found = found[0] if found[0] > 1 else 0
-    return (found or 0) if "num_experts" in values else None
-
-
-def _to_even(size: Any) -> int | None:
-    """Of a window, for trainers do not agree on whether it counts the query itself."""
-    return size + size % 2 if type(size) is int and size > 0 else None
-
-
-def _squared(values: Mapping[str, Any]) -> bool | None:
-    found = values.get("activation")
-    if isinstance(found, str):
-        return found.replace("_", "-") == "squared-relu"
-    return values.get("squared_relu")
-
-
 def _is_squared(m: MeantModel) -> bool | None:
     found = m.config.get("hidden_act") or m.config.get("activation_function")
     return found == "relu2" if isinstance(found, str) and "fc1" in m.roles else None
-
-
-def _without_rope(values: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """The layers that Megatron does not turn."""
-    found, layers = values.get("no_rope_freq", 0), values.get("num_layers")
-    if isinstance(found, int) and found > 0 and layers:
-        return tuple(range(found - 1, layers, found))
-    if isinstance(found, tuple):
-        return tuple(layer for layer, left in enumerate(found) if left)
-    return () if "no_rope_freq" in values else None
 
 
 def _is_without_rope(m: MeantModel) -> tuple[int, ...]:
@@ -272,10 +203,24 @@ def _yarn(
     return meant
 
 
-def _if_yarn(name: str) -> Callable[[Mapping[str, Any]], Any]:
-    return lambda values: (
-        values.get(name) if values.get("position_embedding_type") == "yarn" else None
-    )
+def _yarn_turned(m: MeantModel, *, latent: bool) -> float | None:
+    """What YaRN multiplies cosines and sines by, as transformers computes it."""
+    if m.rope is None or m.latent != latent:
+        return None
+    if m.rope["rope_type"] != "yarn":
+        return 1.0
+    factor, up, down = (m.rope.get(key) for key in ("factor", "mscale", "mscale_all_dim"))
+    one, two = (yarn_scale(factor, by or 1.0) for by in ((up, down) if up and down else (1, 0)))
+    if m.rope.get("attention_factor") is not None or one is None or two is None:
+        return m.rope.get("attention_factor")
+    return one / two if up and down else one
+
+
+def _yarn_softmax(m: MeantModel) -> float | None:
+    if m.rope is None or not m.latent:
+        return None
+    down = m.rope.get("mscale_all_dim") if m.rope["rope_type"] == "yarn" else None
+    return (yarn_scale(m.rope.get("factor"), down) or 1.0) ** 2 if down else 1.0
 
 
 def _turned_part(m: MeantModel) -> Any:
@@ -288,16 +233,6 @@ def _turned_part(m: MeantModel) -> Any:
     return 1.0 if part is None else part
 
 
-def _whole_layers(values: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """The layers whose attention has no window."""
-    found, layers = values.get("window_attn_skip_freq"), values.get("num_layers")
-    if isinstance(found, int) and found > 0 and isinstance(layers, int):
-        return tuple(range(found - 1, layers, found))
-    if isinstance(found, tuple):
-        return tuple(layer for layer, windowed in enumerate(found) if not windowed)
-    return None
-
-
 def _are_whole_layers(m: MeantModel) -> tuple[int, ...] | None:
     kinds = m.config.get("layer_types")
     if isinstance(kinds, (list, tuple)) and "sliding_attention" in kinds:
@@ -306,11 +241,6 @@ def _are_whole_layers(m: MeantModel) -> tuple[int, ...] | None:
     if type(pattern) is int and pattern > 0:
         return tuple(range(pattern - 1, m.dims.layers, pattern))
     return None
-
-
-def _or(name: str, absent: Any) -> Callable[[Mapping[str, Any]], Any]:
-    """absent: what None, and zero, mean where the name is there."""
-    return lambda values: (values[name] or absent) if name in values else None
 
 
 def _of_experts(letter: str) -> Callable[[MeantModel], Any]:
@@ -343,7 +273,7 @@ FACTS: Sequence[Fact] = (
           lambda m: None if m.latent else m.dims.sizes["G"],
           lambda values: (values.get("group_query_attention") is not False
                           and values.get("num_query_groups")) or values.get("num_attention_heads")),
-    _fact("kv_channels", "head_dim", lambda m: None if m.latent else m.dims.sizes["D"], _head_size),
+    _fact("kv_channels", "head_dim", lambda m: None if m.latent else m.dims.sizes["D"], head_size),
     _fact("multi_latent_attention", "model_type", lambda m: m.latent),
     _fact("qk_head_dim", "qk_nope_head_dim", _of_latent("qk_nope_head_dim")),
     _fact("qk_pos_emb_head_dim", "qk_rope_head_dim", _of_latent("qk_rope_head_dim")),
@@ -351,32 +281,32 @@ FACTS: Sequence[Fact] = (
     _fact("kv_lora_rank", "kv_lora_rank", _of_latent("kv_lora_rank")),
     _fact("q_lora_rank", "q_lora_rank", _of_latent("q_lora_rank")),
     _fact("num_experts", "num_local_experts, num_experts, n_routed_experts",
-          lambda m: m.dims.experts, _experts_of),
+          lambda m: m.dims.experts, experts_of),
     _fact("moe_router_topk", "num_experts_per_tok",
           lambda m: m.config.get("num_experts_per_tok") if m.dims.experts else None),
     _fact("moe_ffn_hidden_size", "moe_intermediate_size", _of_experts("M")),
     _fact("moe_shared_expert_intermediate_size", "shared_expert_intermediate_size",
           _of_experts("S")),
     _fact("untie_embeddings_and_output_weights", "tie_word_embeddings", lambda m: not m.dims.tied,
-          _untied),
-    _fact("swiglu", "model_type", lambda m: bool({"gate", "e_gate"} & m.roles), _gated),
-    _fact("swiglu (SiLU)", "hidden_act", _has_swish, _swish),
+          untied),
+    _fact("swiglu", "model_type", lambda m: bool({"gate", "e_gate"} & m.roles), gated),
+    _fact("swiglu (SiLU)", "hidden_act", _has_swish, swish),
     _fact("add_bias_linear", "model_type, attention_bias, mlp_bias",
           lambda m: bool(_BIASES & m.roles)),
     _fact("add_qkv_bias", "model_type, attention_bias", lambda m: "q_b" in m.roles,
           lambda values: values["add_qkv_bias"] or bool(values.get("add_bias_linear"))
           if "add_qkv_bias" in values else None),
     _fact("normalization", "model_type", lambda m: "LayerNorm" if "final_norm_b" in m.roles
-          else ("RMSNorm" if "rms_norm_eps" in m.config else None), _norm),
+          else ("RMSNorm" if "rms_norm_eps" in m.config else None), norm),
     _fact("qk_layernorm", "model_type",
           lambda m: None if m.latent else bool({"q_norm", "q_norm_each", "q_norm_all"} & m.roles)),
-    _fact("position_embedding_type", "model_type", _has_positions, _positions),
+    _fact("position_embedding_type", "model_type", _has_positions, positions),
     _fact("rotary_base", "rope_theta", lambda m: None if m.rope is None else m.rope["rope_theta"],
-          lambda values: values.get("rotary_base") if _positions(values) in (None, "rope")
+          lambda values: values.get("rotary_base") if positions(values) in (None, "rope")
           and not isinstance(values.get("rotary_base"), str) else None),
     _fact("rotary_percent", "partial_rotary_factor", _turned_part,
           lambda values: values.get("rotary_percent")
-          if _positions(values) in (None, "rope") else None),
+          if positions(values) in (None, "rope") else None),
     _fact("rotary_interleaved", "", lambda m: None if m.dims.family.name in _UNKNOWN_ORDER
           else m.dims.family.name in _SIDE_BY_SIDE),
     _fact("use_rope_scaling", "rope_type",
@@ -397,39 +327,65 @@ FACTS: Sequence[Fact] = (
           lambda values: (values["rotary_seq_len_interpolation_factor"] or 1)
           if "rotary_seq_len_interpolation_factor" in values else None),
     _fact("no_rope_freq", "no_rope_layers",
-          lambda m: None if m.rope is None else _is_without_rope(m), _without_rope),
+          lambda m: None if m.rope is None else _is_without_rope(m), without_rope),
     _fact("rotary_scaling_factor", "factor of YaRN", _yarn("factor", latent=True, plain=1),
           lambda values: 1 if values.get("rope_type") == "rope"
           else values.get("rotary_scaling_factor")),
-    _fact("mscale", "mscale", _yarn("mscale", latent=True)),
-    _fact("mscale_all_dim", "mscale_all_dim", _yarn("mscale_all_dim", latent=True)),
+    _fact("mscale (of cosines)", "mscale, mscale_all_dim, attention_factor",
+          lambda m: _yarn_turned(m, latent=True), lambda values: yarn_turned(values, latent=True)),
+    _fact("mscale_all_dim (of scores)", "mscale_all_dim", _yarn_softmax,
+          lambda values: (yarn_scale(values.get("rotary_scaling_factor"),
+                                     values.get("mscale_all_dim")) or 1.0) ** 2
+          if values.get("mscale_all_dim") is not None and values.get("rope_type") != "rope"
+          else None),
+    _fact("yarn_mscale (of cosines)", "mscale, mscale_all_dim, attention_factor",
+          lambda m: _yarn_turned(m, latent=False),
+          lambda values: yarn_turned(values, latent=False)),
     _fact("beta_fast", "beta_fast", _yarn("beta_fast", latent=True, absent=32)),
     _fact("beta_slow", "beta_slow", _yarn("beta_slow", latent=True, absent=1)),
     _fact(_ORIGINAL, _ORIGINAL, _yarn(_ORIGINAL, latent=True, absent=_LONGEST)),
     _fact("yarn_rotary_scaling_factor", "factor of YaRN",
-          _yarn("factor", latent=False, plain=1), _if_yarn("yarn_rotary_scaling_factor")),
+          _yarn("factor", latent=False, plain=1),
+          if_yarn("yarn_rotary_scaling_factor", "rotary_scaling_factor")),
     _fact("yarn_beta_fast", "beta_fast", _yarn("beta_fast", latent=False, absent=32),
-          _if_yarn("yarn_beta_fast")),
+          if_yarn("yarn_beta_fast")),
     _fact("yarn_beta_slow", "beta_slow", _yarn("beta_slow", latent=False, absent=1),
-          _if_yarn("yarn_beta_slow")),
+          if_yarn("yarn_beta_slow")),
     _fact(f"yarn_{_ORIGINAL}", _ORIGINAL, _yarn(_ORIGINAL, latent=False, absent=_LONGEST),
-          _if_yarn(f"yarn_{_ORIGINAL}")),
+          if_yarn(f"yarn_{_ORIGINAL}")),
     _fact("yarn_correction_range_round_to_int", "truncate",
           _yarn("truncate", latent=False, absent=True),
-          _if_yarn("yarn_correction_range_round_to_int")),
+          if_yarn("yarn_correction_range_round_to_int")),
     _fact("mrope_section", "mrope_section",
           lambda m: None if m.rope is None else tuple(m.rope.get("mrope_section") or ()) or None),
-    _fact("squared_relu", "hidden_act", _is_squared, _squared),
-    _fact("activation", "hidden_act", _has_activation,
-          lambda values: _kind_of_activation(values.get("activation"))),
+    _fact("squared_relu", "hidden_act", _is_squared, squared),
+    _fact("activation", "hidden_act", _has_activation, activation),
     _fact("glu_linear_offset", "model_type",
           lambda m: 1 if m.dims.family.name == "gpt_oss" else 0),
     _fact("activation_func_clamp_value", "swiglu_limit",
-          lambda m: m.config.get("swiglu_limit") or 0, _or("activation_func_clamp_value", 0)),
+          lambda m: m.config.get("swiglu_limit") or 0, or_absent("activation_func_clamp_value", 0)),
     _fact("softmax_scale", "head_dim, query_pre_attn_scalar, attention_multiplier",
           _softmax_scale),
     _fact("softmax_type", "model_type",
           lambda m: "learnable" if "sinks" in m.roles else "vanilla"),
+    _fact("attn_logit_softcapping", "attn_logit_softcapping",
+          lambda m: m.config.get("attn_logit_softcapping") or 0,
+          or_absent("attn_logit_softcapping", 0)),
+    _fact("final_logit_softcapping", "final_logit_softcapping",
+          lambda m: m.config.get("final_logit_softcapping") or 0,
+          or_absent("final_logit_softcapping", 0)),
+    _fact("query_pre_attn_scalar", "query_pre_attn_scalar",
+          lambda m: m.config.get("query_pre_attn_scalar")),
+    _fact("apply_embedding_scaling", "model_type",
+          lambda m: m.dims.family.name.startswith("gemma")),
+    _fact("use_mup", "model_type", lambda m: False,  # GPT-NeoX's, which knows other factors
+          lambda values: True if values.get("use_mup") and "mup_attn_temp" in values else None),
+    _fact("mup_embedding_mult", "embedding_multiplier",
+          lambda m: float(m.config.get("embedding_multiplier") or 1),
+          lambda values: values.get("mup_embedding_mult") if values.get("use_mup") else None),
+    _fact("mup_output_mult", "logits_scaling",
+          lambda m: 1 / (m.config.get("logits_scaling") or 1), mup_output),
+    _fact("mup_attn_scale_power", "attention_multiplier", _softmax_scale, mup_attention),
     _fact("qk_l2_norm", "model_type",
           lambda m: None if m.dims.family.name == "llama4_text" else False),
     _fact("apply_residual_connection_post_layernorm", "apply_residual_connection_post_layernorm",
@@ -440,11 +396,11 @@ FACTS: Sequence[Fact] = (
           lambda values: bool(values["window_size"]) if "window_size" in values else None,
           noted=True),
     _fact("window_size (keys)", "sliding_window",
-          lambda m: _to_even(m.config.get("sliding_window")),
-          lambda values: _to_even((values.get("window_size") or (0,))[0])
+          lambda m: to_even(m.config.get("sliding_window")),
+          lambda values: to_even((values.get("window_size") or (0,))[0])
           if isinstance(values.get("window_size"), tuple) else None, noted=True),
     _fact("window_attn_skip_freq", "layer_types, sliding_window_pattern", _are_whole_layers,
-          _whole_layers, noted=True),
+          whole_layers, noted=True),
     _fact("gpt_j_residual", "use_parallel_residual", _beside),
     _fact("transformer_block_type", "model_type",
           lambda m: None if {"post1", "post2"} & m.roles else "pre_ln"),
@@ -454,19 +410,28 @@ FACTS: Sequence[Fact] = (
     _fact("moe_router_load_balancing_type", "model_type", _routed(lambda m: "no sinkhorn"),
           lambda values: "sinkhorn"
           if "sinkhorn" in str(values.get("moe_router_load_balancing_type")) else None),
+    _fact("moe_mlp_glu_interleave_size", "", lambda m: 0 if m.dims.experts else None,
+          or_absent("moe_mlp_glu_interleave_size", 0)),
+    _fact("moe_shared_expert_glu_interleave_size", "", lambda m: 0 if m.dims.experts else None,
+          or_absent("moe_shared_expert_glu_interleave_size", 0)),
+    _fact("moe_router_topk_limited_devices", "topk_group",
+          _routed(lambda m: _grouped(m, "topk_group"))),
     _fact("moe_apply_probs_on_input", "model_type",
           _routed(lambda m: m.dims.family.name == "llama4_text")),
     _fact("moe_router_score_function", "scoring_func", _routed(_scores)),
     _fact("moe_router_pre_softmax", "norm_topk_prob", _routed(_before_choice)),
     _fact("moe_router_topk_scaling_factor", "routed_scaling_factor",
           _routed(lambda m: m.config.get("routed_scaling_factor") or 1),
-          _or("moe_router_topk_scaling_factor", 1)),
+          or_absent("moe_router_topk_scaling_factor", 1)),
     _fact("moe_router_num_groups", "n_group", _routed(lambda m: _grouped(m, "n_group")),
-          _or("moe_router_num_groups", 1)),
+          or_absent("moe_router_num_groups", 1)),
     _fact("moe_router_group_topk", "topk_group", _routed(lambda m: _grouped(m, "topk_group")),
           lambda values: values.get("moe_router_group_topk")
           if (values.get("moe_router_num_groups") or 1) > 1 else None),
     _fact("padded_vocab_size", "", lambda m: m.rows),
+    # with the token at the end, or without it
+    _fact("vocab_size", "vocab_size", lambda m: m.dims.sizes["V"],
+          lambda values: values.get("vocab_size") or None, noted=True),
     _fact("norm_epsilon", "rms_norm_eps", lambda m: next(
         (m.config[name] for name in _EPSILONS if m.config.get(name) is not None), None
     ), noted=True),

@@ -220,6 +220,19 @@ def test_the_config_beside_may_have_older_keys(tmp_path):
         export_hf(tmp_path, tmp_path / "no", config={**config, "n_head": config["n_head"] // 2})
 
 
+def test_what_mistrals_file_says_of_experts_is_compared(tmp_path):
+    """It has them in a section of their own."""
+    model = references.model("mixtral")
+    references.on_disk(model, tmp_path / "hub")
+    said = {**METAS, "moe": {"num_experts": 8, "num_experts_per_tok": 2}}
+    (tmp_path / "hub" / "params.json").write_text(json.dumps(said))
+    export_hf(tmp_path / "hub", tmp_path / "hf", config=model.config)
+    said["moe"]["num_experts_per_tok"] = 4
+    (tmp_path / "hub" / "params.json").write_text(json.dumps(said))
+    with pytest.raises(errors.TensorMismatchError, match="moe_router_topk=4"):
+        export_hf(tmp_path / "hub", tmp_path / "no", config=model.config)
+
+
 def test_an_import_compares_them_too(tmp_path, llama):
     model, state = llama
     given = {"parallel": Parallel(layout="mcore_te", tp=2), "config": model.config}

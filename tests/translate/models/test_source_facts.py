@@ -6,8 +6,11 @@ Each test changes one fact in a file that is exported as it is, and sees what ha
 from __future__ import annotations
 
 import argparse
+import enum
 import re
 import shutil
+import sys
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -159,6 +162,7 @@ _YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "mscale": 0.7,
          "mscale_all_dim": 0.8, "original_max_position_embeddings": 32}  # fmt: skip
 _PLAIN_YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0,
                "original_max_position_embeddings": 32}  # fmt: skip
+_DEFAULT_YARN = {**_PLAIN_YARN, "original_max_position_embeddings": 32}
 _YARNS = {"position_embedding_type": "yarn", "yarn_rotary_scaling_factor": 4.0,
           "yarn_beta_fast": 32.0, "yarn_beta_slow": 1.0,
           "yarn_original_max_position_embeddings": 32}  # fmt: skip
@@ -262,6 +266,59 @@ OF_FAMILIES: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = 
         "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}},
      {"use_rope_scaling": True, "rope_scaling_factor": 8.0}, {"rope_scaling_factor": 32.0}),
     ("mixtral", {}, {"moe_apply_probs_on_input": False}, {"moe_apply_probs_on_input": True}),
+    # gates and up projections that take turns in blocks of rows, within equal shapes
+    ("mixtral", {}, {"moe_mlp_glu_interleave_size": None,
+                     "moe_shared_expert_glu_interleave_size": None},
+     {"moe_mlp_glu_interleave_size": 32, "moe_shared_expert_glu_interleave_size": 32}),
+    ("gemma", {}, {"moe_mlp_glu_interleave_size": 32}, {}),
+    ("deepseek_v3", {"n_group": 4, "topk_group": 2}, {"moe_router_topk_limited_devices": 2},
+     {"moe_router_topk_limited_devices": 4}),
+    ("deepseek_v3", {"rope_parameters": _DEFAULT_YARN},
+     {"rotary_scaling_factor": 4.0, "mscale": 1.0, "mscale_all_dim": 0.0, "rope_type": "yarn"},
+     {"mscale": 0.7, "mscale_all_dim": 1.0}),
+    ("deepseek_v3", {"rope_parameters": {**_DEFAULT_YARN, "mscale": 0.7, "mscale_all_dim": 0.7}},
+     {"rotary_scaling_factor": 4.0, "mscale": 0.7, "mscale_all_dim": 0.7},
+     {"mscale_all_dim": 0.0}),
+    # as Megatron-core has them since 0.18, without a prefix
+    ("gemma", {"rope_parameters": _PLAIN_YARN},
+     {"position_embedding_type": "yarn", "rotary_scaling_factor": 4.0, "mscale": 1.0,
+      "mscale_all_dim": 0.0},
+     {"rotary_scaling_factor": 40.0, "mscale": 0.5, "mscale_all_dim": 1.0}),
+    ("gemma", {"rope_parameters": _PLAIN_YARN},
+     {**_YARNS, "yarn_mscale": None, "yarn_mscale_all_dim": None},
+     {}),
+    ("gemma", {"rope_parameters": _PLAIN_YARN},
+     {**_YARNS, "yarn_mscale": 1.0, "yarn_mscale_all_dim": 0.0},
+     {"yarn_mscale": 0.5, "yarn_mscale_all_dim": 1.0}),
+    ("gemma2", {}, {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
+                    "query_pre_attn_scalar": 16, "apply_embedding_scaling": True},
+     {"attn_logit_softcapping": None, "final_logit_softcapping": 20.0,
+      "query_pre_attn_scalar": 256, "apply_embedding_scaling": False}),
+    ("nemotron", {}, {"attn_logit_softcapping": None, "apply_embedding_scaling": False},
+     {"attn_logit_softcapping": 50.0, "apply_embedding_scaling": True}),
+    ("granite", {"embedding_multiplier": 12.0, "logits_scaling": 8.0},
+     {"use_mup": True, "mup_embedding_mult": 12.0, "mup_output_mult": 0.125},
+     {"mup_embedding_mult": 1.0, "mup_output_mult": 0.5}),
+    ("gemma", {}, {"use_mup": True, "mup_embedding_mult": 1.0, "mup_output_mult": 1.0,
+                   "mup_base_hidden_size": 64, "hidden_size": 64, "kv_channels": 16,
+                   "mup_attn_scale_power": 0.5},
+     {"mup_base_hidden_size": 32, "mup_attn_scale_power": 1.0, "mup_attn_temp": 1.0}),
+    ("gemma", {}, {"use_mup": False, "mup_embedding_mult": 7.0, "mup_attn_temp": 1.0}, {}),
+    # without a word on it, Megatron-LM computes GELU
+    ("gpt2", {}, {"openai_gelu": False, "squared_relu": False, "swiglu": False}, {}),
+    ("opt", {}, {"swiglu": False, "squared_relu": False}, {"openai_gelu": False}),
+    ("nemotron", {}, {"openai_gelu": False, "swiglu": False, "squared_relu": True},
+     {"squared_relu": False}),
+    ("mixtral", {}, {"gated_linear_unit": True, "activation_func": "silu"},
+     {"activation_func": "gelu", "gated_linear_unit": False}),
+    ("opt", {}, {"gated_linear_unit": False, "activation_func": "relu"},
+     {"activation_func": "gelu"}),
+    ("nemotron", {}, {"gated_linear_unit": False, "activation_func": "squared_relu"},
+     {"activation_func": "relu"}),
+    ("mixtral", {}, {"swiglu": False, "glu_activation": "swiglu"}, {"glu_activation": "geglu"}),
+    ("gpt2", {}, {"swiglu": False, "glu_activation": None}, {"glu_activation": "geglu"}),
+    ("gpt_neox", {}, {"norm": "layernorm"}, {"norm": "scalenorm"}),
+    ("gemma", {}, {"vocab_size": 120}, {"vocab_size": 200}),
 ]  # fmt: skip
 
 
@@ -294,7 +351,8 @@ def test_every_fact_of_the_table_is_asked_for():
     asked = {*WRONG, *(name for *_, wrong in OF_FAMILIES for name in wrong)}
     tested_below = {
         "swiglu (SiLU)", "norm_epsilon", "rope_scaling_factor", "num_attention_heads",
-        "moe_router_topk", "moe_ffn_hidden_size", "use_rope_scaling (bounds)",
+        "moe_router_topk", "moe_ffn_hidden_size", "use_rope_scaling (bounds)", "use_mup",
+        "mscale (of cosines)", "mscale_all_dim (of scores)", "yarn_mscale (of cosines)",
     }  # fmt: skip
     assert {fact.name for fact in FACTS} <= asked | tested_below
 
@@ -492,6 +550,7 @@ num_layers: 31
         ("num_layers: 2\n", "num_layers: 3\n", "num_layers"),
         ("interleaved: false", "interleaved: true", "rotary_interleaved"),
         ("kv_channels: null", "kv_channels: 8", "kv_channels"),
+        ("torch.nn.functional.silu", "torch._C._nn.gelu", "swiglu"),
         ("kv_channels: null", "kv_channels: null", "kv_channels=8"),  # 64 / 8, as Megatron has it
     ],
 )
@@ -636,6 +695,25 @@ def test_a_config_of_transformers_in_the_file_is_compared(tmp_path, llama, place
             continue
         with pytest.raises(errors.TensorMismatchError, match=re.escape("num_attention_heads=4")):
             export_hf(tmp_path / "last.ckpt", tmp_path / "no", config=model.config)
+
+
+def test_the_positions_of_bigscience_are_compared(tmp_path, llama, monkeypatch):
+    """Their Megatron has a class of its own for them."""
+    module = types.ModuleType("megatron.enums")
+    kinds = enum.Enum("PositionEmbeddingType", {"rotary": 1, "absolute": 2, "alibi": 3},
+                      module=module.__name__)  # fmt: skip
+    module.PositionEmbeddingType = kinds
+    monkeypatch.setitem(sys.modules, "megatron", types.ModuleType("megatron"))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    model, state = llama
+    for number, kind in enumerate((kinds.rotary, kinds.absolute, kinds.alibi)):
+        source = megatron(tmp_path / str(number), cuts_of(state), position_embedding_type=kind)
+        if kind is kinds.rotary:
+            export_hf(source, tmp_path / "hf", config=model.config)
+            assert_same(tmp_path / "hf", state)
+            continue
+        with pytest.raises(errors.TensorMismatchError, match="position_embedding_type"):
+            export_hf(source, tmp_path / "no", config=model.config)
 
 
 def test_deepspeeds_number_of_ranks_is_compared(tmp_path, llama):

@@ -87,6 +87,7 @@ class ModelConfig:
             UsageError: the two generations' keys contradict each other.
         """
         out = copy.deepcopy(self.values)
+        out.pop("configuration_files", None)  # they are not beside it
         text = out.get("text_config")
         if isinstance(text, dict) and _TIED in out and text.get(_TIED) is None:
             text[_TIED] = out[_TIED]  # servers look there
@@ -167,6 +168,15 @@ def read_config(source: Any) -> ModelConfig | None:
         )
     _check_json(values, where)
     refuse_impossible(values, where)
+    versions = values.get("configuration_files") if where is not None else None
+    for name in versions if isinstance(versions, list) else ():
+        here = Path(where or "").parent
+        if name != CONFIG and isinstance(name, str) and (here / name).is_file():
+            raise UsageError(
+                f"it leads to {name}, which transformers reads in its place from a version on "
+                "(configuration_files)",
+                remedy="pass config= the file that is meant", path=where,
+            )  # fmt: skip
     return ModelConfig(values, directory, generation, code_of_class(source, values))
 
 

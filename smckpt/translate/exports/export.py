@@ -325,7 +325,7 @@ def export_hf(
                 )  # fmt: skip
             shapes = {target.name: tuple(target.shape) for target in found.targets}
             generation = None if settings is None else settings.generation()
-            notes = (*notes_on_absent(settings), *note_on_ids(tokens, generation, shapes))
+            notes = (*notes_on_absent(settings, tokens), *note_on_ids(tokens, generation, shapes))
             kept = found.kept.get(dtype or "", frozenset())
             targets = [t if t.name in kept else _cast_target(t, dtype) for t in found.targets]
             found = replace(found, targets=targets, notes=(*noted, *found.notes, *notes))

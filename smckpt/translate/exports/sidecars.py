@@ -34,11 +34,14 @@ from smckpt.storage.urls import is_local, is_plain_name, local_path
 from smckpt.translate.beside import (
     GENERATION_CONFIG,
     TEMPLATES,
+    absent_code,
     code_files,
     has_file,
     is_beside_config,
     is_of_tokenizer,
+    left_folders,
     modules_of_map,
+    named_in_code,
     tokenizer_files,
 )
 from smckpt.translate.cast import CASTABLE
@@ -106,7 +109,14 @@ def write_sidecars(
     elif tokenizer is not None:  # by `put`, so that a failed export removes them too
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as made:
             tokenizer.save_pretrained(made)
-            _copy(output, Path(made), sorted(filter(Path.is_file, Path(made).rglob("*"))))
+            saved = sorted(filter(Path.is_file, Path(made).rglob("*")))
+            for path in saved:
+                if path.name in (CONFIG, GENERATION_CONFIG):
+                    raise UsageError(
+                        f"tokenizer= is a {type(tokenizer).__name__}, which saves {path.name}",
+                        remedy="pass a tokenizer or processor, and the config as config=",
+                    )
+            _copy(output, Path(made), saved)
 
 
 def _copy(output: Output, origin: Path, paths: Sequence[Path]) -> None:
@@ -191,9 +201,11 @@ def config_beside(
         for name, blob in cached.items():
             if is_beside_config(name):
                 (folder / name).write_bytes(_read(blob))
-        for file in strict.list():
-            if is_beside_config(file.name):
-                (folder / file.name).write_bytes(strict.read(file.name, most=MOST))
+        files = [file.name for file in strict.list()]
+        for name in filter(is_beside_config, files):
+            (folder / name).write_bytes(strict.read(name, most=MOST))
+        for name in named_in_code(code_files(folder), {*files} - {*os.listdir(folder)}):
+            (folder / name).write_bytes(strict.read(name, most=MOST))
         if TEMPLATES in strict.list_dirs():
             templates = strict.join(TEMPLATES)
             for file in templates.list():
@@ -246,11 +258,22 @@ def _in_cache(url: str) -> dict[str, Path]:
     return found
 
 
-def notes_on_absent(settings: ModelConfig | None) -> tuple[str, ...]:
-    """What `save_pretrained` of the model would write, and is not known here."""
-    if settings is None:
-        return ()
+def notes_on_absent(settings: ModelConfig | None, tokenizer: Any) -> tuple[str, ...]:
+    """What `save_pretrained` of the model and its tokenizer would write, and is not known here."""
     notes = []
+    if isinstance(tokenizer, Path):
+        if left := left_folders(tokenizer):
+            notes.append(
+                f"the folders {', '.join(left)} beside the tokenizer's files have tokenizers of "
+                "their own, which are not in the export: pass tokenizer= the processor itself"
+            )
+        own = settings is not None and settings.directory == tokenizer
+        if lost := [] if own else absent_code(tokenizer):
+            notes.append(
+                f"an auto_map beside the tokenizer names {', '.join(lost)}, which are not there"
+            )
+    if settings is None:
+        return tuple(notes)
     names = settings.values.get("architectures") or ()
     writes = any(name.endswith(_GENERATE) for name in names)
     if writes and settings.directory is None and settings.own_generation is None:
@@ -264,9 +287,12 @@ def notes_on_absent(settings: ModelConfig | None) -> tuple[str, ...]:
             f"{settings.values['model_type']}: vLLM and llama.cpp go by this name, and load the "
             "model only if they have such a class"
         )
-    wanted = {f"{name}.py" for name in modules_of_map(settings.values)}
-    code = code_files(settings.directory) if settings.directory else settings.code
-    if lost := sorted(wanted - {path.name for path in code}):
+    if settings.directory is not None:
+        lost = absent_code(settings.directory)
+    else:
+        wanted = {f"{name}.py" for name in modules_of_map(settings.values)}
+        lost = sorted(wanted - {path.name for path in settings.code})
+    if lost:
         notes.append(
             f"the config's auto_map names {', '.join(lost)}, which are not there: put them beside "
             f"{CONFIG}, or pass config= the directory of the model"
@@ -291,10 +317,10 @@ def tokenizer_of(tokenizer: Any, settings: ModelConfig | None) -> Path | Any | N
                 path=str(path),
             )
         return path
-    if hasattr(tokenizer, "save_pretrained"):
+    if hasattr(tokenizer, "save_pretrained") and not hasattr(tokenizer, "state_dict"):
         return tokenizer
     raise UsageError(
-        f"tokenizer= is a {type(tokenizer).__name__}, which cannot be saved",
+        f"tokenizer= is a {type(tokenizer).__name__}, which is not saved as a tokenizer",
         remedy="pass a directory, or a tokenizer that has save_pretrained",
     )
 

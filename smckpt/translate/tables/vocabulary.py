@@ -143,7 +143,12 @@ def _ids(tokenizer: Any) -> Iterator[int]:
             except (OSError, ValueError, TypeError, AttributeError, LookupError):
                 continue
             yield from found
-    elif callable(getattr(tokenizer, "get_vocab", None)):
+        lines = tokenizer / _LINES  # of BERT and its kin: a token in each line
+        if lines.is_file() and lines.stat().st_size <= _MOST_LINES:
+            yield from range(len(lines.read_bytes().splitlines()))
+        return
+    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # a processor's
+    if callable(getattr(tokenizer, "get_vocab", None)):
         yield from tokenizer.get_vocab().values()
 
 
@@ -163,6 +168,7 @@ def _of_tokenizers(file: Any) -> Iterator[int]:
 _EMBEDDINGS = tuple(
     f"{name}.weight" for name in ("embed_tokens", "embed_in", "wte", "word_embeddings", "shared")
 )
+_LINES, _MOST_LINES = "vocab.txt", 1 << 26  # bytes
 _FILES: Mapping[str, Callable[[Any], Iterator[int]]] = {
     "tokenizer.json": _of_tokenizers,
     "vocab.json": lambda file: map(int, file.values()),

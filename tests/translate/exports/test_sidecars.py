@@ -4,14 +4,25 @@ not."""
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from click.testing import CliRunner
 from tokenizers import Tokenizer, models
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    CLIPImageProcessor,
+    GenerationConfig,
+    LlavaProcessor,
+    PreTrainedTokenizerFast,
+)
+from transformers import utils as hub
 
 import smckpt
 from smckpt import ExportOptions, errors, export_hf
@@ -155,6 +166,147 @@ def test_a_token_that_the_model_has_no_row_for_is_noted(tmp_path, model, where):
         )  # fmt: skip
         found = [note for note in report.notes if f"eos_token_id is {ids}" in note]
         assert bool(found) == noted, report.notes
+
+
+def test_the_ids_of_a_processors_tokenizer_are_looked_at(tmp_path, model):
+    inner = Tokenizer(models.WordLevel({f"w{n}": n for n in range(124)}, unk_token="w0"))
+    processor = LlavaProcessor(
+        CLIPImageProcessor(), PreTrainedTokenizerFast(tokenizer_object=inner), patch_size=14
+    )
+    report = export_hf(
+        tmp_path / "model.pt", tmp_path / "hf", config=model.config, tokenizer=processor
+    )
+    assert any("up to 123, but the embedding has 120 rows" in note for note in report.notes)
+    processor.save_pretrained(tmp_path / "theirs")
+    theirs = {path.name for path in (tmp_path / "theirs").iterdir()}
+    assert theirs <= {path.name for path in (tmp_path / "hf").iterdir()}
+
+
+@pytest.mark.parametrize("what", ["model", "config", "generation config"])
+def test_what_saves_the_files_of_a_model_is_no_tokenizer(tmp_path, model, what):
+    """Its weights would be loaded in place of those that are exported in several files."""
+    given = {"model": model, "config": model.config, "generation config": model.generation_config}
+    with pytest.raises(errors.UsageError, match="tokenizer= is a"):
+        export_hf(
+            tmp_path / "model.pt", tmp_path / "hf", config=model.config, tokenizer=given[what],
+            options=ExportOptions(max_shard_size="100KB"),
+        )  # fmt: skip
+    assert not (tmp_path / "hf").exists()
+
+
+def test_every_file_that_a_tokenizer_or_processor_of_transformers_has_goes_along(tmp_path, model):
+    folder = tmp_path / "beside"
+    model.config.save_pretrained(folder)
+    names = {
+        hub.AUDIO_TOKENIZER_NAME, hub.CHAT_TEMPLATE_FILE, hub.FEATURE_EXTRACTOR_NAME,
+        hub.IMAGE_PROCESSOR_NAME, hub.PROCESSOR_NAME, hub.VIDEO_PROCESSOR_NAME,
+        "added_tokens.json", "special_tokens_map.json", "tokenizer_config.json",
+        "tokenizer.4.0.0.json",
+    }  # fmt: skip
+    for path in Path(transformers.__path__[0]).glob("models/*/tokenization_*.py"):
+        for found in re.findall(r"VOCAB_FILES_NAMES[^=]*=\s*\{([^}]*)\}", path.read_text()):
+            names.update(re.findall(r":\s*\"([^\"]+)\"", found))
+    assert len(names) > 30
+    for name in names:
+        (folder / name).write_text("{}")
+    export_hf(tmp_path / "model.pt", tmp_path / "hf", config=folder)
+    assert names - {path.name for path in (tmp_path / "hf").iterdir()} == set()
+    export_hf(  # and none of them stays of an older one
+        tmp_path / "model.pt", tmp_path / "hf", config=model.config,
+        tokenizer=PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0}))),
+        options=ExportOptions(overwrite=True),
+    )  # fmt: skip
+    left = names & {path.name for path in (tmp_path / "hf").iterdir()}
+    assert left <= {"tokenizer.json", "tokenizer_config.json"}
+
+
+def test_further_tokenizers_of_a_processor_are_noted(tmp_path, model):
+    folder = tmp_path / "beside"
+    model.config.save_pretrained(folder)
+    words = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0})))
+    for place in (folder, folder / "qformer_tokenizer"):
+        words.save_pretrained(place)
+    report = export_hf(tmp_path / "model.pt", tmp_path / "hf", config=folder)
+    assert any("qformer_tokenizer" in note for note in report.notes), report.notes
+
+
+TOKENIZER = """\
+from pathlib import Path
+from transformers import PreTrainedTokenizer
+
+
+class OwnTokenizer(PreTrainedTokenizer):
+    vocab_files_names = {"vocab_file": "own.vocabulary"}
+
+    def __init__(self, vocab_file, **more):
+        self.words = Path(vocab_file).read_text().split()
+        super().__init__(**more)
+
+    vocab_size = property(lambda self: len(self.words))
+
+    def get_vocab(self):
+        return {word: number for number, word in enumerate(self.words)}
+
+    def _tokenize(self, text):
+        return text.split()
+
+    def _convert_token_to_id(self, token):
+        return self.get_vocab().get(token, 0)
+
+    def _convert_id_to_token(self, number):
+        return self.words[number]
+"""
+
+
+@pytest.mark.parametrize("given", ["config", "tokenizer", "beside"])
+def test_the_vocabulary_that_custom_code_names_goes_along(tmp_path, model, given):
+    folder = tmp_path / "beside"
+    if given == "beside":
+        smckpt.save({"model": model.state_dict()}, checkpoint_id=folder, no_dist=True)
+    model.config.save_pretrained(folder)
+    (folder / "tokenization_own.py").write_text(TOKENIZER)
+    (folder / "own.vocabulary").write_text(" ".join(f"w{n}" for n in range(60)))
+    (folder / "others.vocabulary").write_text("")
+    values = {"auto_map": {"AutoTokenizer": ["tokenization_own.OwnTokenizer", None]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(values))
+    more: dict[str, Any] = {
+        "config": {"config": folder}, "beside": {},
+        "tokenizer": {"config": model.config, "tokenizer": folder},
+    }[given]  # fmt: skip
+    source = folder if given == "beside" else tmp_path / "model.pt"
+    export_hf(source, tmp_path / "hf", **more)
+    loaded = AutoTokenizer.from_pretrained(tmp_path / "hf", trust_remote_code=True)
+    assert loaded("w3 w59").input_ids == [3, 59]
+    assert not (tmp_path / "hf" / "others.vocabulary").exists()
+    if given == "tokenizer":
+        (folder / "tokenization_own.py").unlink()
+        report = export_hf(source, tmp_path / "no", **more)
+        assert any("auto_map beside the tokenizer" in note for note in report.notes)
+
+
+@pytest.mark.parametrize("given", ["config", "beside", "dict"])
+def test_a_config_that_leads_to_another_by_version_is_refused(tmp_path, model, given):
+    folder = tmp_path / "beside"
+    if given == "beside":
+        smckpt.save({"model": model.state_dict()}, checkpoint_id=folder, no_dist=True)
+    model.config.save_pretrained(folder)
+    values = json.loads((folder / "config.json").read_text())
+    other = {**values, "rms_norm_eps": 0.5}
+    (folder / "config.4.0.0.json").write_text(json.dumps(other))
+    values["configuration_files"] = ["config.4.0.0.json"]
+    (folder / "config.json").write_text(json.dumps(values))
+    if given == "config":
+        with pytest.raises(errors.UsageError, match=r"leads to config\.4\.0\.0\.json"):
+            export_hf(tmp_path / "model.pt", tmp_path / "hf", config=folder)
+        config: Any = folder / "config.4.0.0.json"
+        export_hf(tmp_path / "model.pt", tmp_path / "hf", config=config)
+        assert AutoConfig.from_pretrained(tmp_path / "hf").rms_norm_eps == 0.5
+    elif given == "beside":
+        report = export_hf(folder, tmp_path / "hf")
+        assert any("leads to config.4.0.0.json" in note for note in report.notes), report.notes
+    else:
+        export_hf(tmp_path / "model.pt", tmp_path / "hf", config=values)
+        assert AutoConfig.from_pretrained(tmp_path / "hf").rms_norm_eps == values["rms_norm_eps"]
 
 
 CONFIG = """\

@@ -118,9 +118,10 @@ def tensors_at(state: Named, prefix: str | None) -> dict[str, LogicalTensor]:
         prefix is None and not at_prefix
     ):  # the model is at the top, and what else is there is nested
         found = {name: t for name, t in found.items() if len(t.path) == 1}
-    elif prefix and not found:
-        with suppress(UsageError):
-            found = _below(tensors, ".".join(filter(None, (_find_prefix(tensors, ""), prefix))))
+    elif prefix and (not found or len(places_of_models(found)) > 1):
+        with suppress(UsageError):  # a place in the model that is found without it
+            inner = ".".join(filter(None, (_find_prefix(tensors, ""), prefix)))
+            found = _below(tensors, inner) or found
     if not found:
         raise KeysMismatchError(
             f"no tensor's name starts with {at_prefix + '.'!r}; the state has {_tops(tensors)}",
@@ -276,6 +277,13 @@ def unwrapped(found: Mapping[str, T]) -> dict[str, T]:
             number, _, rest = name.partition(".")
             chunks.setdefault(number, {})[rest] = tensor
         return {f"{n}.{name}": t for n, c in chunks.items() for name, t in unwrapped(c).items()}
+    if not all(name.partition(".")[0] in _WRAPPERS for name in found):
+        # one of several models is wrapped, and its wrapper is its place
+        places, bare = (
+            places_of_models(names) for names in (found, [".".join(_bare(name)) for name in found])
+        )
+        if len(bare) > 1 and "" in bare and "" not in places:
+            return dict(found)
     out: dict[str, T] = {}
     # wrappers and trainers' modules may be in any order: DDP of a trainer's module, a compiled DDP
     names = {".".join(_bare(name)) for name in found if not _VALUE_HEAD.fullmatch(name)}

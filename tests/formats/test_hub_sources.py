@@ -317,6 +317,21 @@ def test_a_value_head_is_left_out_with_a_note(tmp_path, llama, head):
         assert_same(tmp_path / "c", kept)
 
 
+@pytest.mark.parametrize("head", ["score.weight", "v_head.summary.weight"])
+@pytest.mark.parametrize("against", [True, False])
+def test_a_reward_model_under_the_config_of_a_language_model_is_named(
+    tmp_path, llama, head, against
+):
+    model, state = llama
+    config = {**model.config.to_dict(), "architectures": ["LlamaForCausalLM"]}
+    held = {n: t for n, t in state.items() if n != "lm_head.weight"} | {head: torch.ones(1, 64)}
+    torch.save(held, tmp_path / "m.pt")
+    options = ExportOptions(against_model=against)
+    with pytest.raises(errors.UsageError, match=f"{head} are the head of a reward model"):
+        export_hf(tmp_path / "m.pt", tmp_path / "hf", config=config, options=options)
+    assert not (tmp_path / "hf").exists()
+
+
 def test_a_snapshot_in_the_hubs_cache_is_a_source_with_its_config(tmp_path, llama):
     """Its files are links to blobs; links to elsewhere are not followed."""
     model, state = llama

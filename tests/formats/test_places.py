@@ -101,6 +101,41 @@ def test_two_keys_that_look_like_models_are_listed(tmp_path, llama):
         export_hf(tmp_path / "last.ckpt", tmp_path / "no", config=model.config)
 
 
+def test_a_wrapper_that_is_the_place_of_one_of_two_models_is_listed(tmp_path, llama):
+    model, state = llama
+    both = {**below("_orig_mod", state), **below("teacher", other(state))}
+    torch.save(both, tmp_path / "m.pt")
+    with pytest.raises(errors.KeysMismatchError, match="'_orig_mod' or 'teacher'"):
+        export_hf(tmp_path / "m.pt", tmp_path / "no", config=model.config)
+    for prefix, wanted in (("_orig_mod", state), ("teacher", other(state))):
+        export_hf(tmp_path / "m.pt", tmp_path / prefix, config=model.config, prefix=prefix)
+        assert_same(tmp_path / prefix, wanted)
+
+
+@pytest.mark.parametrize("key", ["module", "state_dict"])
+def test_a_place_by_the_name_of_the_trainers_own_key_is_found(tmp_path, llama, key):
+    """The error advised it, and took the key."""
+    model, state = llama
+    both = {**below(key, state), **below("teacher", other(state))}
+    torch.save({key: both}, tmp_path / "m.pt")
+    with pytest.raises(errors.KeysMismatchError, match=f"'{key}' or 'teacher'"):
+        export_hf(tmp_path / "m.pt", tmp_path / "no", config=model.config)
+    for prefix, wanted in ((key, state), (f"{key}.{key}", state), ("teacher", other(state))):
+        export_hf(tmp_path / "m.pt", tmp_path / prefix, config=model.config, prefix=prefix)
+        assert_same(tmp_path / prefix, wanted)
+
+
+def test_of_several_models_in_a_directorys_file_the_advice_leads_to_each(tmp_path, llama):
+    model, state = llama
+    model.config.save_pretrained(tmp_path / "hub")
+    path = tmp_path / "hub" / "pytorch_model.bin"
+    torch.save({"live": state, "ema": other(state)}, path)
+    with pytest.raises(errors.UsageError, match=r"the file itself, and pass prefix=.*'ema' or"):
+        export_hf(tmp_path / "hub", tmp_path / "no")
+    export_hf(path, tmp_path / "hf", config=tmp_path / "hub", prefix="ema")
+    assert_same(tmp_path / "hf", other(state))
+
+
 def test_ranks_files_have_a_prefix_too(tmp_path, llama):
     model, state = llama
     files = []

@@ -143,7 +143,12 @@ def hub_tensors(folder: Folder, *, exact: bool = False) -> dict[TensorKey, Saved
         )  # fmt: skip
     tensors: dict[TensorKey, SavedTensor] = {}
     for name, file in files.items():
-        for tensor, stored in stored_state(folder.source, file).tensors.items():
+        try:
+            state = stored_state(folder.source, file)
+        except UsageError as error:  # of a file with several models
+            error.remedy = f"pass the file itself, and {error.remedy}"
+            raise
+        for tensor, stored in state.tensors.items():
             key = TensorKey(tensor, 0, 0)
             if key in tensors:
                 raise CorruptCheckpointError(

@@ -242,6 +242,23 @@ def open_model(
     if not heads:
         return made
     own = some(made.reader, [name for name in made.reader.held if name not in heads])
+    ends = (
+        "head",
+        "embed_out",
+        "output",
+        "output_layer",
+    )  # what heads of language models are called
+    words = (name.removesuffix(".weight").rpartition(".")[2] for name in own.held)
+    if settings is not None and settings.ties_embeddings is False and not any(
+        word.endswith(ends) for word in words
+    ):  # fmt: skip
+        raise UsageError(
+            f"{', '.join(heads)} are the head of a reward model, a critic or a classifier, and the "
+            f"head that {', '.join(names)} of the config has is not there",
+            remedy="pass the config of the class that was trained (architectures such as "
+            "LlamaForSequenceClassification); as a language model it would have no head",
+            path=made.reader.url,
+        )
     note = (
         f"{', '.join(heads)} are a value head (as TRL's), for which Hugging Face's models have no "
         "place: they are left out"

@@ -174,7 +174,8 @@ def refuse_equal_layers(reader: TensorReader, side: Side) -> tuple[str, ...]:
     that begins with a single number, such as zeros, tells nothing.
 
     Returns:
-        notes on matrices that two ranks hold alike.
+        notes on matrices that two ranks hold alike, and on layers that are equal: one of a pipeline
+        stage in the place of another's, unless the model was made so.
 
     Raises:
         UsageError: all that two ranks have of their own in a layer is equal.
@@ -187,8 +188,8 @@ def refuse_equal_layers(reader: TensorReader, side: Side) -> tuple[str, ...]:
                 names = layers.setdefault((role.tower, role.layer), {})
                 names.setdefault(key.name, set()).add(key)
     alike: list[str] = []
-    for (_, layer), names in layers.items():
-        names = {name: keys for name, keys in names.items() if len(keys) > 1}
+    layers_of: dict[object, list[int]] = {}  # what the first rank's matrices begin with
+    for (tower, layer), names in layers.items():
         size_of = {name: DTYPES[reader.held[name].dtype].itemsize for name in names}
         tensors = {
             key: whole(key, reader.held[name].keyed[key], reader.held[name].dtype)
@@ -196,14 +197,18 @@ def refuse_equal_layers(reader: TensorReader, side: Side) -> tuple[str, ...]:
             for key in keys
         }
         pairs: dict[tuple[TensorKey, TensorKey], None] = {}  # in order
+        of_first: list[bytes] = []
         for name in {_EXPERT.sub("#", name): name for name in sorted(names, reverse=True)}.values():
             begin_alike: dict[bytes, TensorKey] = {}
             for key in sorted(names[name]):
                 begins = _elements(source, tensors[key], 0, _BEGINNING)
                 if _varies(begins, size_of[name]):
+                    of_first += [] if begin_alike else [begins]
                     first = begin_alike.setdefault(begins, key)
                     if first is not key:
                         pairs[first._replace(name=""), key._replace(name="")] = None
+        if of_first:
+            layers_of.setdefault((tower, *of_first), []).append(layer)
         for one, two in pairs:
             both = [(one._replace(name=name), two._replace(name=name)) for name in sorted(names)]
             same, all_same = [], True
@@ -223,13 +228,19 @@ def refuse_equal_layers(reader: TensorReader, side: Side) -> tuple[str, ...]:
                     path=reader.url,
                 )
             alike += [f"{name} of {where}" for name in same]
-    if not alike:
-        return ()
-    more = f" and {len(alike) - 8} more" if alike[8:] else ""
-    return (
-        f"ranks hold equal matrices where each should have a part of its own: "
-        f"{'; '.join(alike[:8])}{more}: compare the export's logits with the trainer's",
-    )
+    notes = [
+        f"layers {', '.join(map(str, found))} begin with the same numbers: unless the model was "
+        "made so, they are one layer, of a rank or stage in the place of another"
+        for found in layers_of.values()
+        if len(found) > 1
+    ]
+    if alike:
+        more = f" and {len(alike) - 8} more" if alike[8:] else ""
+        notes.append(
+            "ranks hold equal matrices where each should have a part of its own: "
+            f"{'; '.join(alike[:8])}{more}: compare the export's logits with the trainer's"
+        )
+    return tuple(notes)
 
 
 def _varies(begins: bytes, itemsize: int) -> bool:

@@ -141,10 +141,12 @@ def stated(folder: Path, cuts: list[State], ranks: list[int], **args: Any) -> li
 
 
 def of_stages(state: State, pp: int) -> list[State]:
-    whole = ref.mcore(state, 1, 0)
+    """Of four layers."""
+    whole, each = ref.mcore(state, 1, 0), 4 // pp
     return [
-        {n.replace(f"layers.{p}.", "layers.0."): t for n, t in whole.items()
-         if f"layers.{p}." in n or (p == 0 and "embedding" in n)
+        {n.replace(f"layers.{p * each + i}.", f"layers.{i}."): t for i in range(each)
+         for n, t in whole.items()
+         if f"layers.{p * each + i}." in n or (p == 0 and "embedding" in n)
          or (p == pp - 1 and ("final" in n or "output_layer" in n))}
         for p in range(pp)
     ]  # fmt: skip
@@ -248,6 +250,25 @@ def test_single_matrices_of_another_rank_are_noted(tmp_path, made):
         found = [note for note in report.notes if "equal matrices" in note]
         assert bool(found) == noted, report.notes
         assert not noted or f"decoder.layers.0.{name} of (tp, ep) (0, 0) and (1, 0)" in found[0]
+
+
+@pytest.mark.parametrize("kind", ["stages", "ranks"])
+def test_a_layer_of_another_stage_is_noted(tmp_path, made, kind):
+    """A model that was made deeper by its own layers has such too."""
+    model, state = made("llama")
+    cuts = of_stages(state, 2) if kind == "stages" else cuts_of("llama", state, 2, 1)
+    whole = [dict(cut) for cut in cuts]
+    for cut in whole:
+        of_layer = {n: t for n, t in cut.items() if "layers.1." in n}
+        cut |= {n.replace("layers.1.", "layers.0."): t for n, t in of_layer.items()}
+    degrees = Parallel(pp=2) if kind == "stages" else Parallel(tp=2)
+    for number, held in enumerate((cuts, whole)):
+        files = [tmp_path / f"{number}-rank{rank}.safetensors" for rank in range(2)]
+        for path, cut in zip(files, held, strict=True):
+            write(cut, path)
+        report = export_hf(files, tmp_path / f"{number}", config=model.config, parallel=degrees)
+        found = [note for note in report.notes if "begin with the same numbers" in note]
+        assert len(found) == (0 if number == 0 else 2 if kind == "stages" else 1), report.notes
 
 
 @pytest.mark.parametrize(

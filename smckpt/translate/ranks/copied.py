@@ -26,6 +26,7 @@ __all__ = ["refuse_equal_files", "refuse_equal_layers", "refuse_equal_ranks"]
 _COMPARED = 64 << 10  # bytes of a tensor that are read before all of it
 _BEGINNING = 4 << 10  # of a tensor of a layer, and of each place of a file
 _SAMPLES = 8  # places of a file that are compared before all of it
+_OF_EXPERTS = re.compile(r"(?<!shared_)experts")
 EQUAL_EXPERTS = (
     "if the ranks' experts are equal because all were made from one (upcycled), pass "
     "allow_equal_ranks=True (--allow-equal-ranks)"
@@ -85,6 +86,9 @@ def refuse_equal_ranks(
                 break
         for first, *others in parts:
             for other in others:
+                alone = first.stage == other.stage and first.parts[0] == other.parts[0]
+                if alone and not any(map(_OF_EXPERTS.search, first.tensors)):
+                    continue  # layers without experts, of which expert-parallel ranks have copies
                 if (first.stage, first.parts) != (other.stage, other.parts):
                     _refuse_equal(sources, first, other, names, stages[other.stage].url)
 

@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 from smckpt import Parallel, errors, export_hf, import_hf
 from smckpt.cli.app import app
 from smckpt.topology import ParallelState
+from tests.support.models import families, shards
 from tests.support.models import references as ref
-from tests.support.models import shards
 from tests.translate.layouts.test_layout_checkpoints import plain
 
 State = dict[str, torch.Tensor]
@@ -250,6 +250,22 @@ def test_single_matrices_of_another_rank_are_noted(tmp_path, made):
         found = [note for note in report.notes if "equal matrices" in note]
         assert bool(found) == noted, report.notes
         assert not noted or f"decoder.layers.0.{name} of (tp, ep) (0, 0) and (1, 0)" in found[0]
+
+
+@pytest.mark.parametrize("kind", ["files", "checkpoint"])
+def test_a_stage_without_experts_is_the_same_on_expert_parallel_ranks(tmp_path, kind):
+    """DeepSeek's and GLM's first layers are dense."""
+    model = families.model("glm4_moe")
+    state = ref.on_disk(model, tmp_path / "hub")
+    degrees = Parallel("mcore_te_sequential", ep=2, pp=2)
+    import_hf(tmp_path / "hub", tmp_path / "ranks", degrees, prefix="")
+    source: Any = tmp_path / "ranks"
+    if kind == "files":
+        made = sorted(source.glob("data-*.safetensors"))
+        source = [shutil.copy(path, tmp_path / f"{rank}.safetensors")
+                  for rank, path in enumerate(made)]  # fmt: skip
+    export_hf(source, tmp_path / "hf", config=model.config, parallel=degrees)
+    assert_same(tmp_path / "hf", state)
 
 
 @pytest.mark.parametrize("kind", ["stages", "ranks"])

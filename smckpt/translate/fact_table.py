@@ -338,15 +338,15 @@ FACTS: Sequence[Fact] = (
                                      values.get("mscale_all_dim")) or 1.0) ** 2
           if values.get("mscale_all_dim") is not None and values.get("rope_type") != "rope"
           else None),
-    _fact("yarn_mscale (of cosines)", "mscale, mscale_all_dim, attention_factor",
-          lambda m: _yarn_turned(m, latent=False),
-          lambda values: yarn_turned(values, latent=False)),
     _fact("beta_fast", "beta_fast", _yarn("beta_fast", latent=True, absent=32)),
     _fact("beta_slow", "beta_slow", _yarn("beta_slow", latent=True, absent=1)),
     _fact(_ORIGINAL, _ORIGINAL, _yarn(_ORIGINAL, latent=True, absent=_LONGEST)),
     _fact("yarn_rotary_scaling_factor", "factor of YaRN",
           _yarn("factor", latent=False, plain=1),
           if_yarn("yarn_rotary_scaling_factor", "rotary_scaling_factor")),
+    _fact("yarn_mscale (of cosines)", "mscale, mscale_all_dim, attention_factor",
+          lambda m: _yarn_turned(m, latent=False),
+          lambda values: yarn_turned(values, latent=False)),
     _fact("yarn_beta_fast", "beta_fast", _yarn("beta_fast", latent=False, absent=32),
           if_yarn("yarn_beta_fast")),
     _fact("yarn_beta_slow", "beta_slow", _yarn("beta_slow", latent=False, absent=1),

@@ -290,7 +290,7 @@ def test_files_that_are_missing_or_short_or_changed_are_refused(tmp_path, whole,
             export_hf(folder, tmp_path / "hf", config=released[0])
 
 
-@pytest.mark.parametrize("shape", ["model", "flat"])
+@pytest.mark.parametrize("shape", ["flat", "module"])
 def test_a_copy_of_another_ranks_file_is_refused(tmp_path, saved, released, shape):
     """Its bytes have the right checksums, and nothing in it says what they are parts of."""
     config, wanted = released

@@ -239,7 +239,7 @@ register_reader(
 TRANSLATORS.register(
     "hugging_face",
     LiveTranslator(
-        recognises=_above("smckpt.translate.models.model", "looks_transformed"),
+        recognises=_above("smckpt.translate.tables.layouts", "looks_transformed"),
         full_state=_above("smckpt.translate.live.full_state", "full_state"),
     ),
 )

@@ -44,13 +44,13 @@ from smckpt.translate.models.merged import (
     changed_tensor,
     changes_of,
 )
-from smckpt.translate.models.model import looks_transformed
 from smckpt.translate.models.model_source import Parallel, open_model
 from smckpt.translate.models.quantized import dequantized
 from smckpt.translate.ranks.pipeline import JoinedTensors
 from smckpt.translate.ranks.translated import Translated, TranslatedSource
 from smckpt.translate.stream import read_elements, tied_names
 from smckpt.translate.tables.hub import HubTensor, find_ties
+from smckpt.translate.tables.layouts import looks_transformed
 
 __all__ = ["Adapter", "find_peft_contents"]
 

@@ -39,7 +39,6 @@ __all__ = [
     "Translation",
     "choose_layout",
     "looks_packed",
-    "looks_transformed",
     "model_dims",
     "prove",
     "source_of_ranks",
@@ -51,20 +50,8 @@ __all__ = [
 ]
 
 
-# Parts of names that no model of transformers has.
-_TRANSFORMED = re.compile(
-    r"\.layernorm_qkv\.|\.layernorm_mlp\.|self_attention\.linear_(qkv|proj)\.|\._extra_state"
-    r"|decoder\.layers\.\d+\.mlp\.linear_fc\d\.|\.seq_layers\."
-    r"|(^|\.)layers\.\d+\.attention\.(qkv_linear\.)?w[qkvo]\."
-    r"|(^|\.)layers\.\d+\.sa_norm\.scale$"
-)
 # Experts as transformers 5 packs them in memory; some families have other names on disk.
 _PACKED = re.compile(r"\.mlp\.experts\.gate_up_proj$")
-
-
-def looks_transformed(names: Collection[str]) -> bool:
-    """Whether some names belong to a tensor-parallel layout other than transformers' own."""
-    return any(_TRANSFORMED.search(name) for name in names)
 
 
 def looks_packed(names: Collection[str], model_type: str | None) -> bool:

@@ -52,7 +52,6 @@ from smckpt.translate.facts import compare_configs, compare_facts
 from smckpt.translate.models.model import (
     choose_layout,
     looks_packed,
-    looks_transformed,
     model_dims,
     unmatched,
 )
@@ -60,6 +59,7 @@ from smckpt.translate.models.quantized import dequantized
 from smckpt.translate.ranks.copied import refuse_equal_files, refuse_equal_ranks
 from smckpt.translate.ranks.pipeline import merged, open_ranks, some
 from smckpt.translate.tables.families import find_family
+from smckpt.translate.tables.layouts import looks_transformed
 from smckpt.translate.tables.table import TensorLayout
 
 __all__ = ["ModelSource", "Parallel", "open_model"]

@@ -19,6 +19,7 @@ from smckpt.formats.tensors import TensorKey, TensorReader
 from smckpt.layout.entries import DTYPES
 from smckpt.translate.ranks.translated import Translated, TranslatedSource, whole
 from smckpt.translate.stream import CHUNK, equal, read_elements
+from smckpt.translate.tables.layouts import looks_transformed
 from smckpt.translate.tables.pieces import Side
 
 __all__ = ["refuse_equal_files", "refuse_equal_layers", "refuse_equal_ranks"]
@@ -86,11 +87,19 @@ def refuse_equal_ranks(
                 break
         for first, *others in parts:
             for other in others:
-                alone = first.stage == other.stage and first.parts[0] == other.parts[0]
-                if alone and not any(map(_OF_EXPERTS.search, first.tensors)):
-                    continue  # layers without experts, of which expert-parallel ranks have copies
+                if first.stage == other.stage and not _has_own(first, other):
+                    continue
                 if (first.stage, first.parts) != (other.stage, other.parts):
                     _refuse_equal(sources, first, other, names, stages[other.stage].url)
+
+
+def _has_own(one: _Rank, two: _Rank) -> bool:
+    """Whether two ranks of a stage have parts of their own. Layers without experts are the same on
+    expert-parallel ranks. By transformers' own plan others may be, too: `refuse_equal_layers` knows
+    which."""
+    if not looks_transformed(one.tensors):
+        return False
+    return one.parts[0] != two.parts[0] or any(map(_OF_EXPERTS.search, one.tensors))
 
 
 def _elements(source: TranslatedSource, tensor: Translated, start: int, most: int) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from dataclasses import replace
 
 from smckpt.errors import UsageError
@@ -11,7 +12,15 @@ from smckpt.translate.tables.families import family_of
 from smckpt.translate.tables.table import ZERO_CENTRED, Family, TensorLayout, predicting, rows
 from smckpt.translate.tables.table import LayoutRow as Row
 
-__all__ = ["get_layout", "layouts_of", "register_layout"]
+__all__ = ["get_layout", "layouts_of", "looks_transformed", "register_layout"]
+
+# Parts of names that no model of transformers has.
+_TRANSFORMED = re.compile(
+    r"\.layernorm_qkv\.|\.layernorm_mlp\.|self_attention\.linear_(qkv|proj)\.|\._extra_state"
+    r"|decoder\.layers\.\d+\.mlp\.linear_fc\d\.|\.seq_layers\."
+    r"|(^|\.)layers\.\d+\.attention\.(qkv_linear\.)?w[qkvo]\."
+    r"|(^|\.)layers\.\d+\.sa_norm\.scale$"
+)
 
 _QKV, _QKV_B = ("q", "k", "v"), ("q_b", "k_b", "v_b")
 _EXTRA_STATE = (r".*\._extra_state\d*", r".*rotary_emb\.inv_freq", r".*rotary_pos_emb\.inv_freq")
@@ -462,6 +471,11 @@ def get_layout(layout: str | TensorLayout, family: str | Family) -> TensorLayout
             remedy=f"pass one of {', '.join(sorted(found))}, or a TensorLayout of your own",
         )
     return found[layout]
+
+
+def looks_transformed(names: Collection[str]) -> bool:
+    """Whether some names belong to a tensor-parallel layout other than transformers' own."""
+    return any(_TRANSFORMED.search(name) for name in names)
 
 
 def _resolved(layout: TensorLayout, family: Family) -> TensorLayout:

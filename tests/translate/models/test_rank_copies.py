@@ -253,11 +253,17 @@ def test_single_matrices_of_another_rank_are_noted(tmp_path, made):
 
 
 @pytest.mark.parametrize("kind", ["files", "checkpoint"])
-def test_a_stage_without_experts_is_the_same_on_expert_parallel_ranks(tmp_path, kind):
-    """DeepSeek's and GLM's first layers are dense."""
-    model = families.model("glm4_moe")
+@pytest.mark.parametrize(
+    ("family", "degrees"),
+    [("glm4_moe", Parallel("mcore_te_sequential", ep=2, pp=2)),
+     ("gpt_oss", Parallel("hf_tp", tp=2, pp=2))],
+)  # fmt: skip
+def test_ranks_of_a_stage_that_have_no_parts_of_their_own_are_no_copies(
+    tmp_path, kind, family, degrees
+):
+    """The first layers of GLM are dense; transformers cuts of GPT-OSS the head alone."""
+    model = families.model(family)
     state = ref.on_disk(model, tmp_path / "hub")
-    degrees = Parallel("mcore_te_sequential", ep=2, pp=2)
     import_hf(tmp_path / "hub", tmp_path / "ranks", degrees, prefix="")
     source: Any = tmp_path / "ranks"
     if kind == "files":
@@ -266,6 +272,18 @@ def test_a_stage_without_experts_is_the_same_on_expert_parallel_ranks(tmp_path, 
                   for rank, path in enumerate(made)]  # fmt: skip
     export_hf(source, tmp_path / "hf", config=model.config, parallel=degrees)
     assert_same(tmp_path / "hf", state)
+
+
+def test_a_copied_file_under_transformers_own_names_is_refused(tmp_path, made):
+    model, state = made("llama")
+    files = [tmp_path / f"{letter}.safetensors" for letter in "ab"]
+    for rank, path in enumerate(files):
+        write(ref.hf_tp(model, 2, rank), path)
+    export_hf(files, tmp_path / "hf", config=model.config, parallel=Parallel(tp=2))
+    assert_same(tmp_path / "hf", state)
+    shutil.copy(*files)
+    with pytest.raises(errors.UsageError, match="in layer 0 is equal"):
+        export_hf(files, tmp_path / "no", config=model.config, parallel=Parallel(tp=2))
 
 
 @pytest.mark.parametrize("kind", ["stages", "ranks"])

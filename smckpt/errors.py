@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 import socket
+from collections.abc import Sequence
 from typing import Any
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "WorkerError",
     "as_checkpoint_error",
     "error_from_json",
+    "few",
     "visible",
 ]
 
@@ -51,6 +53,12 @@ def visible(text: str, keep: str = "") -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c in keep else repr(c)[1:-1] for c in text)
+
+
+def few(values: Sequence[Any], most: int) -> str:
+    """The first of many values, for a message: "0, 2 and 5 more"."""
+    more = f" and {len(values) - most} more" if len(values) > most else ""
+    return ", ".join(map(str, values[:most])) + more
 
 
 class CheckpointError(Exception):

@@ -15,7 +15,7 @@ import torch
 
 from smckpt.checkpoint.reading.blocks import Span
 from smckpt.checkpoint.reading.catalogue import Catalogue
-from smckpt.checkpoint.reading.plan import whole_tensors
+from smckpt.checkpoint.reading.plan import Planner
 from smckpt.checkpoint.reading.plan_local import ParallelCoordinates
 from smckpt.checkpoint.reading.read import ReadPlan, scattered
 from smckpt.checkpoint.reading.whole import kind_of, nested, under_names
@@ -175,9 +175,8 @@ def whole_state(
     """
     leaves: dict[Path, Any] = {}
     tensors: dict[Any, Any] = {}
-    for path, dtype, shape in whole_tensors(
-        catalogue, rank=group.rank, group_ranks=group.ranks, coordinates=coordinates
-    ):
+    planner = Planner(catalogue, rank=group.rank, group_ranks=group.ranks, coordinates=coordinates)
+    for path, dtype, shape in planner.tensors():
         if only is None or str(path[0]) in only:
             room = _room(catalogue, path, dtype, shape)
             kind = kind_of(catalogue, path) or ""

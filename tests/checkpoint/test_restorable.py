@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from smckpt.checkpoint.reading.committed import open_catalogue
-from smckpt.checkpoint.reading.plan import plan_logical, whole_tensors
+from smckpt.checkpoint.reading.plan import Planner, plan_logical
 from smckpt.checkpoint.reading.plan_local import ParallelCoordinates
 from smckpt.checkpoint.upkeep.restorable import parse_geometry, restorable_at
 from smckpt.cli.app import app
@@ -64,7 +64,7 @@ def loads(at: Path, geometry: str) -> bool:
             live = ParallelState.from_json(state.to_json(), rank=rank)
             of = {"rank": rank, "group_ranks": ranks}
             of["coordinates"] = ParallelCoordinates.of(catalogue, live, rank, len(ranks))
-            for path, dtype, shape in whole_tensors(catalogue, **of):
+            for path, dtype, shape in Planner(catalogue, **of).tensors():
                 rule = BoxGeometry(str(path[-1]), shape, (Box.whole(shape),), (rank,))
                 entry = Entry(path, dtype, rule, path[:-1], (), (rank,))
                 plan_logical(catalogue, [entry], strict=False, **of)

@@ -14,8 +14,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 
 from smckpt.checkpoint.commits.choose import choose_commit
-from smckpt.checkpoint.records.crc import BLOCK
-from smckpt.checkpoint.records.format import FileRecord, Manifest, parse_name
+from smckpt.checkpoint.records.format import FileRecord, Manifest, order_of
 from smckpt.checkpoint.records.prefixes import files_of
 from smckpt.errors import (
     CheckpointError,
@@ -149,8 +148,7 @@ def what_is_missing(storage: Storage, identity: str | None = None) -> str:
         for part in manifest.parts:
             expected: dict[str, int | None] = {part.name: None}
             for file in part.files:
-                expected[file.name] = file.size
-                expected[file.crc_name] = 8 * -(-file.size // BLOCK)
+                expected |= file.sizes
             for name, size in expected.items():
                 path = files.path_of(name)
                 of = f"group {group.directory}, " if group.directory else ""
@@ -189,7 +187,7 @@ def replacement(storage: Storage, identity: str, doing: str) -> CheckpointReplac
             newer = choose_commit(storage).identity
     except CheckpointError:
         return None
-    if _order(newer) <= _order(identity):
+    if order_of(newer) <= order_of(identity):
         return None
     return CheckpointReplacedError(
         f"a newer save replaced the checkpoint while it was read: {newer} was committed, and the "
@@ -210,8 +208,3 @@ def _lacks_file(error: BaseException | None) -> bool:
             return True
         error = error.__cause__
     return False
-
-
-def _order(identity: str) -> tuple[int, int]:
-    parsed = parse_name(identity)
-    return (0, 0) if parsed is None else (parsed.fencing_token, parsed.number)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from smckpt.checkpoint.commits.part import tables_digest
-from smckpt.checkpoint.records.crc import BLOCK, crc64, hex64
+from smckpt.checkpoint.records.crc import crc64, hex64
 from smckpt.checkpoint.records.files import FILES_AT_ONCE
 from smckpt.checkpoint.records.format import FileRecord, PartRecord
 from smckpt.checkpoint.records.rows import RowMerger, decode_rows
@@ -22,6 +22,7 @@ from smckpt.errors import (
     StateError,
     StorageError,
     UsageError,
+    few,
 )
 from smckpt.storage import Storage
 from smckpt.storage.urls import file_url
@@ -29,6 +30,7 @@ from smckpt.storage.urls import file_url
 __all__ = ["Gathered", "gather_parts"]
 
 _BATCH = 256  # parts in memory at once
+_NAMED = 6  # ranks, hosts or keys that a message names
 _REFERENCE = 128  # bytes that the name of another rank's table has at most; a table has more
 # a rank may pass another value, which is refused
 _SAME = ("checkpoint_id", "kind", "step", "group_ranks")
@@ -221,10 +223,14 @@ def _read(storage: Storage, rank: int, listed: Mapping[str, str]) -> _Read | str
         sections = {key: sections[key] for key in _NEEDED}  # not the objects, which may be large
         files = decode(tuple[FileRecord, ...], json.loads(sections["files"]), newer=True)
         for file in files:
-            name = file.name
-            _check_size(storage, name, file.size, where)
-            name = file.crc_name
-            _check_size(storage, name, 8 * -(-file.size // BLOCK), where)
+            for name, size in file.sizes.items():
+                there = storage.size(name)
+                if there != size:
+                    raise StorageError(
+                        f"{name} has {there} bytes, but {size} were written",
+                        remedy="check the file system; the save was not committed",
+                        **{**where, "path": storage.path_of(name)},
+                    )
         short = len(sections["layout"]) < _REFERENCE
         table = json.loads(sections["layout"]) if short else {}
         table_of = (int(table["rank"]), str(table["digest"])) if "digest" in table else None
@@ -237,16 +243,6 @@ def _read(storage: Storage, rank: int, listed: Mapping[str, str]) -> _Read | str
             **where,
         ) from error
     return _Read(sections, files, table_of)
-
-
-def _check_size(storage: Storage, name: str, size: int, where: Mapping[str, Any]) -> None:
-    found = storage.size(name)
-    if found != size:
-        raise StorageError(
-            f"{name} has {found} bytes, but {size} were written",
-            remedy="check the file system; the save was not committed",
-            **{**where, "path": storage.path_of(name)},
-        )
 
 
 def _not_shared(
@@ -265,9 +261,9 @@ def _not_shared(
     else:
         what = (
             "the directory is not shared by the hosts of the group: the files of "
-            f"{_few(blind)} (ranks {_few(sorted(unseen))}) are not seen on {here}"
+            f"{few(blind, _NAMED)} (ranks {few(sorted(unseen), _NAMED)}) are not seen on {here}"
         )
-        what += f"; those of {_few(seen)} are" if seen else ""
+        what += f"; those of {few(seen, _NAMED)} are" if seen else ""
         remedy = "mount one file system on all hosts, or use an s3:// checkpoint_id"
     raise StorageError(what, remedy=remedy, path=file_url(storage.url, name))
 
@@ -291,8 +287,8 @@ def _check_classes(url: str, group: _Group) -> None:
         like = min(by_rank)
         differ = _differing(group.layouts.get(like), group.layouts.get(odd[0]))
         raise StateError(
-            f"ranks {_few(members)} share the writing of their common tensors, but rank {odd[0]} "
-            f"holds other tensors than rank {like}: {differ}",
+            f"ranks {few(members, _NAMED)} share the writing of their common tensors, but rank "
+            f"{odd[0]} holds other tensors than rank {like}: {differ}",
             remedy="give all replicas the same state: initialise optimizer state on all of them "
             "(init_optim_state), and save values that differ between ranks as plain tensors",
             path=url,
@@ -317,9 +313,9 @@ def _check_shards(url: str, layout: Mapping[str, Any], ranks: Sequence[int]) -> 
             others = [e for e in entries if e.path == entry.path and odd[0] in e.ranks]
             what = f"{others[0].dtype} with the rule {others[0].geometry}" if others else "nothing"
             raise StateError(
-                f"{entry.key} is divided over ranks {_few(rule.ranks)}; rank {entry.ranks[0]} has "
-                f"its part as {entry.dtype} with the rule {rule}, but rank {odd[0]} has {what} "
-                "under this name: no load could fill it",
+                f"{entry.key} is divided over ranks {few(rule.ranks, _NAMED)}; rank "
+                f"{entry.ranks[0]} has its part as {entry.dtype} with the rule {rule}, but rank "
+                f"{odd[0]} has {what} under this name: no load could fill it",
                 remedy="give all ranks of the mesh the same state (for an optimizer: "
                 "init_optim_state), and save values that differ between ranks as plain tensors",
                 path=url,
@@ -339,8 +335,4 @@ def _differing(ours: bytes | None, theirs: bytes | None) -> str:
         for text in (ours, theirs)
     )
     keys = sorted({".".join(map(str, json.loads(row)[0])) for row in a ^ b})
-    return _few(keys) if keys else "the same names and shapes, placed differently"
-
-
-def _few(values: Sequence[Any]) -> str:
-    return ", ".join(map(str, values[:6])) + (f" and {len(values) - 6} more" if values[6:] else "")
+    return few(keys, _NAMED) if keys else "the same names and shapes, placed differently"

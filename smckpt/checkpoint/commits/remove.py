@@ -32,6 +32,7 @@ from smckpt.checkpoint.records.format import (
     Owner,
     Rank,
     name_of,
+    order_of,
     parse_name,
     parse_temporary,
 )
@@ -412,8 +413,10 @@ def remove_newest(top: Storage) -> RemoveReport:
         if not finished:
             raise
         contents = None
-    last = max(finished, key=lambda one: _order(one.identity), default=None)
-    if contents is not None and (last is None or _order(contents.identity) > _order(last.identity)):
+    last = max(finished, key=lambda one: order_of(one.identity), default=None)
+    if contents is not None and (
+        last is None or order_of(contents.identity) > order_of(last.identity)
+    ):
         remove_checkpoint(contents)
         identity, files, nbytes = contents.identity, contents.files, contents.nbytes
     else:
@@ -424,12 +427,6 @@ def remove_newest(top: Storage) -> RemoveReport:
     except (CheckpointNotFoundError, CorruptCheckpointError):  # or the rest of a swept commit
         left = None
     return RemoveReport(top.url, identity, files, nbytes, left)
-
-
-def _order(identity: str) -> tuple[int, int]:
-    parsed = parse_name(identity)
-    assert parsed is not None
-    return parsed.fencing_token, parsed.number
 
 
 def finish_removals(top: Storage) -> list[Removal]:

@@ -17,7 +17,7 @@ from smckpt.checkpoint.reading.blocks import Readers, SavedFile
 from smckpt.checkpoint.records.headers import StoredSlot
 from smckpt.checkpoint.records.objects import decode_object
 from smckpt.decoding import SENSELESS
-from smckpt.errors import CheckpointError, CorruptCheckpointError
+from smckpt.errors import CheckpointError, CorruptCheckpointError, UsageError
 from smckpt.layout.containers import made_again
 from smckpt.layout.entries import Entry, Path, dotted
 from smckpt.layout.geometry import Geometry
@@ -246,6 +246,18 @@ class Catalogue(ABC):
     def whole(self) -> bool:
         """Whether all groups of the step are here, and not one group of several."""
         return True
+
+    def refuse_one_group(self) -> None:
+        """
+        Raises:
+            UsageError: not all groups of the step are here.
+        """
+        if not self.whole:
+            raise UsageError(
+                "this is one group of a step, which is not a checkpoint without the other groups",
+                remedy=f"pass the directory of the step, {self.above}",
+                path=self.url,
+            )
 
     @property
     def topology(self) -> dict[str, Any] | None:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -28,45 +26,32 @@ from smckpt.storage.urls import file_url, join_url, parent_url
 
 __all__ = [
     "CommittedCatalogue",
-    "CommittedGroup",
     "catalogue_of",
     "open_any",
     "open_catalogue",
 ]
 
 
-@dataclass(frozen=True)
-class CommittedGroup:
-    """One group's manifest, its directory, and the store of its ranks' files."""
-
-    directory: str
-    manifest: Manifest
-    storage: Storage
-
-
-class Found:
-    """What a catalogue has read and found out so far."""
-
-    def __init__(self, readers: Readers, rows: tuple[Entry, ...]) -> None:
-        self.lock = threading.Lock()
-        self.readers = readers
-        self.rows = rows
-        self.files: dict[int, list[SavedFile]] = {}
-        self.headers: dict[SavedFile, Header] = {}
-        self.slots: dict[tuple[int, ...], dict[str, list[Stored]]] = {}
-
-
-@dataclass(frozen=True)
 class CommittedCatalogue(Catalogue):
     """A committed checkpoint of ours; made by `open_catalogue`.
 
     Headers are read when they are needed, and compared with the checksums of their blocks.
     """
 
-    url: str
-    commit: Commit
-    members: tuple[CommittedGroup, ...]
-    _found: Found = field(compare=False, repr=False)
+    def __init__(
+        self, url: str, commit: Commit, groups: Sequence[tuple[Manifest, Storage]], readers: Readers
+    ) -> None:
+        """`groups`: each group's manifest, and the store of its ranks' files."""
+        self.url = url
+        self.commit = commit
+        self.manifests = tuple(manifest for manifest, _ in groups)
+        self._groups = groups
+        self._readers = readers
+        tables = ((manifest.layout, manifest.group_ranks, files.url) for manifest, files in groups)
+        self._rows = tuple(rows_of_groups(tables))
+        self._files: dict[int, list[SavedFile]] = {}
+        self._headers: dict[SavedFile, Header] = {}
+        self._slots: dict[tuple[int, ...], dict[str, list[Stored]]] = {}
 
     @property
     def identity(self) -> str:
@@ -82,7 +67,7 @@ class CommittedCatalogue(Catalogue):
         record = self._first.record
         if record is None or self.commit.through_record:
             return self.url
-        return parent_url(join_url(self.members[0].directory, record))
+        return parent_url(join_url(self._groups[0][1].url, record))
 
     @property
     def ours(self) -> bool:
@@ -90,19 +75,15 @@ class CommittedCatalogue(Catalogue):
 
     @property
     def single_group(self) -> bool:
-        return len(self.members) == 1
+        return len(self.manifests) == 1
 
     @property
     def whole(self) -> bool:
-        return self.members[0].manifest.record is None or self.commit.through_record
-
-    @property
-    def manifests(self) -> tuple[Manifest, ...]:
-        return tuple(m.manifest for m in self.members)
+        return self._first.record is None or self.commit.through_record
 
     @property
     def _first(self) -> Manifest:
-        return self.members[0].manifest
+        return self.manifests[0]
 
     @property
     def kind(self) -> str | None:
@@ -145,7 +126,7 @@ class CommittedCatalogue(Catalogue):
 
     @property
     def rows(self) -> tuple[Entry, ...]:
-        return self._found.rows
+        return self._rows
 
     @cached_property
     def pieces(self) -> SavedPieces:
@@ -159,9 +140,9 @@ class CommittedCatalogue(Catalogue):
     def parts(self) -> dict[int, tuple[str, PartRecord]]:
         """Rank → the directory of its files, and its part."""
         return {
-            part.rank: (member.storage.holder(part.name).url, part)
-            for member in self.members
-            for part in member.manifest.parts
+            part.rank: (files.holder(part.name).url, part)
+            for manifest, files in self._groups
+            for part in manifest.parts
         }
 
     @property
@@ -174,18 +155,15 @@ class CommittedCatalogue(Catalogue):
 
     @property
     def readers(self) -> Readers:
-        return self._found.readers
-
-    def storage(self, directory: str) -> Storage:
-        return self._found.readers.storage(directory)
+        return self._readers
 
     def reader(self, file: SavedFile) -> BlockReader:
         """The checking reader of a data file."""
-        return self._found.readers.of(file)
+        return self._readers.of(file)
 
     def read_headers(self, ranks: Iterable[int]) -> None:
         files = [file for rank in sorted(set(ranks)) for file in self._files_of(rank)]
-        files = [file for file in files if file not in self._found.headers]
+        files = [file for file in files if file not in self._headers]
         if len(files) > 1:
             with ThreadPoolExecutor(min(FILES_AT_ONCE, len(files)), "smckpt-headers") as pool:
                 list(pool.map(self.header, files))
@@ -197,7 +175,7 @@ class CommittedCatalogue(Catalogue):
             CorruptCheckpointError: the header is damaged, or the file is missing or has another
                 size.
         """
-        header = self._found.headers.get(file)
+        header = self._headers.get(file)
         if header is None:
             reader = self.reader(file)
             with not_missing(file.path):
@@ -210,7 +188,7 @@ class CommittedCatalogue(Catalogue):
                     path=file.path,
                 )
             header = read_header(reader.read, size, file.path)
-            self._found.headers[file] = header
+            self._headers[file] = header
         return header
 
     def slots(self, row: Entry, holders: Sequence[int]) -> list[Stored]:
@@ -253,22 +231,22 @@ class CommittedCatalogue(Catalogue):
         return found
 
     def _files_of(self, rank: int) -> list[SavedFile]:
-        if rank not in self._found.files:
+        if rank not in self._files:
             directory, part = self.parts[rank]
-            self._found.files[rank] = [SavedFile(directory, f, rank) for f in part.files]
-        return self._found.files[rank]
+            self._files[rank] = [SavedFile(directory, f, rank) for f in part.files]
+        return self._files[rank]
 
     def _stored(self, holders: tuple[int, ...]) -> dict[str, list[Stored]]:
         """The arrays that the files of these ranks hold, by key."""
-        if holders not in self._found.slots:
+        if holders not in self._slots:
             self.read_headers(holders)
             found: dict[str, list[Stored]] = {}
             for rank in holders:
                 for file in self._files_of(rank):
                     for key, slot in self.header(file).slots.items():
                         found.setdefault(key, []).append((file, slot))
-            self._found.slots[holders] = found
-        return self._found.slots[holders]
+            self._slots[holders] = found
+        return self._slots[holders]
 
     def part_url(self, rank: int) -> str:
         directory, part = self.parts[rank]
@@ -279,7 +257,7 @@ class CommittedCatalogue(Catalogue):
         directory, part = self.parts[rank]
         manifest = next(m for m in self.manifests if rank in m.group_ranks)
         with not_missing(file_url(directory, part.name)):
-            return read_part(self.storage(directory), part, manifest)
+            return read_part(self._readers.storage(directory), part, manifest)
 
 
 def open_any(storage: Storage, *, choose: str | None = None, name: str | None = None) -> Catalogue:
@@ -334,15 +312,12 @@ def catalogue_of(storage: Storage, commit: Commit) -> CommittedCatalogue:
         tops.append(where if record is None else parent_url(join_url(where, record)))
         tops += [] if spread is None else [spread.root(where)]
     storage = storage.reading_from(*tops)
-    members = tuple(
-        CommittedGroup(here.url, manifest, files_of(here, manifest))
-        for where, manifest in commit.manifests
-        for here in [storage.at(where)]
-    )
+    groups = [
+        (manifest, files_of(storage.at(where), manifest)) for where, manifest in commit.manifests
+    ]
     # All ranks read at once, from all prefixes, so this rank takes its share of all prefixes'
     # requests.
-    spreads = [member.storage.spread for member in members]
+    spreads = [files.spread for _, files in groups]
     share = storage.access.share.times(min(s.prefixes if s else 1 for s in spreads))
-    tables = ((m.manifest.layout, m.manifest.group_ranks, m.directory) for m in members)
-    found = Found(Readers(storage.access.holding(share)), tuple(rows_of_groups(tables)))
-    return CommittedCatalogue(storage.url, commit, members, found)
+    readers = Readers(storage.access.holding(share))
+    return CommittedCatalogue(storage.url, commit, groups, readers)

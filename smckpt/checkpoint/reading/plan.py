@@ -26,7 +26,7 @@ from smckpt.layout.entries import DTYPES, Entry, Path
 from smckpt.layout.mesh import Shape
 from smckpt.layout.strided import Box, Copy, Piece, covered
 
-__all__ = ["Planner", "ReadPlan", "followed_rank", "plan_local", "plan_logical", "whole_tensors"]
+__all__ = ["Planner", "ReadPlan", "followed_rank", "plan_local", "plan_logical"]
 
 
 def plan_logical(
@@ -68,6 +68,15 @@ def plan_logical(
     return plan
 
 
+def followed_rank(saved: Iterable[int], rank: int, group_ranks: Sequence[int]) -> int:
+    """The saved rank whose per-rank values (RNG, buffers, counters) this rank takes: its own, if it
+    was saved. Otherwise the i-th rank of the group takes those of the i-th saved rank, modulo their
+    number.
+    """
+    ordered = sorted(saved)
+    return rank if rank in ordered else ordered[sorted(group_ranks).index(rank) % len(ordered)]
+
+
 class Planner:
     """Plans entries by logical name, as `plan_logical` does, and remembers what it finds out. So
     many small plans cost no more than a large one."""
@@ -81,8 +90,14 @@ class Planner:
         coordinates: ParallelCoordinates = ANYWHERE,
     ) -> None:
         self._catalogue = catalogue
-        self._finder = _Finder(catalogue, rank, sorted(group_ranks), coordinates)
-        self._known: dict[tuple[int, tuple[int, ...]], list[Stored]] = {}
+        self._rank = rank
+        self._group_ranks = sorted(group_ranks)
+        self._coordinates = coordinates
+        self._pieces = catalogue.pieces
+        self._same_ranks = set(catalogue.object_ranks) <= set(group_ranks)
+        self._metadata_only = False
+        self._slots: dict[tuple[int, tuple[int, ...]], list[Stored]] = {}
+        self._cuts: dict[tuple[Box, tuple[Box, ...]], list[tuple[int, Box]] | None] = {}
 
     def copies(self, entries: Sequence[Entry]) -> list[StoredCopy]:
         """The copies that fill those entries whose names the checkpoint has.
@@ -93,16 +108,29 @@ class Planner:
         found = [
             (source, copy, number, entry.itemsize)
             for number, entry in enumerate(entries)
-            for source, copy in self._finder.copies(entry)
+            for source, copy in self._copies(entry)
         ]
         self._catalogue.read_headers({r for source, *_ in found for r in source.holders})
         out = []
         for source, copy, number, itemsize in found:
             array = id(source.row), source.holders
-            if array not in self._known:
-                self._known[array] = self._catalogue.slots(source.row, source.holders)
-            out.append(StoredCopy(self._known[array], copy, number, itemsize))
+            if array not in self._slots:
+                self._slots[array] = self._catalogue.slots(source.row, source.holders)
+            out.append(StoredCopy(self._slots[array], copy, number, itemsize))
         return out
+
+    def tensors(self) -> Iterator[tuple[Path, str, Shape]]:
+        """All tensors that this rank can load whole: for each the path by which it is found, its
+        dtype and its shape."""
+        for name in self._catalogue.logical:
+            row, fqn = self._rows(name)[0]
+            # Where name and path agree, the row's own path is used: a fqn is text, but a key may
+            # be a number.
+            yield (
+                row.path if row.key == name else row.logical_path(fqn),
+                row.dtype,
+                row.geometry.shape_of(fqn),
+            )
 
     def form(self, name: str) -> tuple[str, Shape]:
         """The dtype and the shape of the tensor that this rank would follow under a name.
@@ -110,7 +138,7 @@ class Planner:
         Raises:
             TopologyError: it is not known whose tensor that is.
         """
-        row, fqn = self._finder.rows(name)[0]
+        row, fqn = self._rows(name)[0]
         return row.dtype, row.geometry.shape_of(fqn)
 
     def check(self, entry: Entry) -> None:
@@ -119,60 +147,12 @@ class Planner:
         Raises:
             As `copies`. Boxes without a mesh that overlap count as ambiguous.
         """
-        self._finder.metadata_only = True
-        self._finder.copies(entry)
+        self._metadata_only = True
+        self._copies(entry)
 
+    # -- which elements of the saved arrays go into this rank's arrays ---------------------------
 
-def followed_rank(saved: Iterable[int], rank: int, group_ranks: Sequence[int]) -> int:
-    """The saved rank whose per-rank values (RNG, buffers, counters) this rank takes: its own, if it
-    was saved. Otherwise the i-th rank of the group takes those of the i-th saved rank, modulo their
-    number.
-    """
-    ordered = sorted(saved)
-    return rank if rank in ordered else ordered[sorted(group_ranks).index(rank) % len(ordered)]
-
-
-def whole_tensors(
-    catalogue: Catalogue,
-    *,
-    rank: int,
-    group_ranks: Sequence[int],
-    coordinates: ParallelCoordinates = ANYWHERE,
-) -> Iterator[tuple[Path, str, Shape]]:
-    """All tensors that a rank can load whole: for each the path by which `plan_logical` finds it,
-    its dtype and its shape."""
-    finder = _Finder(catalogue, rank, sorted(group_ranks), coordinates)
-    for name in catalogue.logical:
-        row, fqn = finder.rows(name)[0]
-        # Where name and path agree, the row's own path is used: a fqn is text, but a key may be a
-        # number.
-        yield (
-            row.path if row.key == name else row.logical_path(fqn),
-            row.dtype,
-            row.geometry.shape_of(fqn),
-        )
-
-
-class _Finder:
-    """Finds which elements of the saved arrays go into this rank's arrays."""
-
-    def __init__(
-        self,
-        catalogue: Catalogue,
-        rank: int,
-        group_ranks: Sequence[int],
-        coordinates: ParallelCoordinates,
-    ) -> None:
-        self.metadata_only = False
-        self._coordinates = coordinates
-        self._catalogue = catalogue
-        self._rank = rank
-        self._group_ranks = group_ranks
-        self._pieces = catalogue.pieces
-        self._same_ranks = set(catalogue.object_ranks) <= set(group_ranks)
-        self._cuts: dict[tuple[Box, tuple[Box, ...]], list[tuple[int, Box]] | None] = {}
-
-    def copies(self, entry: Entry) -> list[tuple[SavedPiece, Copy]]:
+    def _copies(self, entry: Entry) -> list[tuple[SavedPiece, Copy]]:
         """The copies that fill those tensors of the entry whose names the checkpoint has."""
         known = self._catalogue.logical
         pieces = entry.geometry.pieces(self._rank)
@@ -210,8 +190,14 @@ class _Finder:
             )
         )
         boxes = tuple(source.piece.box for source in sources)
+        # The layers of a model are cut in the same way, so each cut is proven once.
+        cut = piece.box, boxes
         try:
-            shares = self._shared(piece.box, boxes)
+            if cut not in self._cuts:
+                found = piece.box.shared(boxes)
+                exact = covered(piece.box, (part for _, part in found)).exact
+                self._cuts[cut] = found if exact else None
+            shares = self._cuts[cut]
             left = [] if shares is not None else piece.box.subtract(*boxes)
         except CorruptCheckpointError as error:  # they overlap in too many ways
             error.path = self._catalogue.url
@@ -220,21 +206,10 @@ class _Finder:
             raise uncovered(name, piece, left, self._catalogue, self._rank)
         return [(sources[number], part) for number, part in shares]
 
-    def _shared(self, box: Box, among: tuple[Box, ...]) -> list[tuple[int, Box]] | None:
-        """The parts of a box, each out of one of several boxes. None if they do not fill it exactly
-        once. The layers of a model are cut in the same way, so each cut is proven once.
-        """
-        key = box, among
-        if key not in self._cuts:
-            found = box.shared(among)
-            exact = covered(box, (part for _, part in found)).exact
-            self._cuts[key] = found if exact else None
-        return self._cuts[key]
-
     def _candidates(self, entry: Entry, wanted: str) -> list[tuple[Entry, str]]:
         """The rows that may hold a tensor. All have its shape and dtype."""
         name, whole = entry.logical_name(wanted), entry.geometry.shape_of(wanted)
-        rows = self.rows(name)
+        rows = self._rows(name)
         fqns = {id(row): fqn for row, fqn in rows}
         ours = self._pieces.own_family(entry.geometry, [row for row, _ in rows])
         rows = [(row, fqns[id(row)]) for row in ours]
@@ -245,7 +220,7 @@ class _Finder:
                                    self._catalogue.url, self._rank)  # fmt: skip
         return rows
 
-    def rows(self, name: str) -> list[tuple[Entry, str]]:
+    def _rows(self, name: str) -> list[tuple[Entry, str]]:
         """The rows of a name that this rank may follow."""
         rows = self._pieces.by_name[name]
         if any(row.geometry.per_rank for row, _ in rows):
@@ -285,12 +260,12 @@ class _Finder:
             saved = (source.piece.box for source in sources if self._rank in source.holders)
             if piece.box in saved:
                 return  # this rank saved this box, and the ranks that load are those that saved
-        if not self.metadata_only:
+        if not self._metadata_only:
             self._catalogue.read_headers({r for source in sources for r in source.holders})
         boxes: dict[Box, SavedPiece] = {}
         for source in sources:
             like = boxes.setdefault(source.piece.box, source)
-            if not self._one_tensor(like.row, source.row) and not self._copies(like, source):
+            if not self._one_tensor(like.row, source.row) and not self._same_values(like, source):
                 raise self._ambiguous(entry, piece, like, source)
         common = {box: box.intersect(piece.box) for box in boxes}
         if sum(part.numel for part in common.values() if part is not None) == piece.box.numel:
@@ -316,9 +291,9 @@ class _Finder:
             return one is other
         return self._pieces.one_tensor(one, other)
 
-    def _copies(self, one: SavedPiece, other: SavedPiece) -> bool:
+    def _same_values(self, one: SavedPiece, other: SavedPiece) -> bool:
         """Whether equal boxes without a mesh have the same values, so that either can be used."""
-        if self.metadata_only or not (one.row.geometry.explicit and other.row.geometry.explicit):
+        if self._metadata_only or not (one.row.geometry.explicit and other.row.geometry.explicit):
             return False
         itemsize = DTYPES[one.row.dtype].itemsize
         mine, theirs = (

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from smckpt.checkpoint.reading.catalogue import Catalogue
-from smckpt.checkpoint.reading.plan import Planner, whole_tensors
+from smckpt.checkpoint.reading.plan import Planner
 from smckpt.checkpoint.reading.plan_local import ParallelCoordinates
 from smckpt.checkpoint.reading.read import ReadPlan, execute
 from smckpt.layout.containers import made
@@ -59,12 +59,7 @@ class WholeTensors:
         coordinates = ParallelCoordinates.of(catalogue, None, rank, len(ranks))
         self._planner = Planner(catalogue, rank=rank, group_ranks=ranks, coordinates=coordinates)
         self._readers, self._threads, self._rank = catalogue.readers, threads, rank
-        self.tensors = [
-            WholeTensor(*found)
-            for found in whole_tensors(
-                catalogue, rank=rank, group_ranks=ranks, coordinates=coordinates
-            )
-        ]
+        self.tensors = [WholeTensor(*found) for found in self._planner.tensors()]
 
     def read(self, tensor: WholeTensor, box: Box, target: memoryview) -> None:
         """Fill `target` with the elements of a box, row-major.

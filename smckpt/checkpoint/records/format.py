@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, TypedDict
 
 from msgspec import Meta
 
+from smckpt.checkpoint.records.crc import BLOCK
 from smckpt.checkpoint.records.sealed import FORMAT_VERSION
 from smckpt.decoding import Checksum, Count
 from smckpt.errors import CheckpointError, UsageError
@@ -41,6 +42,7 @@ __all__ = [
     "manifest_name",
     "name_of",
     "new_attempt",
+    "order_of",
     "parse_name",
     "parse_temporary",
     "part_name",
@@ -146,6 +148,12 @@ def parse_name(name: str) -> ParsedName | None:
     return None
 
 
+def order_of(commit: str) -> tuple[int, int]:
+    """Fencing token and number in the name of the file of a commit: a later commit has more."""
+    parsed = parse_name(commit)
+    return (0, 0) if parsed is None else (parsed.fencing_token, parsed.number)
+
+
 def parse_temporary(name: str) -> ParsedName | None:
     """Parse the name of a temporary file that an interrupted exclusive creation left."""
     match = _TEMPORARY.fullmatch(name)
@@ -169,6 +177,11 @@ class FileRecord:
         data, sums = name_of(self.name, "data"), name_of(self.crc_name, "crc")
         if replace(data, kind="crc") != sums:
             raise ValueError(f"{self.crc_name} is not the checksum file of {self.name}")
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The bytes of the file and of that of its checksums, by name."""
+        return {self.name: self.size, self.crc_name: 8 * -(-self.size // BLOCK)}
 
 
 class SavedObject(TypedDict):

@@ -20,7 +20,7 @@ from smckpt.checkpoint.reading.committed import open_catalogue
 from smckpt.checkpoint.reading.read import Meter, Progress, ReadPlan, StoredCopy, execute
 from smckpt.checkpoint.records.numbers import CODES, numbers
 from smckpt.checkpoint.upkeep.difference import Difference, leaves_of, value_difference
-from smckpt.errors import CorruptCheckpointError, UsageError
+from smckpt.errors import CorruptCheckpointError
 from smckpt.layout.entries import DTYPES, Entry
 from smckpt.layout.mesh import Shape
 from smckpt.layout.strided import Box, Copy, Piece, elements, row_major_strides
@@ -102,7 +102,9 @@ def compare_catalogues(
     progress: Progress | None = None,
 ) -> Compared:
     """Compare what two catalogues have; see `compare_checkpoints`. Their readers are closed."""
-    sides = _Side.of(a), _Side.of(b)
+    for catalogue in (a, b):
+        catalogue.refuse_one_group()
+    sides = _Side(a), _Side(b)
     of_values, differences = _compare_values(sides[0].catalogue, sides[1].catalogue, moved)
     every = {name for side in sides for name in side.catalogue.pieces.by_name}
     ignored = {n for n in {*every, *of_values} if any(fnmatch.fnmatchcase(n, p) for p in ignore)}
@@ -206,16 +208,6 @@ class _Side:
 
     def __init__(self, catalogue: Catalogue) -> None:
         self.catalogue = catalogue
-
-    @classmethod
-    def of(cls, catalogue: Catalogue) -> _Side:
-        if not catalogue.whole:
-            raise UsageError(
-                "this is one group of a step, which is not a checkpoint without the other groups",
-                remedy=f"pass the directory of the step, {catalogue.above}",
-                path=catalogue.url,
-            )
-        return cls(catalogue)
 
     def nbytes(self, name: str) -> int:
         tensor = self.catalogue.logical.get(name)

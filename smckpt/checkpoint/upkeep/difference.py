@@ -14,7 +14,7 @@ from smckpt.layout.entries import dotted
 from smckpt.layout.mesh import Shape
 from smckpt.layout.strided import elements
 
-__all__ = ["Difference", "leaves_of", "value_difference"]
+__all__ = ["Difference", "leaves_of", "value_difference", "values_apart"]
 
 _LONGEST = 48  # characters of a value
 _ABSENT = object()
@@ -77,6 +77,19 @@ def leaves_of(catalogue: Catalogue, rank: int) -> dict[str, Any]:
         for at, inside in under_names(catalogue.optimizers, path, value):
             found.update(_flat(dotted(at), inside))
     return found
+
+
+def values_apart(catalogue: Catalogue) -> Iterator[str]:
+    """The names of values that another rank has otherwise than the lowest rank has them."""
+    first, *others = catalogue.object_ranks
+    base = leaves_of(catalogue, first)
+    known: set[str] = set()
+    for rank in others:
+        leaves = leaves_of(catalogue, rank)
+        for name in base.keys() & leaves.keys() - known:
+            if value_difference(name, "", base, leaves) is not None:
+                known.add(name)
+                yield name
 
 
 def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:

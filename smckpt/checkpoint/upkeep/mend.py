@@ -22,7 +22,7 @@ from smckpt.checkpoint.records.crc import BLOCK, combined, crc64, hex64, packed_
 from smckpt.checkpoint.records.format import FileRecord, PartRecord
 from smckpt.checkpoint.records.prefixes import spread_over
 from smckpt.checkpoint.records.sealed import MAX_JSON_BYTES, sound
-from smckpt.checkpoint.upkeep.scan import PIECE, ScannedFile, Sink, scan
+from smckpt.checkpoint.upkeep.scan import ScannedFile, Sink, checksum_at, scan
 from smckpt.errors import CheckpointError, CorruptCheckpointError, StorageError
 from smckpt.storage import Storage
 from smckpt.storage.urls import file_url
@@ -70,8 +70,11 @@ class Damage:
         return self.data is not None or (bool(self.sums) and not self.missing)
 
     @property
-    def sources(self) -> list[str]:
-        return sorted({donor.path for donor in self.found.values()})
+    def mended(self) -> Mended:
+        """What mending it comes to."""
+        nbytes = sum(high - low for low, high in self.ranges)
+        sources = sorted({donor.path for donor in self.found.values()})
+        return Mended(self.path, nbytes or len(self.data or b""), tuple(sources))
 
 
 @dataclass(frozen=True)
@@ -302,19 +305,13 @@ def mend(damage: Damage) -> Mended:
     storage.refuse_links()
     storage.discard_unfinished([name])  # of a repair that was killed
     if damage.data is not None:
-        _write(damage, len(damage.data), iter([memoryview(damage.data)]))
-        expected, nbytes = crc64(damage.data), len(damage.data)
+        size, pieces = len(damage.data), iter([memoryview(damage.data)])
+        expected = crc64(damage.data)
     else:
         assert damage.record is not None
-        _write(damage, damage.record.size, _blocks(damage, damage.record))
-        expected = combined(damage.sums, damage.record.size)
-        nbytes = sum(high - low for low, high in damage.ranges)
-    _read_back(storage, name, damage, expected)
-    return Mended(damage.path, nbytes, tuple(damage.sources))
-
-
-def _write(damage: Damage, size: int, pieces: Iterator[memoryview]) -> None:
-    writer = damage.storage.create_file(damage.name, size, replace=True)
+        size, pieces = damage.record.size, _blocks(damage, damage.record)
+        expected = combined(damage.sums, size)
+    writer = storage.create_file(name, size, replace=True)
     try:
         at = 0
         for piece in pieces:
@@ -324,6 +321,14 @@ def _write(damage: Damage, size: int, pieces: Iterator[memoryview]) -> None:
     except BaseException:
         writer.abort()
         raise
+    if checksum_at(storage, name, storage.size(name)) != expected:
+        raise StorageError(
+            "what was written reads back with other bytes: this disk, or what stands before it, "
+            "is failing",
+            remedy="copy the checkpoint to another place with `smckpt cp`, and repair it there",
+            path=damage.path,
+        )
+    return damage.mended
 
 
 def _blocks(damage: Damage, record: FileRecord) -> Iterator[memoryview]:
@@ -340,18 +345,3 @@ def _blocks(damage: Damage, record: FileRecord) -> Iterator[memoryview]:
                 path=damage.path,
             )
         yield block
-
-
-def _read_back(storage: Storage, name: str, damage: Damage, expected: int) -> None:
-    value = storage.stored_crc64(name)
-    if value is None:
-        value, size = 0, storage.size(name)
-        for low in range(0, size, PIECE):
-            value = crc64(storage.read(name, low, min(PIECE, size - low)), value)
-    if value != expected:
-        raise StorageError(
-            "what was written reads back with other bytes: this disk, or what stands before it, "
-            "is failing",
-            remedy="copy the checkpoint to another place with `smckpt cp`, and repair it there",
-            path=damage.path,
-        )

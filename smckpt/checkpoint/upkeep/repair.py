@@ -301,11 +301,29 @@ def repair_checkpoint(
             raise
         left = Left(step.path, step.what, step.remedy)
         return RepairReport(top.url, dry_run, None, None, False, (), (left,))
-    report = _mend(contents, donors, dry_run=dry_run, threads=threads, progress=progress)
+    others = [contents, *_readable(donors, contents), *_beside(contents)]
+    damages = damages_of(contents, Donors(donors, others), threads=threads, progress=progress)
+    mended, lost = list[Mended](), list[Left]()
+    if damages:
+        if (newer := replacement(contents.storage, contents.identity, "repair")) is not None:
+            raise newer
+        mended = [one.mended if dry_run else mend(one) for one in damages if one.mendable]
+        catalogue = open_catalogue(contents.storage)
+        remedy = (
+            f"if a{'nother' if donors else ''} copy has those bytes: smckpt repair "
+            f"{contents.url} --from COPY ; else take another step (`smckpt doctor` names it)"
+        )
+        lost = [
+            Left(one.path, one.what, remedy, one.rank, one.missing, _tensors(catalogue, one))
+            for one in damages
+            if not one.mendable
+        ]
     for group in () if dry_run else contents.groups:  # of a repair that was killed
         if claimed(group.storage, group.manifest.attempt):
             release(group.storage, group.manifest.attempt)
-    return report
+    return RepairReport(
+        contents.url, dry_run, contents.step, None, False, tuple(mended), tuple(lost)
+    )
 
 
 # -- parts without a commit --------------------------------------------------------------------
@@ -337,32 +355,6 @@ def _commit(
 # -- damaged files -----------------------------------------------------------------------------
 
 
-def _mend(
-    contents: Contents,
-    sources: Sequence[Storage],
-    *,
-    dry_run: bool,
-    threads: int,
-    progress: Progress | None,
-) -> RepairReport:
-    others = [contents, *_readable(sources, contents), *_beside(contents)]
-    damages = damages_of(contents, Donors(sources, others), threads=threads, progress=progress)
-    if damages:
-        replaced = replacement(contents.storage, contents.identity, "repair")
-        if replaced is not None:
-            raise replaced
-    mended = [_would(one) if dry_run else mend(one) for one in damages if one.mendable]
-    catalogue = open_catalogue(contents.storage) if damages else None
-    left = [
-        _left(one, catalogue, bool(sources))
-        for one in damages
-        if not one.mendable and catalogue is not None
-    ]
-    return RepairReport(
-        contents.url, dry_run, contents.step, None, False, tuple(mended), tuple(left)
-    )
-
-
 def _readable(sources: Sequence[Storage], contents: Contents) -> list[Contents]:
     """The sources that are checkpoints."""
     found = []
@@ -383,26 +375,6 @@ def _beside(contents: Contents) -> list[Contents]:
         return []
     near = [one for one in found if one.url not in (contents.url, parent.url)]
     return _readable(near[-_SIBLINGS:], contents)
-
-
-def _would(damage: Damage) -> Mended:
-    nbytes = sum(high - low for low, high in damage.ranges)
-    return Mended(damage.path, nbytes or len(damage.data or b""), tuple(damage.sources))
-
-
-def _left(damage: Damage, catalogue: CommittedCatalogue, had_sources: bool) -> Left:
-    remedy = (
-        f"if a{'nother' if had_sources else ''} copy has those bytes: smckpt repair "
-        f"{catalogue.url} --from COPY ; else take another step (`smckpt doctor` names it)"
-    )
-    return Left(
-        damage.path,
-        damage.what,
-        remedy,
-        damage.rank,
-        damage.missing,
-        _tensors(catalogue, damage),
-    )
 
 
 def _tensors(catalogue: CommittedCatalogue, damage: Damage) -> tuple[str, ...]:

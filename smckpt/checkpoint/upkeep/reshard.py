@@ -25,7 +25,7 @@ from smckpt.checkpoint.reading.read import Meter, Progress, ReadPlan, execute
 from smckpt.checkpoint.records.format import new_attempt
 from smckpt.checkpoint.records.rows import encode_rows
 from smckpt.checkpoint.upkeep.compare import tensors_apart
-from smckpt.checkpoint.upkeep.difference import leaves_of, value_difference
+from smckpt.checkpoint.upkeep.difference import values_apart
 from smckpt.errors import UsageError
 from smckpt.layout.entries import Entry, dotted
 from smckpt.layout.geometry import BoxGeometry, Geometry, PerRankGeometry
@@ -107,12 +107,7 @@ def write_resharded(
     began = time.monotonic()
     if type(shard) is not int or not 1 <= shard <= _MAX_RANKS:
         raise UsageError(f"shard={shard!r}", remedy=f"pass a number from 1 to {_MAX_RANKS}")
-    if not catalogue.whole:
-        raise UsageError(
-            "this is one group of a step; it is no checkpoint without the other groups",
-            remedy=f"pass the directory of the step, {catalogue.above}",
-            path=catalogue.url,
-        )
+    catalogue.refuse_one_group()
     refuse_not_empty(storage)
     writer = _Writer(catalogue, storage, shard, ignore, threads, progress)
     try:
@@ -300,12 +295,4 @@ def differing_names(catalogue: Catalogue) -> list[str]:
     Raises:
         CorruptCheckpointError: the checkpoint is damaged.
     """
-    first, *others = catalogue.object_ranks
-    base = leaves_of(catalogue, first)
-    found: set[str] = set()
-    for rank in others:
-        leaves = leaves_of(catalogue, rank)
-        for name in base.keys() & leaves.keys() - found:
-            if value_difference(name, "", base, leaves) is not None:
-                found.add(name)
-    return sorted(found | set(tensors_apart(catalogue)))
+    return sorted({*values_apart(catalogue), *tensors_apart(catalogue)})

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -18,12 +18,13 @@ from smckpt.checkpoint.commits.discover import find_checkpoints
 from smckpt.checkpoint.reading.committed import CommittedCatalogue, open_catalogue
 from smckpt.checkpoint.reading.plan import Planner
 from smckpt.checkpoint.reading.plan_local import ParallelCoordinates
-from smckpt.checkpoint.upkeep.difference import leaves_of, value_difference
+from smckpt.checkpoint.upkeep.difference import values_apart
 from smckpt.errors import (
     CheckpointError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
     UsageError,
+    few,
 )
 from smckpt.layout.entries import Entry
 from smckpt.layout.geometry import BoxGeometry
@@ -159,7 +160,7 @@ def restorable_at(
     else:
         found.obstacles += (
             Obstacle(
-                f"this is one group of a step, with ranks {_few(catalogue.object_ranks)}; the "
+                f"this is one group of a step, with ranks {few(catalogue.object_ranks, 8)}; the "
                 "other groups are missing here",
                 f"judge the directory of the step, {catalogue.above}",
             ),
@@ -223,19 +224,7 @@ def _per_rank(catalogue: CommittedCatalogue, found: _Found) -> tuple[str, ...]:
         if len(own) > 1 and not beside:
             names.add(name)
     try:
-        first, *others = catalogue.object_ranks
-        base = leaves_of(catalogue, first)
-        for rank in others:
-            leaves = leaves_of(catalogue, rank)
-            for name in (base.keys() | leaves.keys()) - names:
-                both = name in base and name in leaves
-                if both and value_difference(name, "", base, leaves) is not None:
-                    names.add(name)
+        names.update(values_apart(catalogue))
     except CheckpointError as error:
         found.add(error)
     return tuple(sorted(names))
-
-
-def _few(ranks: Iterable[int]) -> str:
-    listed = list(ranks)
-    return ", ".join(map(str, listed[:8])) + (f" and {len(listed) - 8} more" if listed[8:] else "")

@@ -19,9 +19,10 @@ from typing import TypeVar
 
 from smckpt.checkpoint.reading.blocks import BlockReader, not_missing
 from smckpt.checkpoint.reading.read import Meter, Progress
-from smckpt.checkpoint.records.crc import BLOCK, combine
+from smckpt.checkpoint.records.crc import BLOCK, combine, crc64
 from smckpt.checkpoint.records.format import FileRecord
 from smckpt.errors import CheckpointError
+from smckpt.storage import Storage
 
 __all__ = [
     "PIECE",
@@ -31,6 +32,7 @@ __all__ = [
     "Sink",
     "WantedBytes",
     "Workers",
+    "checksum_at",
     "scan",
 ]
 
@@ -251,6 +253,19 @@ def _pieces(wanted: Sequence[WantedBytes], end: int) -> Iterator[tuple[int, int]
         if stop > start:
             yield from ((each, min(each + step, high)) for each in range(low, high, step))
             at = max(at, high)
+
+
+def checksum_at(storage: Storage, name: str, size: int, pages: Pages | None = None) -> int:
+    """The checksum of a file as it is in the store now: as the store computed it, or of what reads
+    back. `pages`: memory to read into."""
+    value = storage.stored_crc64(name)
+    if value is None:
+        value, pages = 0, pages or Pages()
+        for low in range(0, size, PIECE):
+            data = pages.take(min(PIECE, size - low))
+            storage.read_into(name, low, [data])
+            value = crc64(data, value)
+    return value
 
 
 class Pages(threading.local):

@@ -27,7 +27,7 @@ from smckpt.checkpoint.commits.contents import (
 )
 from smckpt.checkpoint.reading.blocks import BlockReader, SavedFile, Scratch, not_missing
 from smckpt.checkpoint.reading.read import Progress
-from smckpt.checkpoint.records.crc import BLOCK, crc64, hex64
+from smckpt.checkpoint.records.crc import BLOCK, hex64
 from smckpt.checkpoint.records.files import read_body
 from smckpt.checkpoint.records.format import FileRecord
 from smckpt.checkpoint.records.prefixes import spread_over
@@ -38,6 +38,7 @@ from smckpt.checkpoint.upkeep.scan import (
     Sink,
     WantedBytes,
     Workers,
+    checksum_at,
     scan,
 )
 from smckpt.errors import (
@@ -305,14 +306,7 @@ class _FileCopy:
         name, target = self.record.name, self.target
         if self._group.there.get(name) != self.record.size:
             return False
-        value = target.stored_crc64(name)
-        if value is None:
-            value, size = 0, self.record.size
-            for low in range(0, size, _PIECE):
-                data = pages.take(_PIECE)[: min(_PIECE, size - low)]
-                target.read_into(name, low, [data])
-                value = crc64(data, value)
-        return hex64(value) == self.record.crc64
+        return hex64(checksum_at(target, name, self.record.size, pages)) == self.record.crc64
 
     def begin(self) -> int:
         """Begin the file. Returns how many bytes to write at once: whole parts of an upload, so

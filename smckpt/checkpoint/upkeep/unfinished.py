@@ -9,17 +9,17 @@ refused with the reason (`Refusal`).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from smckpt.checkpoint.commits.choose import Commit, choose_commit
 from smckpt.checkpoint.commits.leases import Lease, leases_at
 from smckpt.checkpoint.reading.blocks import not_missing
-from smckpt.checkpoint.records.crc import BLOCK, crc64, hex64
+from smckpt.checkpoint.records.crc import crc64, hex64
 from smckpt.checkpoint.records.files import decode_body, read_body
 from smckpt.checkpoint.records.format import Part, parse_name, part_name
 from smckpt.checkpoint.records.prefixes import is_prefix, spread_over
-from smckpt.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
+from smckpt.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, few
 from smckpt.storage import Storage
 from smckpt.storage.urls import join_url, parent_url, relative_url
 
@@ -69,7 +69,15 @@ class UnfinishedSave:
             name = part_name(self.name, rank)
             with not_missing(self.storage.path_of(name)):
                 part, data = read_whole_part(self.storage, name)
-            _refuse_cut(part, self.storage, sizes)
+            for file in part.files:
+                for found, size in file.sizes.items():
+                    if sizes.get(found) != size:
+                        there = f"has {sizes[found]} bytes" if found in sizes else "is missing"
+                        raise CorruptCheckpointError(
+                            f"{found} {there}; rank {part.rank} wrote {size} bytes",
+                            remedy=_OLDER,
+                            path=self.storage.path_of(found),
+                        )
             named[str(rank)] = {"part": name, "crc64": hex64(crc64(data)), "host": part.host}
         return named
 
@@ -183,18 +191,6 @@ def read_whole_part(storage: Storage, name: str) -> tuple[Part, bytes]:
     return decode_body(Part, body, storage.path_of(name)), data
 
 
-def _refuse_cut(part: Part, storage: Storage, sizes: Mapping[str, int]) -> None:
-    for file in part.files:
-        for name, size in ((file.name, file.size), (file.crc_name, 8 * -(-file.size // BLOCK))):
-            if sizes.get(name) != size:
-                there = f"has {sizes[name]} bytes" if name in sizes else "is missing"
-                raise CorruptCheckpointError(
-                    f"{name} {there}; rank {part.rank} wrote {size} bytes",
-                    remedy=_OLDER,
-                    path=storage.path_of(name),
-                )
-
-
 def newest_commit(storage: Storage) -> Commit | None:
     """The commit that counts in a directory; None without one, or if the newest is damaged: its
     parts may still be whole."""
@@ -286,8 +282,7 @@ def _incomplete(found: Sequence[UnfinishedSave], top: Storage) -> Refusal:
     if damaged := [one.damage for one in found if one.damage]:
         return Refusal(damaged[0], _OLDER, top.url)
     values = [
-        f"rank{'s' if len(one.absent) > 1 else ''} {', '.join(map(str, one.absent[:8]))}"
-        + (f" and {len(one.absent) - 8} more" if one.absent[8:] else "")
+        f"rank{'s' if len(one.absent) > 1 else ''} {few(one.absent, 8)}"
         + (f" of {one.subpath}" if one.subpath else "")
         for one in found
     ]

@@ -20,7 +20,7 @@ from typing import Any
 from smckpt.checkpoint.records.crc import combine
 from smckpt.checkpoint.records.numbers import HAS_NONFINITE
 from smckpt.engine.background.commands import PartWritten, Watched
-from smckpt.errors import StateError, UsageError
+from smckpt.errors import StateError, UsageError, few
 from smckpt.layout.entries import Entry
 from smckpt.layout.image import Layout, shares
 from smckpt.staging.copies import checksums
@@ -311,7 +311,7 @@ def _unchanged(seen: Mapping[int, Observed]) -> _Alarm | None:
     first = min(compared)
     size = sum(looked.unchanged or 0 for looked in compared.values())
     return (
-        f"all parameters ({size:,} bytes: {_few(list(names))}) are bit for bit those of "
+        f"all parameters ({size:,} bytes: {few(list(names), NAMED)}) are bit for bit those of "
         f"{compared[first].since}",
         "find out whether the optimizer steps, and whether the state dict is taken anew for each "
         'save; if it is meant, pass SaveOptions(alarms=Alarms(unchanged="off"))',
@@ -327,12 +327,12 @@ def _nonfinite(seen: Mapping[int, Observed], hosts: Mapping[int, str]) -> _Alarm
     if not counts:
         return None
     tensors = [
-        f"{name} ({sum(by.values()):,}, on rank {_few(sorted(by))})"
+        f"{name} ({sum(by.values()):,}, on rank {few(sorted(by), NAMED)})"
         for name, by in sorted(counts.items())
     ]
     rank = min(rank for by in counts.values() for rank in by)
     return (
-        f"{len(counts)} tensors have NaN or infinite elements: {_few(tensors)}",
+        f"{len(counts)} tensors have NaN or infinite elements: {few(tensors, NAMED)}",
         "resume from a step before it, and find out what made them; names that may have them go "
         "into Alarms(ignore=)",
         rank,
@@ -358,7 +358,7 @@ def _replicas(seen: Mapping[int, Observed], hosts: Mapping[int, str]) -> _Alarm 
             note(rank, what, name)
     if not names:
         return None
-    parts = [f"{what}: {_few(list(dict.fromkeys(of)))}" for what, of in names.items()]
+    parts = [f"{what}: {few(list(dict.fromkeys(of)), NAMED)}" for what, of in names.items()]
     return (
         f"replicas differ. {'; '.join(parts)}",
         "check the memory of that host and what changes the state on one rank alone; all replicas "
@@ -389,7 +389,7 @@ def _apart(
             if 2 * votes > len(held):
                 of = ", ".join(_rank(rank, hosts) for rank in odd[:NAMED])
                 what = f"{of} {'hold' if odd[1:] else 'holds'} other values than rank"
-                yield odd[0], f"{what}{'s' if agree[1:] else ''} {_few(agree)}", names[at]
+                yield odd[0], f"{what}{'s' if agree[1:] else ''} {few(agree, NAMED)}", names[at]
             else:
                 of = " and ".join(_rank(rank, hosts) for rank in sorted((agree[0], odd[0])))
                 yield odd[0], f"{of} hold different values", names[at]
@@ -413,8 +413,3 @@ def _hex(values: Sequence[int]) -> str:
 
 def _at(values: str, index: int) -> str:
     return values[16 * index : 16 * index + 16]
-
-
-def _few(values: Sequence[Any]) -> str:
-    more = f" and {len(values) - NAMED} more" if len(values) > NAMED else ""
-    return ", ".join(map(str, values[:NAMED])) + more

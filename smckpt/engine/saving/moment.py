@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from smckpt.errors import UsageError, as_checkpoint_error
+from smckpt.errors import UsageError, as_checkpoint_error, few
 from smckpt.layout.entries import Path, dotted
 from smckpt.state_dict.select import Selection
 
@@ -276,9 +276,7 @@ def _is_plain(value: Any) -> bool:
 
 def ranks_text(ranks: Sequence[int]) -> str:
     """Ranks, for a message: "rank 3", "ranks 0, 2 and 5 more"."""
-    named = ", ".join(map(str, ranks[:NAMED]))
-    more = f" and {len(ranks) - NAMED} more" if len(ranks) > NAMED else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {named}{more}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {few(ranks, NAMED)}"
 
 
 def of_moment(moment: Moment, decide: Callable[[], T]) -> T:

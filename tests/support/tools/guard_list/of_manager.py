@@ -153,7 +153,7 @@ KEEPING = [
     ),
     of(
         "keep: a removal that is called again removes no older commit", "checkpoint/commits/remove.py",
-        "(last is None or _order(contents.identity) > _order(last.identity))", "True",
+        "last is None or order_of(contents.identity) > order_of(last.identity)", "True",
         "tests/checkpoint/test_remove.py::test_a_removal_killed_at_any_deletion_leaves_a_whole_checkpoint_or_none",
     ),
     of(

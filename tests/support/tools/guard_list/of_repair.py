@@ -84,7 +84,7 @@ REPAIR = [
     ),
     of(
         "repair: a file that is missing or cut", "checkpoint/upkeep/unfinished.py",
-        "            _refuse_cut(part, self.storage, sizes)\n", "",
+        "                    if sizes.get(found) != size:\n", "                    if False:\n",
         FINISH + "test_a_save_of_which_a_file_is_missing_is_named",
     ),
     of(
@@ -174,7 +174,7 @@ MENDING = [
     ),
     of(
         "mend: what was written is read back", "checkpoint/upkeep/mend.py",
-        "    _read_back(storage, name, damage, expected)\n", "",
+        "    if checksum_at(storage, name, storage.size(name)) != expected:\n", "    if False:\n",
         MEND + "test_a_disk_that_gives_other_bytes_back_is_told",
     ),
     of(
@@ -184,9 +184,8 @@ MENDING = [
     ),
     of(
         "mend: the file takes its name when it is whole", "checkpoint/upkeep/mend.py",
-        "    writer = damage.storage.create_file(damage.name, size, replace=True)\n",
-        "    damage.storage.delete(damage.name)\n"
-        "    writer = damage.storage.create_file(damage.name, size, replace=True)\n",
+        "    writer = storage.create_file(name, size, replace=True)\n",
+        "    storage.delete(name)\n    writer = storage.create_file(name, size, replace=True)\n",
         MEND + "test_a_mend_killed_at_any_call_makes_nothing_worse_and_a_second_one_finishes",
     ),
     of(
@@ -202,14 +201,14 @@ MENDING = [
     ),
     of(
         "mend: other steps are donors", "checkpoint/upkeep/repair.py",
-        "others = [contents, *_readable(sources, contents), *_beside(contents)]",
-        "others = [contents, *_readable(sources, contents)]",
+        "others = [contents, *_readable(donors, contents), *_beside(contents)]",
+        "others = [contents, *_readable(donors, contents)]",
         MEND + "test_equal_blocks_of_another_step_are_found_beside_it",
     ),
     of(
         "mend: other files of the checkpoint are donors", "checkpoint/upkeep/repair.py",
-        "others = [contents, *_readable(sources, contents), *_beside(contents)]",
-        "others = [*_readable(sources, contents), *_beside(contents)]",
+        "others = [contents, *_readable(donors, contents), *_beside(contents)]",
+        "others = [*_readable(donors, contents), *_beside(contents)]",
         MEND + "test_a_replica_s_equal_file_is_found_in_the_checkpoint_itself",
     ),
     of(
@@ -232,7 +231,7 @@ MENDING = [
     ),
     of(
         "reshard: one group of a step", "checkpoint/upkeep/reshard.py",
-        "    if not catalogue.whole:\n", "    if False:\n",
+        "    catalogue.refuse_one_group()\n", "",
         RESHARD + "test_what_cannot_be_is_refused_and_leaves_nothing",
     ),
     of(

@@ -20,7 +20,6 @@ from smckpt.checkpoint.records.format import (
     Part,
     PartRecord,
     Record,
-    checked_metadata,
     crc_name,
     data_name,
     fence_name,
@@ -39,7 +38,7 @@ from smckpt.checkpoint.records.sealed import (
     open_sections,
     seal_json,
 )
-from smckpt.errors import CorruptCheckpointError, FormatVersionError, UsageError
+from smckpt.errors import CorruptCheckpointError, FormatVersionError
 
 SESSION = "0123456789ab"
 ATTEMPT = f"{SESSION}-00000007"
@@ -323,20 +322,6 @@ def test_the_checksum_is_of_the_body_s_bytes_as_they_stand():
     sealed = seal_json({"format": [1, 0], "a": "ü"})
     body = sealed[sealed.index(b'"body":') + 7 : -2]
     assert json.loads(sealed)["crc64"] == hex64(crc64(body))
-
-
-def test_metadata_that_json_holds_exactly_is_copied():
-    given_ = {"a": [1, 2.5, None, {"b": "ü"}], "c": True}
-    copy = checked_metadata(given_)
-    assert copy == given_ and copy["a"] is not given_["a"]
-
-
-@pytest.mark.parametrize(
-    "metadata", [{1: 2}, {"a": (1,)}, {"a": float("nan")}, {"a": {1, 2}}, {"a": {"b": {3: 4}}}]
-)
-def test_metadata_that_would_come_back_otherwise_is_refused(metadata):
-    with pytest.raises(UsageError, match="metadata"):
-        checked_metadata(metadata)
 
 
 @given(

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from smckpt.checkpoint.records.rows import RowMerger, decode_rows, encode_rows, merge_rows
+from smckpt.checkpoint.records.rows import RowMerger, decode_rows, encode_rows
 from smckpt.errors import CorruptCheckpointError
 from smckpt.layout.entries import Entry
 from smckpt.layout.flat_geometry import FlatGeometry, FlatUnit, Segment
@@ -20,6 +20,15 @@ ROW = {"path": ["w"], "dtype": "float32", "before": [], "after": [],
        "geometry": {"kept": ["w"], "shape": [2]}}  # fmt: skip
 BOXED = {"fqn": "w", "shape": [2, 2], "boxes": [[[0, 0], [1, 2]]], "holders": [[0, 8, 1]]}
 HSDP = Mesh(("replicate", "shard"), (2, 4), tuple(range(8)))
+
+
+def merge_rows(tables: dict[int, dict[str, object]]) -> dict[str, object]:
+    merger = RowMerger()
+    for rank in sorted(tables):
+        token = json.dumps(tables[rank])
+        if not merger.same(rank, token):
+            merger.add(rank, tables[rank], token)
+    return merger.merged()
 
 
 def entry(key: str, geometry: Geometry, rank: int = 0, dtype: str = "float32") -> Entry:

@@ -178,7 +178,7 @@ def test_groups_in_nested_directories_are_read_together(tmp_path):
     rules = [on_mesh(f, s, mesh, "R S0") for f, s in named.items()]
     Step(tmp_path, {"any/name": (0, 2), "other": (1, 3)}, state(rules, arrays)).save()
     catalogue = open_catalogue(open_storage(str(tmp_path)))
-    assert catalogue.whole and not catalogue.single_group
+    assert catalogue.whole and len(catalogue.manifests) == 2
     check(catalogue, [on_mesh(f, s, mesh_of(3), "S0") for f, s in named.items()], arrays, range(3))
 
 

@@ -42,7 +42,7 @@ def reading_threads(
         from_cache(self, name, *arguments)
 
     monkeypatch.setattr(PosixStorage, "read_into", slow_or_not)
-    monkeypatch.setattr(read, "_processors", lambda: processors)
+    monkeypatch.setattr(read.os, "sched_getaffinity", lambda _: range(processors))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     state = {"w": torch.zeros(48 << 20, dtype=torch.int32)}
     smckpt.load(state, checkpoint_id=saved)

@@ -277,11 +277,8 @@ def _nothing(storage: Storage, choose: str | None, candidates: bool) -> Checkpoi
 def what_is_here(storage: Storage) -> tuple[str, str]:
     """What a place without a commit has instead, and the remedy if it holds another format."""
     names = list(storage.names())
-    known = foreign_format(names, storage.url)
-    return known or _ours_nearby(storage, names)
-
-
-def _ours_nearby(storage: Storage, names: list[str]) -> tuple[str, str]:
+    if (foreign := foreign_format(names, storage.url)) is not None:
+        return foreign
     directories = sorted(storage.list_dirs(), key=natural_order)
     below = [d for d in directories[:_BELOW] if _holds_commit(storage.join(d))]
     if below:

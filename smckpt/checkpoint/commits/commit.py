@@ -113,9 +113,15 @@ def publish_manifest(
     gather = partial(
         gathered_manifest, storage, session, number, fencing_token, ranks, parts, record
     )  # fmt: skip
-    return create_manifest(
-        storage, gather, partial(_refuse_fenced, storage, fencing_token, attempt)
-    )  # fmt: skip
+
+    def refuse() -> None:
+        """If a later run owns the directory, delete what we wrote, because nobody else would find
+        it."""
+        error = later_run(storage, fencing_token, [storage.url], attempt)
+        if error is not None:
+            _take_back(storage, fencing_token, attempt, error)
+
+    return create_manifest(storage, gather, refuse)
 
 
 def commit_alone(storage: Storage, attempt: str, parts: Sequence[Mapping[str, str]]) -> str:
@@ -224,14 +230,6 @@ def create_manifest(
         "kind": manifest.kind,
         "tensors": len(manifest.layout["rows"]),
     }
-
-
-def _refuse_fenced(storage: Storage, fencing_token: int, attempt: str) -> None:
-    """If a later run owns the directory, delete what we wrote, because nobody else would find
-    it."""
-    error = later_run(storage, fencing_token, [storage.url], attempt)
-    if error is not None:
-        _take_back(storage, fencing_token, attempt, error)
 
 
 def _take_back(storage: Storage, fencing_token: int, attempt: str, error: StorageError) -> NoReturn:

@@ -239,10 +239,6 @@ class Catalogue(ABC):
         return self.url
 
     @property
-    def single_group(self) -> bool:
-        return True
-
-    @property
     def whole(self) -> bool:
         """Whether all groups of the step are here, and not one group of several."""
         return True

@@ -74,10 +74,6 @@ class CommittedCatalogue(Catalogue):
         return True
 
     @property
-    def single_group(self) -> bool:
-        return len(self.manifests) == 1
-
-    @property
     def whole(self) -> bool:
         return self._first.record is None or self.commit.through_record
 

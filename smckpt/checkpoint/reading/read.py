@@ -219,7 +219,15 @@ class Reads:
         repeated: list[tuple[Any, Any]] = []
         try:
             most = max(_LEAST, -(-self.nbytes // (2 * threads) // BLOCK) * BLOCK)
-            crowded = self._crowded(readers)
+            # one processor, and files of a file system
+            crowded = (
+                hasattr(resource, "RUSAGE_THREAD")
+                and share_of_processors() < 2
+                and all(
+                    readers.storage(directory).folder is not None
+                    for directory in {file.directory for file, *_ in self._all()}
+                )
+            )
             least = _ALONE if crowded else ring.request_bytes if ring else 0
             tasks: Sequence[Task] = [
                 *(shared.tasks(readers, ring) if shared is not None else ()),
@@ -268,15 +276,6 @@ class Reads:
             for first, last in _stretches(sorted(blocks), most):
                 low, high = first * BLOCK, min(last * BLOCK, reader.size)
                 yield partial(reader.fill, low, high, [])
-
-    def _crowded(self, readers: Readers) -> bool:
-        """Whether this rank has fewer than two processors and reads from a file system."""
-        if not hasattr(resource, "RUSAGE_THREAD"):
-            return False
-        directories = {file.directory for file, _, _ in self._all()}
-        return share_of_processors() < 2 and all(
-            readers.storage(position).folder is not None for position in directories
-        )
 
 
 def _counted(task: Task, meter: Meter) -> Task:
@@ -379,14 +378,9 @@ def _scatters(stored: StoredCopy) -> bool:
 
 def share_of_processors() -> int:
     """How many of the host's processors this rank may count on."""
-    return _processors() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-
-
-def _processors() -> int:
-    """How many processors this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
+    processors = os.cpu_count() or 1 if usable is None else len(usable)
+    return processors // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def _run_until_one_waits(tasks: Sequence[Task]) -> Sequence[Task]:

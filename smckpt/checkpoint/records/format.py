@@ -5,7 +5,6 @@ same in prose; `sealed.py` has the bytes of a JSON file.
 from __future__ import annotations
 
 import itertools
-import json
 import re
 import secrets
 from collections.abc import Iterable, Sequence
@@ -18,7 +17,7 @@ from msgspec import Meta
 from smckpt.checkpoint.records.crc import BLOCK
 from smckpt.checkpoint.records.sealed import FORMAT_VERSION
 from smckpt.decoding import Checksum, Count
-from smckpt.errors import CheckpointError, UsageError
+from smckpt.errors import CheckpointError
 from smckpt.storage.budget import Spread
 from smckpt.topology import ParallelState
 
@@ -34,7 +33,6 @@ __all__ = [
     "PartRecord",
     "Rank",
     "Record",
-    "checked_metadata",
     "crc_name",
     "data_name",
     "fence_name",
@@ -350,22 +348,6 @@ class Record:
 
     def to_json(self) -> dict[str, Any]:
         return {**_plain(self), "groups": [asdict(group) for group in self.groups]}
-
-
-def checked_metadata(metadata: dict[str, Any]) -> dict[str, Any]:
-    """Copy a user's metadata, if JSON can hold it exactly.
-
-    Raises:
-        UsageError: it would read back changed: a key that is not text, a tuple, NaN, an object.
-    """
-    remedy = "pass dicts with text keys, lists, text, finite numbers, booleans and None"
-    try:
-        copy: dict[str, Any] = json.loads(json.dumps(metadata, allow_nan=False))
-    except (TypeError, ValueError, RecursionError) as error:
-        raise UsageError(f"metadata= cannot be stored as JSON: {error}", remedy=remedy) from error
-    if copy != metadata or repr(copy) != repr(metadata):
-        raise UsageError("metadata= would read back from JSON with other values", remedy=remedy)
-    return copy
 
 
 def nested(directories: Iterable[str]) -> tuple[str, str] | None:

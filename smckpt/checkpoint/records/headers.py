@@ -112,31 +112,24 @@ def _slots(
     except ValueError:  # which does not name the key
         entries = {key: _decoded(_Entry, data, repr(key), path) for key, data in table.items()}
     for key, entry in sorted(entries.items(), key=lambda item: (item[1].data_offsets, item[0])):
-        slot = _slot(key, entry, start, slices.get(key), path)
-        if slot.offset != at:
-            _bad(path, f"{key!r} begins at byte {slot.offset} of the file, expected {at}")
-        at += slot.nbytes
-        slots[key] = slot
+        code, shape, (low, high) = entry.dtype, entry.shape, entry.data_offsets
+        nbytes, part = high - low, slices.get(key)
+        if code not in _SIZES:
+            _bad(path, f"{key!r} has the unknown dtype {code!r}")
+        if math.prod(shape) * _SIZES[code] != nbytes:
+            _bad(path, f"{key!r}: {code} {list(shape)} does not take bytes {low} to {high}")
+        if part is not None and (not shape or shape[0] != part[1] - part[0]):
+            what = f"claims elements {part[0]} to {part[1]}, but has the shape {list(shape)}"
+            _bad(path, f"{key!r} {what}")
+        if start + low != at:
+            _bad(path, f"{key!r} begins at byte {start + low} of the file, expected {at}")
+        # A part counts elements: shape[0] of them are here.
+        first = 0 if part is None or not nbytes else part[0] * (nbytes // shape[0])
+        slots[key] = StoredSlot(first, first + nbytes, at, code, shape, part is not None)
+        at += nbytes
     if at != size:
         _bad(path, f"the arrays end at byte {at}, but the file at byte {size}")
     return slots
-
-
-def _slot(
-    key: str, entry: _Entry, start: int, slice_: tuple[int, ...] | None, path: str
-) -> StoredSlot:
-    code, shape, (low, high) = entry.dtype, entry.shape, entry.data_offsets
-    if code not in _SIZES:
-        _bad(path, f"{key!r} has the unknown dtype {code!r}")
-    if math.prod(shape) * _SIZES[code] != high - low:
-        _bad(path, f"{key!r}: {code} {list(shape)} does not take bytes {low} to {high}")
-    if slice_ is not None and (not shape or shape[0] != slice_[1] - slice_[0]):
-        what = f"claims elements {slice_[0]} to {slice_[1]}, but has the shape {list(shape)}"
-        _bad(path, f"{key!r} {what}")
-    nbytes = high - low
-    # A part counts elements: shape[0] of them are here.
-    first = 0 if slice_ is None or not nbytes else slice_[0] * (nbytes // shape[0])
-    return StoredSlot(first, first + nbytes, start + low, code, shape, slice_ is not None)
 
 
 def _decoded(kind: type[T], data: Any, what: str, path: str) -> T:

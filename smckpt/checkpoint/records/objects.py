@@ -23,6 +23,7 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from decimal import Decimal
 from fractions import Fraction
+from importlib import import_module
 from pathlib import Path, PurePath, PurePosixPath, PureWindowsPath
 from typing import IO, Any
 from uuid import UUID
@@ -125,9 +126,11 @@ class _Encoder:
             return self._items(value, path)
         if kind in (dict, OrderedDict):
             return self._dict(value, kind is dict, path)
-        if type(value) is defaultdict and (factory := _factory(value)) is not None:
-            pairs = self._dict(value, False, path)["v"]
-            return _tagged("defaultdict", [factory, pairs])
+        if type(value) is defaultdict:
+            named = container_kind(defaultdict(value.default_factory))
+            if named is not None:
+                pairs = self._dict(value, False, path)["v"]
+                return _tagged("defaultdict", [named.partition(":")[2], pairs])
         if kind is tuple:
             return _tagged("tuple", self._items(value, path))
         if kind is deque:
@@ -152,8 +155,9 @@ class _Encoder:
         ]
         return _tagged("dict" if plain else "ordered", pairs)
 
-    def _standard(self, value: Any, path: str) -> Any:
-        """A value of a few more types of Python's library; None for any other."""
+    def _foreign(self, value: Any, path: str) -> Any:
+        """A value of a few more types of Python's library, of NumPy's or of torch's; any other as
+        torch saves it."""
         if type(value) is type(Path()) or type(value) in (PurePosixPath, PureWindowsPath):
             kind = "Path" if isinstance(value, Path) else type(value).__name__
             return _tagged("path", [kind, str(value)])
@@ -174,11 +178,6 @@ class _Encoder:
                 return _tagged("called", [name, self._items(arguments(value), path)])
         if f"{type(value).__module__}.{type(value).__qualname__}" == "argparse.Namespace":
             return _tagged("Namespace", self.encode(vars(value), path))
-        return None
-
-    def _foreign(self, value: Any, path: str) -> Any:
-        if (known := self._standard(value, path)) is not None:
-            return known
         library = type(value).__module__.split(".")[0]
         if library == "numpy" and (encoded := _numpy(value)) is not None:
             return encoded
@@ -233,12 +232,6 @@ def _known_kind(value: Any) -> type | None:
     if kind.__module__.split(".")[0] == "smckpt":  # the containers of our own state dicts
         return list if isinstance(value, list) else dict if isinstance(value, dict) else None
     return None
-
-
-def _factory(value: Any) -> str | None:
-    """The name of a defaultdict's factory."""
-    kind = container_kind(defaultdict(value.default_factory))
-    return None if kind is None else kind.partition(":")[2]
 
 
 def _zone(zone: Any) -> list[Any] | None:
@@ -338,12 +331,6 @@ _PATHS: dict[str, type[PurePath]] = {
 }
 
 
-def _decode_namespace(data: Any) -> Any:
-    import argparse
-
-    return argparse.Namespace(**_decoded(data))
-
-
 def _decode_stream(data: Any) -> io.BytesIO:
     stream = io.BytesIO(base64.b64decode(data[0], validate=True))
     stream.seek(data[1])
@@ -427,18 +414,6 @@ def _decode_dtype(name: str) -> Any:
     return dtype
 
 
-def _decode_size(data: Any) -> Any:
-    import torch
-
-    return torch.Size(data)
-
-
-def _decode_device(text: str) -> Any:
-    import torch
-
-    return torch.device(text)
-
-
 def _decode_torch(text: str) -> Any:
     import torch
 
@@ -489,12 +464,12 @@ _DECODERS: dict[str, Callable[[Any], Any]] = {
     "called": _decode_called,
     "timedelta": lambda v: datetime.timedelta(*v),
     "BytesIO": _decode_stream,
-    "Namespace": _decode_namespace,
+    "Namespace": lambda v: import_module("argparse").Namespace(**_decoded(v)),
     "numpy": lambda v: _decode_array([*v, [1]])[0],
     "ndarray": _decode_array,
     "numpy.dtype": _decode_numpy_dtype,
     "torch.dtype": _decode_dtype,
-    "torch.Size": _decode_size,
-    "torch.device": _decode_device,
+    "torch.Size": lambda v: import_module("torch").Size(v),
+    "torch.device": lambda v: import_module("torch").device(v),
     "torch.save": _decode_torch,
 }

@@ -28,7 +28,6 @@ __all__ = [
     "decode_containers",
     "decode_rows",
     "encode_rows",
-    "merge_rows",
     "rows_of_groups",
 ]
 
@@ -140,7 +139,11 @@ class RowMerger:
         at_unit = [self._units.add(unit) for unit in table["units"]]
         lists = []
         for row in table["rows"]:
-            moved = {**row, "geometry": _moved(row["geometry"], at_mesh, at_unit)}
+            rule = dict(row["geometry"])
+            for key, numbers in (("mesh", at_mesh), ("unit", at_unit)):
+                if key in rule:
+                    rule[key] = numbers[rule[key]]
+            moved = {**row, "geometry": rule}
             lists.append(self._rows.setdefault(json.dumps(moved), (moved, []))[1])
         if "containers" in table:
             self._containers = self._containers or _Table()
@@ -160,25 +163,6 @@ class RowMerger:
         ]
         out = {"meshes": self._meshes.values, "units": self._units.values, "rows": rows}
         return out if self._containers is None else {**out, "containers": self._containers.values}
-
-
-def merge_rows(tables: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge the tables of several ranks. Rows that some ranks lack get "ranks"."""
-    merger = RowMerger()
-    for rank in sorted(tables):
-        token = json.dumps(tables[rank])
-        if not merger.same(rank, token):
-            merger.add(rank, tables[rank], token)
-    return merger.merged()
-
-
-def _moved(data: dict[str, Any], at_mesh: list[int], at_unit: list[int]) -> dict[str, Any]:
-    out = dict(data)
-    if "mesh" in out:
-        out["mesh"] = at_mesh[out["mesh"]]
-    if "unit" in out:
-        out["unit"] = at_unit[out["unit"]]
-    return out
 
 
 # -- reading -----------------------------------------------------------------------------------
@@ -330,7 +314,11 @@ class _Decoder:
     def _row(self, row: Mapping[str, Any]) -> Entry:
         ranks = self._subset(row["ranks"]) if "ranks" in row else self._ranks
         rule = self._rule(row["geometry"], ranks)
-        self._refuse_outside(rule, ranks)
+        known = id(rule.ranks), id(ranks)  # rows share both objects, and keep them alive
+        if known not in self._inside and not rule.per_rank:
+            if not set(rule.ranks).issuperset(ranks):
+                raise ValueError(f"{rule.fqns[:1]} is held by ranks outside its mesh")
+            self._inside.add(known)
         if (dtype := _text(row["dtype"])) not in DTYPES:
             raise CorruptCheckpointError(
                 f"{dotted(row['path'])!r} has the dtype {dtype!r}, which this smckpt does not know",
@@ -345,14 +333,6 @@ class _Decoder:
             _path(row["after"]),
             ranks,
         )
-
-    def _refuse_outside(self, rule: Geometry, ranks: tuple[int, ...]) -> None:
-        """Refuse a row of ranks that are not in the row's rule."""
-        known = id(rule.ranks), id(ranks)  # rows share both objects, and keep them alive
-        if known not in self._inside and not rule.per_rank:
-            if not set(rule.ranks).issuperset(ranks):
-                raise ValueError(f"{rule.fqns[:1]} is held by ranks outside its mesh")
-            self._inside.add(known)
 
     def _rule(self, data: Mapping[str, Any], ranks: tuple[int, ...]) -> Geometry:
         if "kept" in data:

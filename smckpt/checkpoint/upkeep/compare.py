@@ -390,25 +390,16 @@ class _Apart:
         first = tuple(int(i) + offset for i, offset in zip(index, box.offsets, strict=True))
         self._first = first if self._first is None else min(self._first, first)
         if self._tensor.dtype in CODES:
-            ours, theirs = (numbers(data, self._tensor.dtype)[apart] for data in (a, b))
-            self._measure(ours, theirs)
-
-    def _measure(self, a: Any, b: Any) -> None:
-        import numpy as np
-
-        if a.dtype.kind in "iu":  # exact: the difference of two numbers fits the unsigned type
-            gap = np.maximum(a, b) - np.minimum(a, b)
-            self._widen(float(gap.view(f"u{a.dtype.itemsize}").max()))
-            return
-        finite = np.isfinite(a) & np.isfinite(b)
-        self._nonfinite += len(a) - int(finite.sum())
-        if finite.any():
-            with np.errstate(over="ignore"):
-                gap = np.abs(a[finite].astype(np.float64) - b[finite].astype(np.float64))
-            self._widen(float(gap.max()))
-
-    def _widen(self, gap: float) -> None:
-        self._largest = max(self._largest or 0.0, gap)
+            x, y = (numbers(data, self._tensor.dtype)[apart] for data in (a, b))
+            if x.dtype.kind in "iu":  # exact: the difference of two numbers fits the unsigned type
+                gap = (np.maximum(x, y) - np.minimum(x, y)).view(f"u{x.dtype.itemsize}")
+            else:
+                finite = np.isfinite(x) & np.isfinite(y)
+                self._nonfinite += len(x) - int(finite.sum())
+                with np.errstate(over="ignore"):
+                    gap = np.abs(x[finite].astype(np.float64) - y[finite].astype(np.float64))
+            if len(gap):
+                self._largest = max(self._largest or 0.0, float(gap.max()))
 
     def difference(self, holder: str) -> Difference:
         return Difference(

@@ -116,7 +116,7 @@ def write_resharded(
         except BaseException:
             discard_attempt(storage, writer.attempt)
             raise
-        identity = writer.commit()
+        identity = commit_alone(storage, writer.attempt, writer.parts)
     finally:
         catalogue.readers.close()
     return ReshardReport(
@@ -138,14 +138,13 @@ class _Writer:
         self._catalogue, self._storage, self._threads = catalogue, storage, threads
         self._group = tuple(range(ranks))
         self._shapes = _Shapes(catalogue, ranks, ignore)
-        self._planners: dict[int, Planner] = {}
         self._layouts = [
             compile_layout(self._shapes.entries(rank), rank=rank, group_ranks=self._group)
             for rank in self._group
         ]
         total = sum(file.size for layout in self._layouts for file in layout.files)
         self._meter = Meter(progress, total)
-        self._parts: list[dict[str, str]] = []
+        self.parts: list[dict[str, str]] = []
 
     @property
     def tensors(self) -> int:
@@ -155,18 +154,20 @@ class _Writer:
         )
 
     def write(self) -> None:
+        catalogue, group = self._catalogue, self._group
         for rank, layout in enumerate(self._layouts):
+            coordinates = ParallelCoordinates.of(catalogue, None, rank, len(group))
+            planner = Planner(catalogue, rank=rank, group_ranks=group, coordinates=coordinates)
             part = PartWriter(self._storage, self.attempt, rank)
             try:
                 for number, image in enumerate(layout.files):
                     file, at = part.file(image.size), 0
-                    for piece in self._pieces(rank, layout, number):
+                    for piece in self._pieces(planner, layout, number):
                         file.write_at(at, piece)
                         at += len(piece)
                         self._meter.add(len(piece))
                     file.finish()
                     self.nbytes += file.size
-                catalogue = self._catalogue
                 body = part_body(
                     layout,
                     encode_rows(self._shapes.entries(rank), catalogue.containers),
@@ -177,42 +178,25 @@ class _Writer:
                     optimizers=self._shapes.optimizers(),
                     metadata=catalogue.metadata,
                 )
-                self._parts.append(part.finish(body))
+                self.parts.append(part.finish(body))
             except BaseException:
                 part.abort()
                 raise
 
-    def commit(self) -> str:
-        return commit_alone(self._storage, self.attempt, self._parts)
-
-    def _pieces(self, rank: int, layout: Layout, number: int) -> Iterator[memoryview]:
+    def _pieces(self, planner: Planner, layout: Layout, number: int) -> Iterator[memoryview]:
         yield memoryview(layout.files[number].header)
         for slot in layout.slots:
             if slot.file == number and slot.stop > slot.start:
                 entry = layout.entries[slot.entry]
-                yield from self._elements(rank, entry, slot.start, slot.stop)
-
-    def _elements(self, rank: int, entry: Entry, start: int, stop: int) -> Iterator[memoryview]:
-        """Elements [start, stop) of a rank's array, read out of the saved shards."""
-        at = 0
-        for part in _chunks(entry, rank):
-            low, high = max(start - at, 0), min(stop - at, part.numel)
-            if low < high:
-                data = memoryview(bytearray(part.nbytes))  # padding of a flat parameter is zero
-                plan = ReadPlan(self._planner(rank).copies([part]))
-                execute(plan, [data], self._catalogue.readers, threads=self._threads)
-                yield data[low * entry.itemsize : high * entry.itemsize]
-            at += part.numel
-
-    def _planner(self, rank: int) -> Planner:
-        if rank not in self._planners:
-            coordinates = ParallelCoordinates.of(self._catalogue, None, rank, len(self._group))
-            self._planners = {
-                rank: Planner(
-                    self._catalogue, rank=rank, group_ranks=self._group, coordinates=coordinates
-                )
-            }
-        return self._planners[rank]
+                at = 0
+                for part in _chunks(entry, layout.rank):  # read out of the saved shards
+                    low, high = max(slot.start - at, 0), min(slot.stop - at, part.numel)
+                    if low < high:
+                        data = memoryview(bytearray(part.nbytes))  # padding is zero
+                        plan = ReadPlan(planner.copies([part]))
+                        execute(plan, [data], self._catalogue.readers, threads=self._threads)
+                        yield data[low * entry.itemsize : high * entry.itemsize]
+                    at += part.numel
 
 
 def _chunks(entry: Entry, rank: int) -> Iterator[Entry]:

@@ -218,7 +218,16 @@ class _Reading:
         self._file, self._sinks, self._meter, self._pages = file, sinks, meter, pages
         asked = [(sink, sink.begin(file)) for sink in sinks]
         self._taking = [sink for sink, wanted in asked if wanted is not None]
-        self.pieces = list(_pieces([w for _, w in asked if w is not None], file.stop))
+        wanted = [each for _, each in asked if each is not None]
+        step = max((each.step for each in wanted), default=PIECE)
+        # whole blocks that cover all ranges, each once, in pieces of the largest step
+        self.pieces: list[tuple[int, int]] = []
+        at = 0
+        for start, stop in sorted(pair for each in wanted for pair in each.ranges):
+            low, high = max(start // BLOCK * BLOCK, at), min(-(-stop // BLOCK) * BLOCK, file.stop)
+            if stop > start:
+                self.pieces += ((each, min(each + step, high)) for each in range(low, high, step))
+                at = max(at, high)
         self._left = len(self.pieces)
         self._lock = threading.Lock()
         unwanted = file.record.size - sum(high - low for low, high in self.pieces)
@@ -242,17 +251,6 @@ class _Reading:
     def _end(self) -> None:
         for sink in self._sinks:
             sink.end(self._file)
-
-
-def _pieces(wanted: Sequence[WantedBytes], end: int) -> Iterator[tuple[int, int]]:
-    """Whole blocks up to `end` that cover all ranges, each once, in pieces of the largest step."""
-    step = max((each.step for each in wanted), default=PIECE)
-    at = 0
-    for start, stop in sorted(pair for each in wanted for pair in each.ranges):
-        low, high = max(start // BLOCK * BLOCK, at), min(-(-stop // BLOCK) * BLOCK, end)
-        if stop > start:
-            yield from ((each, min(each + step, high)) for each in range(low, high, step))
-            at = max(at, high)
 
 
 def checksum_at(storage: Storage, name: str, size: int, pages: Pages | None = None) -> int:

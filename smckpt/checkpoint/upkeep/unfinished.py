@@ -212,9 +212,10 @@ def _of_one(
     newer = [one for one in left if _follows(one, last) and _newer(one, commit)]
     if not newer:
         return None  # what a sweep would delete
-    best = _newest(newer)
-    if best is None:
+    free = [one for one in newer if not one.token] or newer  # those began after all leases
+    if len({one.session for one in free}) > 1:
         return _several(newer, top)
+    best = max(free, key=lambda one: one.number)
     if best.absent or best.damage:
         return _incomplete([best], top)
     if not named:
@@ -258,15 +259,6 @@ def _newer(one: UnfinishedSave, commit: Commit | None) -> bool:
         if directory == one.storage.url and manifest.session == one.session:
             return one.number > manifest.number
     return not one.token or one.token > commit.order[0]
-
-
-def _newest(found: Sequence[UnfinishedSave]) -> UnfinishedSave | None:
-    """The newest of several attempts; None where nothing tells."""
-    free = [one for one in found if not one.token]  # began after all leases
-    sessions = {one.session for one in free or found}
-    if len(sessions) > 1:
-        return None
-    return max(free or found, key=lambda one: one.number)
 
 
 def _several(found: Sequence[UnfinishedSave], top: Storage) -> Refusal:

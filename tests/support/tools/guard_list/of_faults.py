@@ -349,7 +349,7 @@ TWO_JOBS = [
     ),
     of(
         "jobs: of two sessions in one directory the earlier is fenced", "checkpoint/commits/commit.py",
-        "    if error is not None:\n        _take_back(storage, fencing_token, attempt, error)\n", "",
+        "        if error is not None:\n            _take_back(storage, fencing_token, attempt, error)\n", "",
         "tests/engine/test_bad_places.py::test_a_zombie_of_an_earlier_run_cannot_commit_over_a_later_one",
     ),
     of(

@@ -116,7 +116,7 @@ REPAIR = [
     ),
     of(
         "repair: two sessions that nothing orders", "checkpoint/upkeep/unfinished.py",
-        "    if len(sessions) > 1:\n        return None\n", "",
+        "    if len({one.session for one in free}) > 1:\n        return _several(newer, top)\n", "",
         FINISH + "test_of_two_sessions_that_nothing_orders_none_is_chosen",
     ),
     of(

@@ -13,10 +13,51 @@ from __future__ import annotations
 
 import argparse
 import heapq
+from dataclasses import dataclass
 
-from smckpt.storage.budget import PREFIX_LIMITS, TokenBucket, save_cost
+from smckpt.storage.budget import PREFIX_WRITES, TokenBucket, part_size, rank_rate
 
 BYTES_PER_PARAMETER = 14  # bf16 weight, float32 master weight and two moments
+
+
+@dataclass(frozen=True)
+class SaveCost:
+    """The requests of one save of a whole job.
+
+    requests: writes of all ranks together. per_rank: writes of one rank. rate: requests per second
+        of each rank.
+    seconds: how long the requests take at that rate, with all ranks at once. The bytes may take
+        longer.
+    """
+
+    writers: int
+    prefixes: int
+    nbytes: int
+    requests: int
+    per_rank: int
+    rate: float
+    seconds: float
+
+
+def save_cost(
+    nbytes: int,
+    writers: int,
+    *,
+    part: int = 64 << 20,
+    prefixes: int = 1,
+    groups: int = 1,
+) -> SaveCost:
+    """Count the requests of one save of `nbytes` bytes that `writers` ranks share evenly.
+
+    Each rank sends its data (one PUT, or the parts of an upload with its begin and end), its
+    checksums and its part record; each group its manifest; the job its record and two leases.
+    """
+    each = -(-nbytes // writers)
+    parts = -(-each // part_size(each, part))
+    per_rank = (1 if parts <= 1 else parts + 2) + 2
+    requests = per_rank * writers + groups + 3
+    rate = rank_rate(PREFIX_WRITES, writers, prefixes)
+    return SaveCost(writers, prefixes, nbytes, requests, per_rank, rate, per_rank / rate)
 
 
 class Clock:
@@ -41,7 +82,7 @@ def simulate(ranks: int, requests: int, rate: float, prefixes: int) -> tuple[int
     ]
     for bucket in buckets:
         bucket.take()
-    limit = PREFIX_LIMITS.writes
+    limit = PREFIX_WRITES
     tokens, at = [limit] * prefixes, [0.0] * prefixes
     left = [requests] * ranks
     ready = [(clock.now, r) for r, clock in enumerate(clocks)]

@@ -22,54 +22,39 @@ from smckpt.errors import UsageError
 from smckpt.storage.urls import join_url, normal_url, parent_url, relative_url
 
 __all__ = [
+    "HEADROOM",
     "MAX_PARTS",
     "MIN_PART",
-    "PREFIX_LIMITS",
-    "RateLimits",
-    "SaveCost",
+    "PREFIX_READS",
+    "PREFIX_WRITES",
     "Share",
     "Spread",
     "TokenBucket",
     "part_size",
     "rank_rate",
-    "save_cost",
 ]
 
 MIN_PART = 5 << 20  # bytes; S3's own limit. It also takes at most 10,000 parts
 MAX_PARTS = 10_000
 
 
-@dataclass(frozen=True)
-class RateLimits:
-    """How many requests per second one prefix answers, and the factor by which we stay below."""
-
-    writes: float = 3500.0
-    reads: float = 5500.0
-    headroom: float = 1.15
-
-    def __post_init__(self) -> None:
-        if min(self.writes, self.reads) <= 0 or self.headroom < 1:
-            raise UsageError(
-                f"rate limits {self}",
-                remedy="writes and reads above 0, headroom 1 or more",
-            )
-
-
-PREFIX_LIMITS = RateLimits()
+# How many requests per second one prefix answers, and the factor by which a job stays below.
+PREFIX_WRITES, PREFIX_READS = 3500.0, 5500.0
+HEADROOM = 1.15
 
 _EPISODE = 1.0  # seconds; several 503 within this time count as one
 _GROWTH = math.log(1.25)  # the rate grows by a quarter in each second without a 503
 _FEW = 16.0  # requests per second; a lower measured rate says little about the store
 
 
-def rank_rate(limit: float, writers: int, prefixes: int = 1, headroom: float = 1.15) -> float:
+def rank_rate(limit: float, writers: int, prefixes: int = 1) -> float:
     """The requests per second that each of `writers` ranks may send. The ranks are dealt to
     `prefixes` prefixes in turn; those of one prefix together stay below its limit. The rule is
     NeMo's, concurrency × writers × 1.15 ≤ limit, with the rate instead of the concurrency, because
     a connection may send more than one request per second."""
     if min(writers, prefixes) < 1:
         raise UsageError(f"{writers} writers, {prefixes} prefixes", remedy="pass 1 or more of each")
-    return limit / (-(-writers // prefixes) * headroom)
+    return limit / (-(-writers // prefixes) * HEADROOM)
 
 
 def part_size(size: int, wanted: int) -> int:
@@ -90,8 +75,8 @@ class Share:
     one prefix's limits, above 1 if the process sends to several prefixes. `phase` (0 to 1) shifts
     its turns, so that many processes do not begin in one instant."""
 
-    writes: float = 1 / PREFIX_LIMITS.headroom
-    reads: float = 1 / PREFIX_LIMITS.headroom
+    writes: float = 1 / HEADROOM
+    reads: float = 1 / HEADROOM
     phase: float = 0.0
 
     def __post_init__(self) -> None:
@@ -101,7 +86,7 @@ class Share:
     @classmethod
     def of_rank(cls, rank: int, ranks: int, prefixes: int = 1) -> Share:
         """The share of one rank when all ranks send at once, each to one of the prefixes."""
-        each = rank_rate(1.0, ranks, prefixes, headroom=PREFIX_LIMITS.headroom)
+        each = rank_rate(1.0, ranks, prefixes)
         return cls(each, each, rank % ranks / ranks)
 
     @classmethod
@@ -110,7 +95,7 @@ class Share:
         ranks. Only coordinators read during a save. They write and delete within the headroom that
         the ranks leave, because the next save may be under way. Their requests go to all prefixes
         in turn."""
-        spare = (1 - 1 / PREFIX_LIMITS.headroom) / groups
+        spare = (1 - 1 / HEADROOM) / groups
         return cls(spare, rank_rate(1.0, groups), turn / groups).times(prefixes)
 
     def times(self, prefixes: int) -> Share:
@@ -152,47 +137,6 @@ class Spread:
     def fullest(self, ranks: Iterable[int]) -> int:
         """The largest number of `ranks` that have their files in one directory."""
         return max(Counter(rank % self.prefixes for rank in ranks).values(), default=1)
-
-
-@dataclass(frozen=True)
-class SaveCost:
-    """The requests of one save of a whole job.
-
-    requests: writes of all ranks together. per_rank: writes of one rank. rate: requests per second
-        of each rank.
-    seconds: how long the requests take at that rate, with all ranks at once. The bytes may take
-        longer.
-    """
-
-    writers: int
-    prefixes: int
-    nbytes: int
-    requests: int
-    per_rank: int
-    rate: float
-    seconds: float
-
-
-def save_cost(
-    nbytes: int,
-    writers: int,
-    *,
-    part: int = 64 << 20,
-    prefixes: int = 1,
-    groups: int = 1,
-    limits: RateLimits = PREFIX_LIMITS,
-) -> SaveCost:
-    """Count the requests of one save of `nbytes` bytes that `writers` ranks share evenly.
-
-    Each rank sends its data (one PUT, or the parts of an upload with its begin and end), its
-    checksums and its part record; each group its manifest; the job its record and two leases.
-    """
-    each = -(-nbytes // writers)
-    parts = -(-each // part_size(each, part))
-    per_rank = (1 if parts <= 1 else parts + 2) + 2
-    requests = per_rank * writers + groups + 3
-    rate = rank_rate(limits.writes, writers, prefixes, limits.headroom)
-    return SaveCost(writers, prefixes, nbytes, requests, per_rank, rate, per_rank / rate)
 
 
 class TokenBucket:
@@ -272,8 +216,15 @@ class TokenBucket:
 
     def _refill(self) -> None:
         now = self._clock()
-        tokens, self._rate = self._in_seconds(max(0.0, now - self._at))
-        self._tokens = min(self._full, self._tokens + tokens)
+        # the tokens that have come, and the rate after them
+        passed = max(0.0, now - self._at)
+        pause, growing = self._ahead()
+        steady = min(passed, pause)
+        grown = min(passed - steady, growing)
+        rate = self.most if grown == growing else self._rate * math.exp(grown * _GROWTH)
+        tokens = self._rate * steady + (rate - self._rate) / _GROWTH
+        tokens += self.most * (passed - steady - grown)
+        self._rate, self._tokens = rate, min(self._full, self._tokens + tokens)
         if now - self._window >= 1.0:
             self._lately = self._sent / (now - self._window)
             self._window, self._sent = now, 0
@@ -283,15 +234,6 @@ class TokenBucket:
         """Seconds until the rate begins to grow, and for how many seconds it then grows."""
         pause = max(0.0, self._slowed + _EPISODE - self._at)
         return pause, math.log(self.most / self._rate) / _GROWTH
-
-    def _in_seconds(self, passed: float) -> tuple[float, float]:
-        """The tokens that come in `passed` seconds, and the rate after them, if no 503 comes."""
-        pause, growing = self._ahead()
-        steady = min(passed, pause)
-        grown = min(passed - steady, growing)
-        rate = self.most if grown == growing else self._rate * math.exp(grown * _GROWTH)
-        tokens = self._rate * steady + (rate - self._rate) / _GROWTH
-        return tokens + self.most * (passed - steady - grown), rate
 
     def _seconds_for(self, tokens: float) -> float:
         """Seconds until so many tokens have come. The growth of the rate is counted: at the

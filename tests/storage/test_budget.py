@@ -8,16 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.s3_scale import Clock, simulate
+from benchmarks.s3_scale import Clock, save_cost, simulate
 from smckpt.errors import UsageError
 from smckpt.storage.budget import (
     MAX_PARTS,
-    PREFIX_LIMITS,
+    PREFIX_WRITES,
     Share,
     TokenBucket,
     part_size,
     rank_rate,
-    save_cost,
 )
 from tests.support.limits import seconds as scaled
 
@@ -152,7 +151,7 @@ def test_a_store_that_throttles_refuses_nothing_within_the_budget_and_much_beyon
 def test_16384_ranks_under_eight_prefixes_need_an_eighth_of_the_time_and_meet_no_503():
     one, eight = (save_cost(LARGE, 16_384, groups=128, prefixes=n) for n in (1, 8))
     share = Share.of_rank(0, 16_384, prefixes=8)  # what a rank of that job is held to
-    assert share.writes * PREFIX_LIMITS.writes == pytest.approx(eight.rate)
+    assert share.writes * PREFIX_WRITES == pytest.approx(eight.rate)
     refused, seconds = simulate(16_384, eight.per_rank, eight.rate, 8)
     assert refused == 0
     assert seconds == pytest.approx(one.seconds / 8, rel=0.01)

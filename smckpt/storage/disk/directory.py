@@ -12,7 +12,7 @@ import contextlib
 import errno
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from smckpt.errors import UsageError
 from smckpt.storage.disk.linux import open_beneath
@@ -50,7 +50,11 @@ class Directory:
         """
         if make:
             # Make the directory that the user named, and its parents. Each new name is durable.
-            for directory in reversed([*_missing(root)]):
+            missing, above = list[str](), root
+            while not os.path.isdir(above):
+                missing.append(above)
+                above = os.path.dirname(above)
+            for directory in reversed(missing):
                 try:
                     os.mkdir(directory)
                 except FileExistsError:
@@ -227,9 +231,3 @@ def unlink(name: str, dir_fd: int | None = None) -> None:
         os.unlink(name, dir_fd=dir_fd)
     except FileNotFoundError:
         return  # nothing to remove
-
-
-def _missing(path: str) -> Iterator[str]:
-    while not os.path.isdir(path):
-        yield path
-        path = os.path.dirname(path)

@@ -158,9 +158,15 @@ class PosixStorage(Storage):
     def size(self, name: str) -> int:
         path = self._path(name)
         try:
-            found = self._status(path)
+            if not self._read_below:
+                found = os.stat(path, follow_symlinks=self._links)
+            else:
+                with self._reading() as directory:
+                    found = os.stat(name, dir_fd=directory.fd, follow_symlinks=False)
         except OSError as error:
             raise storage_error(error, path, "look up the size") from error
+        if stat.S_ISLNK(found.st_mode):
+            raise is_a_link(path)
         if not stat.S_ISREG(found.st_mode):
             raise not_a_file(path)
         return found.st_size
@@ -363,28 +369,16 @@ class PosixStorage(Storage):
             if found is not None:
                 self._open.move_to_end(path)
                 return found
-        opened = Descriptor(self._opened(path))
+        if not self._read_below:  # a single call: nothing is between the directory and the file
+            opened = Descriptor(open_file(path, links=self._links))
+        else:
+            with self._reading() as directory:
+                opened = Descriptor(open_file(path, directory))
         with self._lock:
             opened = self._open.setdefault(path, opened)
             while len(self._open) > _OPEN_FILES:
                 self._open.popitem(last=False)
         return opened
-
-    def _opened(self, path: str) -> int:
-        if not self._read_below:  # a single call: nothing is between the directory and the file
-            return open_file(path, links=self._links)
-        with self._reading() as directory:
-            return open_file(path, directory)
-
-    def _status(self, path: str) -> os.stat_result:
-        if not self._read_below:
-            found = os.stat(path, follow_symlinks=self._links)
-        else:
-            with self._reading() as directory:
-                found = os.stat(os.path.basename(path), dir_fd=directory.fd, follow_symlinks=False)
-        if stat.S_ISLNK(found.st_mode):
-            raise is_a_link(path)
-        return found
 
     def _forget(self, path: str) -> None:
         with self._lock:

@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 from smckpt.errors import CheckpointNotFoundError, MemoryBudgetError, StorageError
 from smckpt.storage.base import Access, FileInfo, FileWriter, Storage
 from smckpt.storage.disk.posix_read import STRETCH, Descriptor, Reading
+from smckpt.storage.disk.posix_write import write_all
 from smckpt.storage.faults import refuse_incomplete, refuse_outside, storage_error, too_short
 from smckpt.storage.memory.wire import (
     IDLE,
@@ -114,7 +115,7 @@ class KeeperStorage(Storage):
         self.refuse_name(name)
         known = self._peers()
         peers, own = known.peers, known.own
-        if self._known(name):
+        if any(info.name == name for info in self.list(name)):
             return self.read(name) == data  # an earlier try made it, but its answer was lost
         voters = [own, *(at for at in range(len(peers)) if at != own)][:VOTERS]
         request = {**self._at(name), "do": "take", "size": len(data)}
@@ -155,7 +156,8 @@ class KeeperStorage(Storage):
         here = self._descriptor(name)
         if here is not None:
             file, size = here
-            self._refuse_end(name, size, offset, wanted)
+            if (end := offset + sum(map(len, wanted))) > size:
+                raise too_short(name, size, end, file_url(self.url, name))
             Reading(offset, wanted, seen).run(file)
             return
         end = offset + sum(map(len, wanted))
@@ -202,11 +204,6 @@ class KeeperStorage(Storage):
             left, offset = wanted[0][len(stretch) :], offset + len(stretch)
             wanted[:1] = [left] if left else []
         return True
-
-    def _refuse_end(self, name: str, size: int, offset: int, wanted: Sequence[memoryview]) -> None:
-        end = offset + sum(map(len, wanted))
-        if end > size:
-            raise too_short(name, size, end, file_url(self.url, name))
 
     def _descriptor(self, name: str) -> tuple[Descriptor, int] | None:
         """A descriptor of a file of this host's keeper, and its size. Of a large file it stays open
@@ -351,9 +348,6 @@ class KeeperStorage(Storage):
     def _at(self, name: str) -> dict[str, Any]:
         return {"directory": self._directory, "name": name}
 
-    def _known(self, name: str) -> bool:
-        return any(info.name == name for info in self.list(name))
-
     def _absent(self, name: str) -> CheckpointNotFoundError:
         return CheckpointNotFoundError(
             "no keeper that answers has this file",
@@ -442,10 +436,7 @@ class _KeptWriter(FileWriter):
     def write_at(self, offset: int, data: memoryview, crc64: int | None = None) -> None:
         path = file_url(self._store.url, self._name)
         refuse_outside(offset, data.nbytes, self._size, path)
-        left, at = data.cast("B") if data.format != "B" else data, offset
-        while left.nbytes:
-            done = os.pwrite(self._fd, left, at)
-            left, at = left[done:], at + done
+        write_all(self._fd, data.cast("B") if data.format != "B" else data, offset)
         with self._lock:
             self._written += data.nbytes
 

@@ -155,8 +155,12 @@ class Filling:
         the clock between stretches."""
         began = time.monotonic()
         self._ends = began + self._seconds - self._spent
+        found = body  # goes to its socket as botocore's set_socket_timeout does
+        for name in ("_raw_stream", "_fp", "fp", "raw", "_sock"):
+            found = getattr(found, name, None)
+        sock = found if isinstance(found, socket.socket) else None
         try:
-            with deadlines().cut(_socket_of(body), self._ends):
+            with deadlines().cut(sock, self._ends):
                 yield
         except BadBody as error:
             if time.monotonic() < self._ends:
@@ -176,14 +180,6 @@ def _read(body: Any, count: int | None) -> bytes:
     except (BotoCoreError, HTTPError, OSError, ValueError, AttributeError) as error:
         raise BadBody(f"the answer's body broke off: {error}") from error
     return data
-
-
-def _socket_of(body: Any) -> socket.socket | None:
-    """The socket that a body comes from, found as botocore's set_socket_timeout finds it."""
-    found = body
-    for name in ("_raw_stream", "_fp", "fp", "raw", "_sock"):
-        found = getattr(found, name, None)
-    return found if isinstance(found, socket.socket) else None
 
 
 Result = TypeVar("Result")
@@ -221,20 +217,19 @@ class Deadlines:
                 self._running.pop(mark, None)
 
     def _watch(self) -> None:
-        while self._cut_late():
+        """Cut the sockets that are late, while there are any."""
+        while True:
+            with self._lock:
+                now = time.monotonic()
+                for _, sock in (each for each in self._running.values() if each[0] <= now):
+                    with suppress(OSError):
+                        # The method of TLS sockets would drop the session from which another thread
+                        # reads.
+                        socket.socket.shutdown(sock, socket.SHUT_RDWR)
+                self._watched = bool(self._running)
+                if not self._watched:
+                    return
             time.sleep(_LOOK)
-
-    def _cut_late(self) -> bool:
-        """Cut the sockets that are late. Returns whether any were watched."""
-        with self._lock:
-            now = time.monotonic()
-            for _, sock in (each for each in self._running.values() if each[0] <= now):
-                with suppress(OSError):
-                    # The method of TLS sockets would drop the session from which another thread
-                    # reads.
-                    socket.socket.shutdown(sock, socket.SHUT_RDWR)
-            self._watched = bool(self._running)
-            return self._watched
 
 
 def deadlines() -> Deadlines:

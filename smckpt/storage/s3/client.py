@@ -98,10 +98,7 @@ def _client(config: StoreOptions, settings: Any) -> Any:
         import boto3
 
         return boto3.Session(profile_name=config.profile).client("s3", **named)
-    return _users_client(config.client_factory, named)
-
-
-def _users_client(factory: str, named: dict[str, Any]) -> Any:
+    factory = config.client_factory
     from botocore.exceptions import BotoCoreError, ClientError
 
     module, _, function = factory.partition(":")

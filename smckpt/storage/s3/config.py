@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from smckpt.errors import UsageError
-from smckpt.storage.budget import PREFIX_LIMITS
+from smckpt.storage.budget import PREFIX_READS, PREFIX_WRITES
 from smckpt.storage.urls import is_s3_url
 
 __all__ = ["StoreOptions", "s3_options"]
@@ -63,8 +63,8 @@ class StoreOptions:
     retries: int = 8
     read_timeout_s: float = 60.0
     timeout_s: float = 300.0
-    write_rate: float = PREFIX_LIMITS.writes
-    read_rate: float = PREFIX_LIMITS.reads
+    write_rate: float = PREFIX_WRITES
+    read_rate: float = PREFIX_READS
     prefixes: int = 1
     prefix_root: str | None = None
     preflight: bool = True
@@ -76,7 +76,18 @@ class StoreOptions:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tags", _pairs(self.tags))  # a frozen dataclass is hashed
-        self._refuse_kinds()
+        # A wrong type, such as "64" from a settings file, would fail in the middle of a save.
+        for field in dataclasses.fields(self):
+            value, default = getattr(self, field.name), field.default
+            if field.name == "tags":
+                continue
+            if default is None or isinstance(default, str):
+                fine = isinstance(value, str) or (value is None and default is None)
+            else:
+                kinds = (int, float) if isinstance(default, float) else (type(default),)
+                fine = type(value) in kinds
+            if not fine:
+                raise UsageError(f"{field.name}={value!r}", remedy=f"give {field.type}")
         module, _, function = (self.client_factory or "module:function").partition(":")
         rules = {
             "chunk_size_MB": (MIN_PART_MB <= self.chunk_size_MB <= MAX_PART_MB, "give 5 to 5120"),
@@ -100,21 +111,6 @@ class StoreOptions:
         for name, (fine, remedy) in rules.items():
             if not fine:
                 raise UsageError(f"{name}={getattr(self, name)!r} is not possible", remedy=remedy)
-
-    def _refuse_kinds(self) -> None:
-        """Refuse values of a wrong type, such as "64" from a settings file. They would otherwise
-        fail in the middle of a save."""
-        for field in dataclasses.fields(self):
-            value, default = getattr(self, field.name), field.default
-            if field.name == "tags":
-                continue
-            if default is None or isinstance(default, str):
-                fine = isinstance(value, str) or (value is None and default is None)
-            else:
-                kinds = (int, float) if isinstance(default, float) else (type(default),)
-                fine = type(value) in kinds
-            if not fine:
-                raise UsageError(f"{field.name}={value!r}", remedy=f"give {field.type}")
 
     @property
     def part_bytes(self) -> int:

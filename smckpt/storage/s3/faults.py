@@ -140,7 +140,9 @@ def is_transient(error: BaseException) -> bool:
     from botocore import exceptions as bc
 
     if isinstance(error, bc.ClientError):
-        return code_of(error) in _TRANSIENT or _passes(status_of(error))
+        status = status_of(error)  # gateways have statuses of their own
+        passes = status in (408, 429) or (500 <= status < 600 and status not in (501, 505, 507))
+        return passes or code_of(error) in _TRANSIENT
     if isinstance(error, bc.SSLError):
         return _tls_broke_off(error)
     if isinstance(error, bc.ProxyConnectionError):
@@ -166,12 +168,6 @@ def lacks_credentials(error: BaseException) -> bool:
         return code_of(error) in _LAPSED or (code_of(error) == "400" == str(status_of(error)))
     lacking = (bc.CredentialRetrievalError, bc.TokenRetrievalError, Unanswered)
     return isinstance(error, lacking)
-
-
-def _passes(status: int) -> bool:
-    """Whether a status says that the request may succeed a moment later. Gateways have statuses of
-    their own."""
-    return status in (408, 429) or (500 <= status < 600 and status not in (501, 505, 507))
 
 
 def _wrapped(error: BaseException) -> Iterator[BaseException]:

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import functools
 import sys
+import weakref
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 from smckpt.errors import UsageError
 
-__all__ = ["alone", "changed", "checked"]
+__all__ = ["alone", "changed", "checked", "while_alive"]
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -43,6 +44,18 @@ def alone(name: str = "", *, outer: bool = False) -> Callable[[Callable[_P, _T]]
         return call
 
     return of
+
+
+def while_alive(method: Callable[[], None]) -> Callable[[], None]:
+    """A call of an object's method that does not keep the object alive: nothing, once it is gone.
+    For what is registered until the process ends."""
+    reference = weakref.WeakMethod(method)
+
+    def call() -> None:
+        if (alive := reference()) is not None:
+            alive()
+
+    return call
 
 
 def checked(kind: type[_T], value: _T | None) -> _T:

@@ -131,10 +131,13 @@ def async_save(
     try:
         known = checked(SaveOptions, options)
         directory = _directory(checkpoint_id, storage_writer, "storage_writer")
+        if step is None and isinstance(state_dict, Mapping):
+            found = state_dict.get("step")
+            step = found if type(found) is int else None
         request = SaveRequest(
             directory=directory,
             coordinator=coordinator_of(group, coordinator_rank),
-            step=_step_in(state_dict) if step is None else step,
+            step=step,
             options=known,
             access=_access(directory, storage, storage_writer),
         )
@@ -426,11 +429,6 @@ def _access(directory: str, storage: StoreOptions | Mapping[str, Any] | None, ot
     """The access to the directory. `other` is a reader or writer of ours, or None."""
     own = getattr(other, "access", None)
     return access_to(directory, storage=storage, own=own if isinstance(own, Access) else None)
-
-
-def _step_in(state_dict: MutableMapping[str, Any] | None) -> int | None:
-    step = state_dict.get("step") if isinstance(state_dict, Mapping) else None
-    return step if type(step) is int else None
 
 
 def _directory(checkpoint_id: Any, other: Any, argument: str) -> str:

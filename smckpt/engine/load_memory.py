@@ -102,7 +102,13 @@ def memory_of(selection: Selection, plan: ReadPlan, *, partly: bool) -> LoadMemo
             buffers.append(OnDevice(live))
             continue
         elif not live.is_cpu or not _is_plain(live):
-            _refuse_expanded(selection, number)
+            strides = live.stride()
+            if any(step == 0 and size > 1 for size, step in zip(live.shape, strides, strict=True)):
+                raise StateError(
+                    f"{selection.entries[number].key!r} is an expanded tensor with strides "
+                    f"{strides}: its elements share memory and cannot be filled",
+                    remedy="call .contiguous() or .clone() on it before the load",
+                )
             live = _stand_in(tensor, partly)
             late.append((tensor.detach(), live))
         # The memory itself, because a view by torch takes tens of microseconds per tensor. The
@@ -135,16 +141,6 @@ def _put_apart(tree: MutableMapping[str, Any], path: Path, value: torch.Tensor) 
 def _stand_in(tensor: torch.Tensor, filled: bool) -> torch.Tensor:
     made = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
     return made.copy_(tensor.detach()) if filled else made
-
-
-def _refuse_expanded(selection: Selection, number: int) -> None:
-    live, entry = selection.tensors[number], selection.entries[number]
-    if any(step == 0 and size > 1 for size, step in zip(live.shape, live.stride(), strict=True)):
-        raise StateError(
-            f"{entry.key!r} is an expanded tensor with strides {live.stride()}: its elements "
-            "share memory and cannot be filled",
-            remedy="call .contiguous() or .clone() on it before the load",
-        )
 
 
 log = logging.getLogger("smckpt")

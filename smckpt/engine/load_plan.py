@@ -226,7 +226,6 @@ def plan_of(
         if number_as_saved(state_dict, catalogue, saved, strict=request.strict):
             selection = target.selector.select(state_dict)
         objects = _values(catalogue, saved, selection, state_dict)
-        objects = _made(objects, state_dict)
         renewed, settled = prepare_optimizers(
             state_dict, catalogue, objects, rank=saved, strict=request.strict
         )
@@ -414,8 +413,9 @@ def _values(
     selection: Selection,
     state_dict: MutableMapping[str, Any],
 ) -> dict[str, tuple[Path, Any]]:
-    """The saved values, by the target's keys. A value that the followed rank did not save comes
-    from the lowest rank that did, because one rank may save a value for all."""
+    """The saved values, by the target's keys, with those in them made that are known by their
+    classes. A value that the followed rank did not save comes from the lowest rank that did,
+    because one rank may save a value for all."""
     objects = catalogue.objects(saved, unmade=True)
     first = min(catalogue.object_ranks)
     tensors = {entry.key for entry in selection.entries}
@@ -424,14 +424,8 @@ def _values(
         for key, found in catalogue.objects(first, unmade=True).items():
             if key in lacking and key not in tensors:
                 objects[key] = found
-    return named_as_target(state_dict, objects, catalogue.optimizers)
-
-
-def _made(
-    objects: dict[str, tuple[Path, Any]], state_dict: Mapping[str, Any]
-) -> dict[str, tuple[Path, Any]]:
-    """The values that are asked for, with those in them made that are known by their classes."""
-    tops = {*map(str, state_dict)}
+    objects = named_as_target(state_dict, objects, catalogue.optimizers)
+    tops = {*map(str, state_dict)}  # what is asked for; only that is made
     return {
         key: (path, made_again(value, key) if str(path[0]) in tops else value)
         for key, (path, value) in objects.items()

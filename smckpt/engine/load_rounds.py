@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from smckpt.checkpoint.commits.choose import Commit
@@ -116,7 +117,7 @@ class Rounds:
                 refuse_other_calls(brought(), self.name)
                 return look()
             except Exception as error:
-                self._among_groups("plan", _raising(error), nothing, None)
+                self._among_groups("plan", partial(unless, error, ""), nothing, None)
                 raise
 
         return self.group.round(
@@ -170,13 +171,6 @@ def unless(failure: Exception | None, call: str) -> str:
     if failure is not None:
         raise failure
     return call
-
-
-def _raising(error: Exception) -> Callable[[], Any]:
-    def bring() -> Any:
-        raise error
-
-    return bring
 
 
 def nothing(*_: object) -> None:

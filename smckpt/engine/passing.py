@@ -25,6 +25,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -180,7 +181,7 @@ class Passing:
             self._arena = Arena(slots * self._slot)
             self._free = [*range(slots)]
         self._meet()
-        return [_task(self._give, each, readers) for each in self._own]
+        return [partial(self._give, each, readers) for each in self._own]
 
     def finish(self) -> None:
         with self._change:
@@ -398,12 +399,6 @@ class Passing:
             link.socket.close()
         if self._arena is not None:
             self._arena.close()
-
-
-def _task(
-    give: Callable[[PortionTargets, Readers], None], each: PortionTargets, readers: Readers
-) -> Any:
-    return lambda: give(each, readers)
 
 
 def _system() -> str:

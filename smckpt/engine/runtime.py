@@ -12,13 +12,11 @@ import os
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from smckpt.calls import alone
+from smckpt.calls import alone, while_alive
 from smckpt.engine.events import Sinks
 from smckpt.engine.load import Loader
 from smckpt.engine.saving.job import SaveHandle
@@ -75,7 +73,7 @@ class Runtime:
             age = 0.0
         self._since = time.time_ns() - int(age * 1e9)
         self._inherited: object = None  # in a forked child: the job's store of the parent
-        os.register_at_fork(after_in_child=partial(_note_in_child, weakref.ref(self)))
+        os.register_at_fork(after_in_child=while_alive(self.note_fork))
 
     def queue(self, group: Group, name: str) -> SaveQueue:
         self._refuse_inherited(group)
@@ -276,12 +274,6 @@ def _drained(queue: Finalizable, deadline: float) -> list[SaveHandle]:
             )
             return queue.close(0)
     return []
-
-
-def _note_in_child(reference: weakref.ref[Runtime]) -> None:
-    runtime = reference()
-    if runtime is not None:
-        runtime.note_fork()
 
 
 def _exit_timeout() -> float:

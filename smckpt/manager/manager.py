@@ -7,7 +7,6 @@ import hashlib
 import logging
 import os
 import secrets
-import weakref
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -15,7 +14,7 @@ from itertools import count
 from types import TracebackType
 from typing import Any
 
-from smckpt.calls import alone
+from smckpt.calls import alone, while_alive
 from smckpt.checkpoint.commits.discover import FoundCheckpoint
 from smckpt.checkpoint.commits.run_directory import RetentionPolicy, RunDirectory, rooted
 from smckpt.engine.api import (
@@ -32,7 +31,7 @@ from smckpt.engine.saving.job import SaveHandle, SaveOptions, Timings, options_o
 from smckpt.errors import UsageError
 from smckpt.manager.groups import agreed_group
 from smckpt.manager.memory import Memory, MemoryTier, Tiers
-from smckpt.manager.notice import Signals, Watch, called, signals_of
+from smckpt.manager.notice import Signals, Watch, signals_of
 from smckpt.manager.record import mark_of, recorded, save_seconds_of
 from smckpt.manager.resume import resume
 from smckpt.manager.retention import Best, Retention, Rivals, policies_of
@@ -158,7 +157,7 @@ class CheckpointManager:
         self._prepared = self._timed = False  # there is room; the first save
         self._closed = self._announced = False
         self._pid = os.getpid()
-        atexit.register(called, CheckpointManager._announce_end, weakref.ref(self))
+        atexit.register(while_alive(self._announce_end))
 
     # -- saving ------------------------------------------------------------------------------
 

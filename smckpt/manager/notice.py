@@ -20,19 +20,18 @@ import socket
 import sys
 import threading
 import time
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
+from smckpt.calls import while_alive
 from smckpt.errors import UsageError
 from smckpt.meeting.group import Membership
 from smckpt.meeting.round import Meeting
 from smckpt.meeting.store import OverStore
 
-__all__ = ["Notice", "Signals", "Watch", "called", "signals_of"]
+__all__ = ["Notice", "Signals", "Watch", "signals_of"]
 
 T = TypeVar("T")
 
@@ -125,11 +124,10 @@ class Watch:
         if not signals.names:
             return
         self._install([signal.Signals[name] for name in signals.names])
-        watch = weakref.ref(self)
         os.register_at_fork(
-            before=partial(called, Watch.hold_signals, watch),
-            after_in_parent=partial(called, Watch.release_signals, watch),
-            after_in_child=partial(called, Watch.forget, watch),
+            before=while_alive(self.hold_signals),
+            after_in_parent=while_alive(self.release_signals),
+            after_in_child=while_alive(self.forget),
         )
         self._thread = threading.Thread(target=self._serve, name="smckpt-notice", daemon=True)
         self._thread.start()
@@ -177,7 +175,7 @@ class Watch:
         if self._timer is not None:
             self._timer.cancel()
         if self._timer is not None or self._flag is not None:
-            atexit.register(called, Watch._hold_grace, weakref.ref(self))
+            atexit.register(while_alive(self._hold_grace))
 
     def _start_grace(self, seconds: float) -> None:
         self._until = time.monotonic() + seconds
@@ -337,13 +335,6 @@ class Watch:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(self._status)
-
-
-def called(method: Callable[[T], None], reference: weakref.ref[T]) -> None:
-    """Call a method of an object that may have gone."""
-    owner = reference()
-    if owner is not None:
-        method(owner)
 
 
 def _earliest_notice(meeting: Meeting, mine: dict[str, Any] | None) -> dict[str, Any] | None:

@@ -21,13 +21,12 @@ import os
 import sys
 import tempfile
 import threading
-import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from smckpt.calls import while_alive
 from smckpt.errors import MemoryBudgetError, UsageError
 from smckpt.layout.image import ALIGNMENT
 
@@ -75,13 +74,38 @@ class Arena:
             _advise(self._map, "MADV_DONTFORK")
             _advise(self._map, "MADV_HUGEPAGE")  # fewer faults where shmem_enabled=advise
             # before the long part, during which the trainer may fork its data loader's workers
-            os.register_at_fork(after_in_child=partial(_forget_in_child, weakref.ref(self)))
+            os.register_at_fork(after_in_child=while_alive(self.forget))
             _fault_in(self._map, self.size)
         except BaseException as error:
             self._close_file()
             if isinstance(error, OSError):
                 raise _refused(self.size, error) from error
             raise
+
+    def forget(self) -> None:
+        """Make a forked child release the arena, so that its memory is freed when the trainer ends.
+
+        The child does not inherit the mapping (MADV_DONTFORK). `mmap` holds a descriptor of its
+        own. It and the arena's are pointed at /dev/null, so that a later close of them closes
+        nothing else.
+        """
+        if self.closed:
+            return
+        self.pinned = None  # CUDA belongs to the parent
+        if self.fd < 0:
+            return
+        mine = os.fstat(self.fd)
+        null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        for name in os.listdir("/dev/fd"):
+            fd = int(name)
+            try:
+                found = os.fstat(fd)
+            except OSError:
+                continue  # the listing's own descriptor, closed by now
+            if (found.st_dev, found.st_ino) == (mine.st_dev, mine.st_ino) and fd != self.fd:
+                os.dup2(null, fd, inheritable=False)
+        os.dup2(null, self.fd, inheritable=False)
+        os.close(null)
 
     def view(self, offset: int, length: int) -> memoryview:
         """`length` bytes at `offset`, writable. Do not use it after `close`."""
@@ -240,32 +264,6 @@ def _cuda_runtime() -> Any:  # torch gives the module no type
     import torch
 
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]
-
-
-def _forget_in_child(reference: weakref.ref[Arena]) -> None:
-    """Make a forked child release the arena, so that its memory is freed when the trainer ends.
-
-    The child does not inherit the mapping (MADV_DONTFORK). `mmap` holds a descriptor of its own. It
-    and the arena's are pointed at /dev/null, so that a later close of them closes nothing else.
-    """
-    arena = reference()
-    if arena is None or arena.closed:
-        return
-    arena.pinned = None  # CUDA belongs to the parent
-    if arena.fd < 0:
-        return
-    mine = os.fstat(arena.fd)
-    null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-    for name in os.listdir("/dev/fd"):
-        fd = int(name)
-        try:
-            found = os.fstat(fd)
-        except OSError:
-            continue  # the listing's own descriptor, closed by now
-        if (found.st_dev, found.st_ino) == (mine.st_dev, mine.st_ino) and fd != arena.fd:
-            os.dup2(null, fd, inheritable=False)
-    os.dup2(null, arena.fd, inheritable=False)
-    os.close(null)
 
 
 _RESERVE = 64 << 20  # per rank, for the worker process and its buffers

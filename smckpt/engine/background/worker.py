@@ -122,7 +122,13 @@ class _Server:
         except Exception as error:  # the trainer must hear of any failure
             traceback.print_exc()
             if _lacks_resources(error):
-                return {"error": _lacking(name, error).to_json()}
+                lacking = WorkerError(
+                    f"{name} failed in the worker, which the system refused a resource: "
+                    f"{str(error) or 'out of memory'}",
+                    remedy="free memory of this host, or raise the limits on memory, open files "
+                    "and processes (ulimit -v, -n, -u; the cgroup); the next save tries again",
+                )
+                return {"error": lacking.to_json()}
             where = traceback.extract_tb(error.__traceback__)[-1]
             return {
                 "error": WorkerError(
@@ -149,7 +155,12 @@ class _Server:
             arena = None
             if command.files:
                 assert command.arena is not None
-                arena = self._arena(command.arena)
+                arena = self._arenas.get(command.arena)
+                if arena is None:
+                    raise WorkerError(
+                        f"the worker has no arena {command.arena}",
+                        remedy="attach it before naming it",
+                    )
             return write_part(
                 access,
                 arena,
@@ -164,28 +175,12 @@ class _Server:
         commit = importlib.import_module("smckpt.checkpoint.commits.commit")
         return getattr(commit, command.function)(access, **vars(command))
 
-    def _arena(self, number: int) -> mmap.mmap:
-        if number not in self._arenas:
-            raise WorkerError(
-                f"the worker has no arena {number}", remedy="attach it before naming it"
-            )
-        return self._arenas[number]
-
 
 def _lacks_resources(error: Exception) -> bool:
     """Whether the system refused memory, a descriptor or a thread."""
     if isinstance(error, OSError):
         return error.errno in (errno.ENOMEM, errno.EAGAIN, errno.EMFILE, errno.ENFILE)
     return isinstance(error, MemoryError) or "can't start new thread" in str(error)
-
-
-def _lacking(name: str, error: Exception) -> WorkerError:
-    what = str(error) or "out of memory"
-    return WorkerError(
-        f"{name} failed in the worker, which the system refused a resource: {what}",
-        remedy="free memory of this host, or raise the limits on memory, open files and processes "
-        "(ulimit -v, -n, -u; the cgroup); the next save tries again",
-    )
 
 
 if __name__ == "__main__":

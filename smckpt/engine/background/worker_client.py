@@ -14,15 +14,14 @@ import sys
 import tempfile
 import threading
 import time
-import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from smckpt._version import __version__
+from smckpt.calls import while_alive
 from smckpt.decoding import decode
 from smckpt.engine.background.commands import Attach, Channel, Command, Detach, Exit, PeerGone
 from smckpt.errors import WorkerError, error_from_json
@@ -86,7 +85,7 @@ class Worker:
         self._next_id = 0
         self._closed = False
         self._owner = os.getpid()
-        os.register_at_fork(after_in_child=partial(_forget_in_child, weakref.ref(self)))
+        os.register_at_fork(after_in_child=while_alive(self.forget))
 
     @property
     def alive(self) -> bool:
@@ -187,6 +186,14 @@ class Worker:
         finally:
             self._lock.release()
 
+    def forget(self) -> None:
+        """In a forked child (such as a data loader's worker), close its copy of the trainer's
+        socket."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.close()
+            process.popen.returncode = 0  # not its child, so there is nothing to reap
+
     def _refuse_forked(self) -> None:
         if os.getpid() != self._owner:
             raise WorkerError(
@@ -209,7 +216,15 @@ class Worker:
         if not process.ready:
             with self._watching("start"):
                 hello, _ = process.channel.receive(deadline=deadline)
-                _refuse_other_version(hello.get("version"))
+                if (version := hello.get("version")) != __version__:
+                    # The installed files were replaced after this process loaded them. What one
+                    # says, the other may take for something else.
+                    raise WorkerError(
+                        "smckpt was changed on disk while this job runs: the job has version "
+                        f"{__version__}, a worker that starts now has {version or 'another'}",
+                        remedy="restart the job, which resumes from the newest committed step; or "
+                        f"install {__version__} again",
+                    )
             process.ready = True
         for arena_id, arena in self._arenas.items():
             if arena_id not in self._sent:
@@ -344,18 +359,6 @@ def _spawn(niceness: int, threads: int) -> _Process:
     return _Process(popen, Channel(ours, pidfd), pidfd, stderr)
 
 
-def _refuse_other_version(version: object) -> None:
-    """Refuse a worker of another version than this process: the installed files were replaced after
-    this process loaded them. What one says, the other may take for something else."""
-    if version != __version__:
-        raise WorkerError(
-            f"smckpt was changed on disk while this job runs: the job has version {__version__}, "
-            f"a worker that starts now has {version or 'another'}",
-            remedy="restart the job, which resumes from the newest committed step; or install "
-            f"{__version__} again",
-        )
-
-
 def _pidfd(pid: int) -> int | None:
     """A pidfd of the process; None if the system has none (macOS, Linux before 5.3). Then only the
     end of the socket shows its death."""
@@ -397,14 +400,3 @@ def _ending(code: int | None) -> str:
         return f"was killed by {signal.Signals(-code).name}"
     except ValueError:
         return f"was killed by signal {-code}"
-
-
-def _forget_in_child(reference: weakref.ref[Worker]) -> None:
-    """In a forked child (such as a data loader's worker), close its copy of the trainer's
-    socket."""
-    worker = reference()
-    if worker is None or worker._process is None:
-        return
-    process, worker._process = worker._process, None
-    process.close()
-    process.popen.returncode = 0  # not its child, so there is nothing to reap

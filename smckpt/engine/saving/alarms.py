@@ -286,7 +286,7 @@ def judge(
     found: list[str] = []
     for kind, alarm in (
         ("unchanged", _unchanged(seen)),
-        ("nonfinite", _nonfinite(seen, hosts)),
+        ("nonfinite", _nonfinite(seen)),
         ("replicas", _replicas(seen, hosts)),
     ):
         if alarm is None:
@@ -319,7 +319,7 @@ def _unchanged(seen: Mapping[int, Observed]) -> _Alarm | None:
     )
 
 
-def _nonfinite(seen: Mapping[int, Observed], hosts: Mapping[int, str]) -> _Alarm | None:
+def _nonfinite(seen: Mapping[int, Observed]) -> _Alarm | None:
     counts: dict[str, Counter[int]] = {}
     for rank, looked in seen.items():
         for name, count in looked.nonfinite.items():
@@ -347,15 +347,12 @@ def _replicas(seen: Mapping[int, Observed], hosts: Mapping[int, str]) -> _Alarm 
     names: dict[str, list[str]] = {}  # what is wrong → names
     where: list[int] = []
 
-    def note(rank: int, what: str, name: str) -> None:
-        where.append(rank)
-        names.setdefault(what, []).append(name)
-
     for writers, brought in sorted(by_writers.items()):
         if set(brought) != set(writers) or len({one.counts for one in brought.values()}) > 1:
             continue  # they hold different entries, which the commit refuses by name
         for rank, what, name in _apart(writers, brought, hosts):
-            note(rank, what, name)
+            where.append(rank)
+            names.setdefault(what, []).append(name)
     if not names:
         return None
     parts = [f"{what}: {few(list(dict.fromkeys(of)), NAMED)}" for what, of in names.items()]

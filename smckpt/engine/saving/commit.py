@@ -124,34 +124,29 @@ class Committer:
         Raises:
             CheckpointError: the save was not committed. It is the cause, from any rank.
         """
-        timeout = job.request.options.timeout
         if self._meeting is None:
             self._unmet[job.handle.number] = job.moment
-            self._meeting = self._met(job, timeout)
+            self._meeting = self._met(job)
         meeting = self._meeting
 
         def bring() -> Written:
             if not self.probed and len(self.group.ranks) > 1:
-                self._probe(meeting, job, timeout)
+                self._probe(meeting, job)
             elif meeting.member == 0 and job.error is None:
                 # Before the first save into a bucket, one rank checks that it can hold checkpoints.
                 # The others learn of a failure from the verdict.
                 bucket = bucket_url(job.request.directory)
                 if bucket and bucket not in self._tried:
-                    self._look(
-                        meeting, job, job.as_coordinator(), timeout, create=True, leave=False
-                    )
+                    self._look(meeting, job, job.as_coordinator(), create=True, leave=False)
                     self._tried.add(bucket)
             return write(meeting)
 
         return meeting.round(
             f"save/{job.handle.number}",
             bring,
-            lambda written: of_moment(
-                job.moment, lambda: self._decide(meeting, job, written, timeout)
-            ),
+            lambda written: of_moment(job.moment, lambda: self._decide(meeting, job, written)),
             leader=self.group.ranks.index(job.request.coordinator),
-            timeout=timeout,
+            timeout=job.timeout,
             brings=Written,
             gives=Committed,
         )
@@ -163,10 +158,10 @@ class Committer:
             Round(f"save/{number}", self.group.ranks.index(coordinator)),
         ]
 
-    def _met(self, job: SaveJob, timeout: float) -> Meeting:
+    def _met(self, job: SaveJob) -> Meeting:
         """The meeting for this save. If earlier saves had no meeting, the leader gave them up, and
         posts that, so that a late rank does not wait for their answer."""
-        meeting = self.membership.meeting(timeout)
+        meeting = self.membership.meeting(job.timeout)
         coordinator = self.group.ranks.index(job.request.coordinator)
         for number in range(self.met_before, job.handle.number):
             over = PeerError(
@@ -183,7 +178,7 @@ class Committer:
 
     # -- the first save ----------------------------------------------------------------------
 
-    def _probe(self, meeting: Meeting, job: SaveJob, timeout: float) -> None:
+    def _probe(self, meeting: Meeting, job: SaveJob) -> None:
         """Check once per meeting that the store can hold checkpoints and that all hosts see one
         directory.
 
@@ -198,11 +193,11 @@ class Committer:
 
         def make(brought: Callable[[], dict[int, Moment]]) -> None:
             self._refuse_different(job, {ranks[at]: one for at, one in brought().items()})
-            self._look(meeting, job, job.as_coordinator(), timeout, create=True)
+            self._look(meeting, job, job.as_coordinator(), create=True)
             self._tried.add(bucket_url(path))
 
         def look() -> HostView:
-            return self._look(meeting, job, job.as_one_of_all(self.group), timeout, create=False)
+            return self._look(meeting, job, job.as_one_of_all(self.group), create=False)
 
         def compare(brought: Callable[[], dict[int, HostView]]) -> None:
             sights = brought().values()
@@ -222,10 +217,10 @@ class Committer:
             f"made/{number}",
             here,
             lambda brought: of_moment(job.moment, lambda: make(brought)),
-            timeout=timeout,
+            timeout=job.timeout,
             brings=Moment,
         )
-        meeting.round(f"seen/{number}", look, compare, timeout=timeout, brings=HostView)
+        meeting.round(f"seen/{number}", look, compare, timeout=job.timeout, brings=HostView)
         self.probed = True
 
     def _look(
@@ -233,29 +228,26 @@ class Committer:
         meeting: Meeting,
         job: SaveJob,
         access: Access,
-        timeout: float,
         *,
         create: bool,
         leave: bool = True,
     ) -> HostView:
         probe = Probe(job.request.directory, meeting.id, create, leave)
-        answer = self.worker.call(probe, timeout=timeout, access=access)
+        answer = self.worker.call(probe, timeout=job.timeout, access=access)
         if answer.remark is not None:
             log.warning("%s", answer.remark)
         return HostView(socket.gethostname(), answer.seen)
 
     # -- the coordinator -------------------------------------------------------------------
 
-    def _decide(
-        self, meeting: Meeting, job: SaveJob, written: Brought[Written], timeout: float
-    ) -> Committed:
+    def _decide(self, meeting: Meeting, job: SaveJob, written: Brought[Written]) -> Committed:
         self._steps.count(job)
         if not job.partition.alone:
-            return self._commit_step(meeting, job, written, timeout)
+            return self._commit_step(meeting, job, written)
         parts = self._checked(job, written())
         alarms = self._judged(job, parts)
-        fencing_token = self._token(meeting, job, job.request.directory, self.group.ranks, timeout)
-        published = self._publish(meeting, job, parts, fencing_token, None, timeout)
+        fencing_token = self._token(meeting, job, job.request.directory, self.group.ranks)
+        published = self._publish(meeting, job, parts, fencing_token, None)
         return Committed(published.manifest, fencing_token, published.bytes, alarms=alarms)
 
     def _refuse_different(self, job: SaveJob, moments: dict[int, Moment]) -> None:
@@ -317,7 +309,6 @@ class Committer:
         job: SaveJob,
         directory: str,
         ranks: Sequence[int],
-        timeout: float,
         groups: Sequence[str] = (),
     ) -> int:
         """The fencing token under which this session publishes in `directory`; its lease is taken
@@ -333,7 +324,7 @@ class Committer:
                     ranks=tuple(ranks),
                     since=self._since,
                 ),
-                timeout=timeout,
+                timeout=job.timeout,
                 access=job.as_coordinator(),
             )
             if lease.remark is not None:
@@ -351,7 +342,6 @@ class Committer:
         parts: dict[int, Written],
         fencing_token: int,
         record: str | None,
-        timeout: float,
     ) -> Published:
         return self.worker.call(
             PublishManifest(
@@ -367,7 +357,7 @@ class Committer:
                 },
                 record=record,
             ),
-            timeout=timeout,
+            timeout=job.timeout,
             access=job.as_coordinator(),
         )
 
@@ -385,19 +375,16 @@ class Committer:
             keep_records=(committed.record,) if leads and committed.record else (),
         )
         try:
-            timeout, access = job.request.options.timeout, job.as_coordinator()
-            self.worker.call(sweep, timeout=timeout, access=access)
+            self.worker.call(sweep, timeout=job.timeout, access=job.as_coordinator())
         except CheckpointError as error:
             log.warning("could not delete what save %d supersedes: %s", job.handle.number, error)
 
     # -- several groups --------------------------------------------------------------------
 
-    def _commit_step(
-        self, meeting: Meeting, job: SaveJob, written: Brought[Written], timeout: float
-    ) -> Committed:
+    def _commit_step(self, meeting: Meeting, job: SaveJob, written: Brought[Written]) -> Committed:
         """Do this group's share in the commit of a step of several groups. Only coordinators call
         it."""
-        step = self._steps.meeting(job, timeout)
+        step = self._steps.meeting(job)
         number, directory = job.handle.number, job.request.directory
         parts: dict[int, Written] = {}
         alarms: tuple[str, ...] = ()
@@ -409,14 +396,14 @@ class Committer:
             return self._steps.apart(job)
 
         ticket = self._steps.ticket(
-            step, job, gather, lambda groups: self._ticket(step, job, groups(), timeout), timeout
+            step, job, gather, lambda groups: self._ticket(step, job, groups())
         )
         pointer = relative_url(f"{ticket.directory.rstrip('/')}/{ticket.record}", directory)
         manifest, nbytes = "", 0
 
         def publish() -> GroupManifest:
             nonlocal manifest, nbytes
-            published = self._publish(meeting, job, parts, ticket.fencing_token, pointer, timeout)
+            published = self._publish(meeting, job, parts, ticket.fencing_token, pointer)
             manifest, nbytes = published.manifest, published.bytes
             return GroupManifest(
                 relative_url(directory, ticket.directory),
@@ -425,38 +412,30 @@ class Committer:
                 self.group.rank,
             )
 
+        def commit(groups: Brought[GroupManifest]) -> None:
+            """On the lead: create the record, which commits the step."""
+            manifests = groups()
+            record = PublishRecord(
+                directory=ticket.directory,
+                session=step.id,
+                number=number,
+                fencing_token=ticket.fencing_token,
+                groups=tuple(manifests[member] for member in sorted(manifests)),
+            )
+            self.worker.call(record, timeout=job.timeout, access=job.as_coordinator())
+
         step.round(
             f"record/{number}",
             publish,
-            lambda groups: self._record(step, job, ticket, groups(), timeout),
-            timeout=timeout,
+            commit,
+            timeout=job.timeout,
             brings=GroupManifest,
         )
         return Committed(
             manifest, ticket.fencing_token, nbytes, ticket.record, ticket.directory, alarms
         )
 
-    def _record(
-        self,
-        step: Meeting,
-        job: SaveJob,
-        ticket: Ticket,
-        groups: dict[int, GroupManifest],
-        timeout: float,
-    ) -> None:
-        """On the lead: create the record, which commits the step."""
-        record = PublishRecord(
-            directory=ticket.directory,
-            session=step.id,
-            number=job.handle.number,
-            fencing_token=ticket.fencing_token,
-            groups=tuple(groups[member] for member in sorted(groups)),
-        )
-        self.worker.call(record, timeout=timeout, access=job.as_coordinator())
-
-    def _ticket(
-        self, step: Meeting, job: SaveJob, groups: dict[int, GroupSave], timeout: float
-    ) -> Ticket:
+    def _ticket(self, step: Meeting, job: SaveJob, groups: dict[int, GroupSave]) -> Ticket:
         """On the lead: choose the record's directory, fencing token and name."""
         refuse_unequal(job, groups)
         urls = [groups[member].directory for member in sorted(groups)]
@@ -472,5 +451,5 @@ class Committer:
         parent = common_parent(urls)
         parent = parent_url(parent) if parent in urls else parent
         ranks = [rank for group in job.partition.groups for rank in group]
-        fencing_token = self._token(step, job, parent, ranks, timeout, urls)
+        fencing_token = self._token(step, job, parent, ranks, urls)
         return Ticket(parent, fencing_token, record_name(fencing_token, job.handle.number, step.id))

@@ -63,11 +63,12 @@ class Steps:
             if groups != mine:
                 self._tell_passed(meeting, job.handle.number)
 
-    def meeting(self, job: SaveJob, timeout: float) -> Meeting:
+    def meeting(self, job: SaveJob) -> Meeting:
         """The meeting of the coordinators of all groups of this save's step."""
         groups = job.partition.groups
         if groups not in self._meetings:
-            self._meetings[groups] = self._membership.of_step(groups, job.partition.mine, timeout)
+            mine = job.partition.mine
+            self._meetings[groups] = self._membership.of_step(groups, mine, job.timeout)
             # Others may wait for the answer to saves that failed before this rank knew of them.
             for number in range(job.handle.number):
                 self._tell_passed(self._meetings[groups], number)
@@ -86,7 +87,6 @@ class Steps:
         job: SaveJob,
         gather: Callable[[], GroupSave],
         decide: Callable[[Callable[[], dict[int, GroupSave]]], Ticket],
-        timeout: float,
     ) -> Ticket:
         """Bring what this group gathered, and get the ticket of the step."""
         own: list[Exception] = []
@@ -104,7 +104,7 @@ class Steps:
                 f"ticket/{job.handle.number}",
                 bring,
                 lambda groups: of_moment(moment, lambda: decide(groups)),
-                timeout=timeout,
+                timeout=job.timeout,
                 brings=GroupSave,
                 gives=Ticket,
             )

@@ -343,6 +343,11 @@ class SaveJob:
     last: Last | None = None  # what the next save is compared with once this one is committed
 
     @property
+    def timeout(self) -> float:
+        """Seconds that each of its stages may take."""
+        return self.request.options.timeout
+
+    @property
     def called(self) -> str:
         """How messages call it."""
         step = self.handle.step

@@ -105,8 +105,10 @@ def moment_of(
         found.note_positions(selection)
         for leaf in selection.objects:
             found.look(leaf.path, leaf.value)
-        for path, value in _scalars(selection):
-            found.look(path, value)
+        for entry, tensor in zip(selection.entries, selection.tensors, strict=True):
+            # counters that are tensors of one element
+            if tensor.numel() == 1 and not tensor.is_meta and _is_counter(entry.path):
+                found.look(entry.path, _whole(tensor.detach().reshape(()).item()))
         steps = found.steps(selection)
     found.look(("metadata",), metadata)
     for path, value in _leaves(metadata, ("metadata",)):
@@ -228,14 +230,6 @@ class _Differing:
         }
 
 
-def _scalars(selection: Selection) -> Iterator[tuple[Path, Any]]:
-    """Counters that are tensors of one element."""
-    for entry, tensor in zip(selection.entries, selection.tensors, strict=True):
-        path = entry.path
-        if tensor.numel() == 1 and not tensor.is_meta and _is_counter(path):
-            yield path, _whole(tensor.detach().reshape(()).item())
-
-
 def _leaves(tree: Any, path: Path) -> Iterator[tuple[Path, Any]]:
     if isinstance(tree, Mapping) and len(path) < _DEEP:
         for key, value in tree.items():
@@ -330,7 +324,9 @@ def refuse_different(
     sign = _first_different({who: moment.signs for who, moment in moments.items()})
     directories = _grouped({who: moment.directory for who, moment in moments.items()})
     if sign is None and len(directories) < 2:
-        if not values or _common(moments):
+        # of those that hold tensors; nothing else tells where they have no counter in common
+        counters = [set(moment.signs) for moment in moments.values() if moment.holds]
+        if not values or len(counters) < 2 or set.intersection(*counters):
             return
         sign = _first_different({who: moment.values for who, moment in moments.items()})
         if sign is None:
@@ -374,12 +370,6 @@ def _first_different(
         if len(by_value) > 1:
             return field_name, by_value
     return None
-
-
-def _common(moments: Mapping[Any, Moment]) -> bool:
-    """Whether there is a counter that all have which hold tensors."""
-    holders = [set(moment.signs) for moment in moments.values() if moment.holds]
-    return len(holders) < 2 or bool(set.intersection(*holders))
 
 
 def _repeated(directories: Mapping[str, list[Any]], earlier: Mapping[Any, str]) -> list[Any] | None:

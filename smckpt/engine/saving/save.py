@@ -296,7 +296,7 @@ class Saver:
                 part=part,
                 watched=tuple(slot.where for slot in slots),
             ),
-            timeout=request.options.timeout,
+            timeout=job.timeout,
             access=job.as_one_of_all(self.group),
         )
         job.written, job.nbytes, job.retries = job.elapsed(), done.bytes, done.retries
@@ -415,7 +415,7 @@ class Saver:
 
     def _wait_for_copies(self, job: SaveJob) -> None:
         """Wait until nothing is copied to the arena. Copies that go on keep it for themselves."""
-        timeout = job.request.options.timeout
+        timeout = job.timeout
         if self._copies is not None and concurrent.futures.wait([self._copies], timeout).not_done:
             self._leave_arena()
             raise StateError(

@@ -438,7 +438,7 @@ FORKED = [
     ),
     of(
         "fork: a signal to a child is its own", "manager/notice.py",
-        "            after_in_child=partial(called, Watch.forget, watch),\n", "",
+        "            after_in_child=while_alive(self.forget),\n", "",
         FORKS + "test_a_signal_to_a_child_is_no_notice_to_its_parent",
     ),
     of(
@@ -461,7 +461,8 @@ FORKED = [
 UPGRADED = [
     of(
         "upgrade: a worker of another version is refused", "engine/background/worker_client.py",
-        "    if version != __version__:\n", "    if False:\n",
+        '                if (version := hello.get("version")) != __version__:\n',
+        "                if (version := None) is not None:\n",
         UPGRADE + "test_a_worker_of_another_version_is_refused_by_name_and_a_restart_goes_on",
     ),
     of(

@@ -32,6 +32,8 @@ __all__ = [
     "UsageError",
     "WorkerError",
     "as_checkpoint_error",
+    "causes",
+    "count_text",
     "error_from_json",
     "few",
     "visible",
@@ -59,6 +61,21 @@ def few(values: Sequence[Any], most: int) -> str:
     """The first of many values, for a message: "0, 2 and 5 more"."""
     more = f" and {len(values) - most} more" if len(values) > most else ""
     return ", ".join(map(str, values[:most])) + more
+
+
+def count_text(count: int, noun: str) -> str:
+    """ "1 file", "2 files"."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def causes(error: BaseException) -> list[BaseException]:
+    """The error, its cause, the cause of that one, and so on."""
+    found: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause is not None and cause not in found:  # an error may be its own cause
+        found.append(cause)
+        cause = cause.__cause__
+    return found
 
 
 class CheckpointError(Exception):

@@ -24,7 +24,6 @@ from smckpt.cli.output import (
     VisibleFormatter,
     as_json,
     bytes_text,
-    count_text,
     mtp,
     of_ranks,
     print_error,
@@ -38,7 +37,7 @@ from smckpt.cli.proving import chaos, prove
 from smckpt.cli.repair import repair
 from smckpt.cli.runs import doctor, ls, prune, status
 from smckpt.cli.verify import diff, verify
-from smckpt.errors import CheckpointError
+from smckpt.errors import CheckpointError, count_text
 from smckpt.run.__main__ import run
 
 __all__ = ["app", "main"]

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from smckpt.cli.output import bytes_text, count_text, print_line, progress_bar
-from smckpt.errors import CheckpointError, CheckpointNotFoundError, UsageError
+from smckpt.cli.output import bytes_text, print_line, progress_bar
+from smckpt.errors import CheckpointError, CheckpointNotFoundError, UsageError, count_text
 
 if TYPE_CHECKING:
     from smckpt.cli.browse_facts import Facts

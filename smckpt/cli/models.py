@@ -15,8 +15,6 @@ import click
 from smckpt.cli.output import (
     as_json,
     bytes_text,
-    count_text,
-    few_text,
     mtp,
     of_ranks,
     print_error,
@@ -26,6 +24,7 @@ from smckpt.cli.output import (
     taken,
     threads,
 )
+from smckpt.errors import count_text, few
 
 __all__ = ["apply", "convert", "follow_run", "import_", "publish", "reload", "reshard"]
 
@@ -80,7 +79,7 @@ def convert(
         return
     for what, names in (("left out", report.ignored), ("changed by DCP", report.changed)):
         if names:
-            print_line(f"{what}: {few_text(names, _SHOWN)}")
+            print_line(f"{what}: {few(names, _SHOWN)}")
     print_line(
         f"{report.source_format} to {report.format}: {count_text(report.tensors, 'tensor')}, "
         f"{count_text(report.values, 'value')}, {bytes_text(report.nbytes)}, "

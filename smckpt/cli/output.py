@@ -25,8 +25,6 @@ __all__ = [
     "VisibleFormatter",
     "as_json",
     "bytes_text",
-    "count_text",
-    "few_text",
     "mtp",
     "of_ranks",
     "print_error",
@@ -55,17 +53,6 @@ def bytes_text(size: int) -> str:
             break
         value, unit = value / 1024, larger
     return f"{size} B" if unit == "B" else f"{value:.1f} {unit}"
-
-
-def count_text(count: int, noun: str) -> str:
-    """ "1 file", "2 files"."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
-
-
-def few_text(names: Sequence[object], shown: int) -> str:
-    """The first names: "a, b and 3 more"."""
-    more = f" and {len(names) - shown} more" if names[shown:] else ""
-    return ", ".join(map(str, names[:shown])) + more
 
 
 def time_text(nanoseconds: int) -> str:

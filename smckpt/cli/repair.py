@@ -11,13 +11,12 @@ import click
 from smckpt.cli.output import (
     as_json,
     bytes_text,
-    count_text,
-    few_text,
     print_json,
     print_line,
     progress_bar,
     threads,
 )
+from smckpt.errors import count_text, few
 
 if TYPE_CHECKING:
     from smckpt.checkpoint.upkeep.repair import RepairReport
@@ -114,8 +113,8 @@ def _print(report: RepairReport) -> None:
     for left in report.left:
         facts = {
             "rank": "" if left.rank is None else str(left.rank),
-            "bytes": few_text([f"{low} to {high}" for low, high in left.ranges], _SHOWN),
-            "tensors": few_text(left.tensors, _SHOWN),
+            "bytes": few([f"{low} to {high}" for low, high in left.ranges], _SHOWN),
+            "tensors": few(left.tensors, _SHOWN),
         }
         known = "; ".join(f"{name} {value}" for name, value in facts.items() if value)
         print_line(

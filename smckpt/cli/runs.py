@@ -14,13 +14,12 @@ import click
 from smckpt.cli.output import (
     as_json,
     bytes_text,
-    count_text,
     print_json,
     print_line,
     print_table,
     time_text,
 )
-from smckpt.errors import CheckpointError
+from smckpt.errors import CheckpointError, count_text
 
 if TYPE_CHECKING:
     from smckpt.manager.doctor import Condition

@@ -13,14 +13,13 @@ from smckpt.checkpoint.records.objects import decode_object
 from smckpt.cli.output import (
     SHOWN,
     bytes_text,
-    count_text,
     print_facts,
     print_table,
     time_text,
 )
 from smckpt.cli.statistics import statistics
 from smckpt.decoding import SENSELESS
-from smckpt.errors import CheckpointError
+from smckpt.errors import CheckpointError, count_text
 from smckpt.layout.entries import DTYPES, dotted
 from smckpt.layout.geometry import PerRankGeometry
 from smckpt.storage.urls import relative_url

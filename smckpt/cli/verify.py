@@ -12,8 +12,6 @@ import click
 from smckpt.cli.output import (
     as_json,
     bytes_text,
-    count_text,
-    few_text,
     of_ranks,
     print_json,
     print_line,
@@ -22,7 +20,7 @@ from smckpt.cli.output import (
     taken,
     threads,
 )
-from smckpt.errors import CheckpointNotFoundError, StorageError, UsageError
+from smckpt.errors import CheckpointNotFoundError, StorageError, UsageError, count_text, few
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -158,11 +156,11 @@ def _restorable(checkpoint: str, geometry: str, as_json: bool) -> NoReturn:
         print_json(found.to_json())
         sys.exit(0 if found.loads else 1)
     for one in found.obstacles:
-        names = f"{few_text(one.names, _SHOWN)}: " if one.names else ""
+        names = f"{few(one.names, _SHOWN)}: " if one.names else ""
         print_line(f"{names}{one.what}. What to do: {one.remedy}")
     if found.per_rank and not found.same_ranks:
         print_line(f"each of {found.ranks} ranks saved its own, and rank i takes that of saved "
-                   f"rank i mod {found.ranks}: {few_text(found.per_rank, _SHOWN)}")  # fmt: skip
+                   f"rank i mod {found.ranks}: {few(found.per_rank, _SHOWN)}")  # fmt: skip
     step = "" if found.step is None else f" step {found.step}"
     verdict = "loads" if found.loads else "does not load"
     print_line(f"{verdict} on {count_text(found.world_size, 'rank')} ({geometry}):{step} of "
@@ -274,6 +272,6 @@ def rows_of(differences: Sequence[Difference]) -> list[tuple[str, str | None, st
     for (name, what, text), holders in alike.items():
         ranks = [holder.removeprefix("rank ") for holder in holders if holder.startswith("rank ")]
         together = len(ranks) == len(holders) > 1
-        of = f"ranks {few_text(ranks, _SHOWN)}" if together else ", ".join(holders)
+        of = f"ranks {few(ranks, _SHOWN)}" if together else ", ".join(holders)
         rows.append((name, of or None, what, text))
     return sorted(rows, key=lambda row: row[1] is not None)

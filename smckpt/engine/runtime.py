@@ -13,7 +13,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Protocol
 
 from smckpt.calls import alone, while_alive
@@ -24,6 +23,7 @@ from smckpt.engine.saving.queue import LEAVE_SECONDS, SaveQueue
 from smckpt.errors import UsageError
 from smckpt.meeting.group import Group, Membership, inherited_store
 from smckpt.meeting.keys import Clients
+from smckpt.meeting.presence import began, own_process
 from smckpt.staging.overlap import Overlap
 
 __all__ = ["Runtime"]
@@ -66,12 +66,7 @@ class Runtime:
         self._watching = False
         # When the process began, in nanoseconds since 1970; the time of this module's first use if
         # the system does not say
-        try:
-            ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-            age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
-        except (OSError, ValueError, IndexError, AttributeError):
-            age = 0.0
-        self._since = time.time_ns() - int(age * 1e9)
+        self._since = int((began(own_process()) or time.time()) * 1e9)
         self._inherited: object = None  # in a forked child: the job's store of the parent
         os.register_at_fork(after_in_child=while_alive(self.note_fork))
 

@@ -27,7 +27,7 @@ from smckpt.engine.api import (
 )
 from smckpt.engine.groups import ReplicationGroup
 from smckpt.engine.load_plan import LoadOptions
-from smckpt.engine.saving.job import SaveHandle, SaveOptions, Timings, options_of
+from smckpt.engine.saving.job import SaveHandle, SaveOptions, options_of
 from smckpt.errors import UsageError
 from smckpt.manager.groups import agreed_group
 from smckpt.manager.memory import Memory, MemoryTier, Tiers
@@ -235,9 +235,10 @@ class CheckpointManager:
         kept = None if memory is None else memory.save(save, live, subpath, group, record)
         if kept is not None:
             return kept
+        directory = f"{self.root.rstrip('/')}/{subpath}" if subpath else self.root
         handle = save(
             live,  # type: ignore[arg-type]
-            checkpoint_id=Below(group.directory(self._directory(subpath)), self.root),
+            checkpoint_id=Below(group.directory(directory), self.root),
             options=replace(self._options, metadata=record, on_commit=self._committed(subpath)),
             storage=self._store_options,
         )
@@ -252,18 +253,17 @@ class CheckpointManager:
             if handle.timings is not None:
                 self._watch.save_seconds = handle.timings.committed
             if self._rank == 0 and handle.timings is not None:
-                self._measured(handle.timings)
+                self._schedule.measured(handle.timings)
+                if not self._timed:
+                    self._timed = True
+                    stall = handle.timings.blocked - handle.timings.waited
+                    text = (
+                        "a step is committed after %.3g s, and a save holds training up for %.3g s"
+                    )
+                    log.info(text, handle.timings.committed, stall)
                 self._retention.committed(subpath)
 
         return committed
-
-    def _measured(self, times: Timings) -> None:
-        self._schedule.measured(times)
-        if not self._timed:
-            self._timed = True
-            stall = times.blocked - times.waited
-            text = "a step is committed after %.3g s, and a save holds training up for %.3g s"
-            log.info(text, times.committed, stall)
 
     def _recorded(self) -> dict[str, Any]:
         """The run's record for the manifest, besides the engine's."""
@@ -480,9 +480,6 @@ class CheckpointManager:
             prewarm(process_group=group, options=replace(self._options, timeout=met_within))
             self._memory.begin(self._membership, group, met_within)
         return self._groups
-
-    def _directory(self, subpath: str) -> str:
-        return f"{self.root.rstrip('/')}/{subpath}" if subpath else self.root
 
     def _refuse_closed(self) -> None:
         if self._closed:

@@ -22,7 +22,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from smckpt.checkpoint.commits.contents import what_is_missing
 from smckpt.checkpoint.commits.discover import FoundCheckpoint
 from smckpt.checkpoint.commits.run_directory import Damaged, RunDirectory, Template, Whole
 from smckpt.engine.api import leave_queue, maybe_finalize_async_calls, prewarm
@@ -445,20 +444,13 @@ class Tiers:
             if isinstance(one, Damaged):
                 lost = str(one.error)
             elif one in stay:
-                lost = _missing(self.memory, one)
+                lost = self.memory.missing(one)
             else:
                 lost = "the run went back to an older step, and has saved since"
             if lost:
                 log.warning("step %s in memory is lost: %s", one.step, lost)
             else:
                 yield one
-
-
-def _missing(steps: RunDirectory, one: FoundCheckpoint) -> str:
-    try:
-        return what_is_missing(steps.root.at(one.path), one.identity)
-    except CheckpointError as error:
-        return str(error)
 
 
 def _first(brought: Callable[[], dict[int, str]]) -> str:

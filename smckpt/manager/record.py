@@ -156,8 +156,8 @@ def recorded(
 def save_seconds_of(found: FoundCheckpoint, ranks: int) -> float | None:
     """The seconds until the commit of the run's save before this one; None if it is not known for
     a job of so many ranks."""
-    manager = found.metadata.get("manager")
-    if not isinstance(manager, dict) or manager.get("ranks") != ranks:
+    manager = _manager_of(found.metadata)
+    if manager.get("ranks") != ranks:
         return None
     recorded_value = manager.get("save_seconds")
     if not isinstance(recorded_value, (int, float)) or not 0 < recorded_value < math.inf:

@@ -23,6 +23,7 @@ from smckpt.errors import (
     CorruptCheckpointError,
     StorageError,
     as_checkpoint_error,
+    causes,
     error_from_json,
 )
 from smckpt.manager.memory import Tiers
@@ -151,7 +152,7 @@ def resume(
             outcome = Outcome()
         except Exception as error:
             ours = as_checkpoint_error(error)
-            passing = any(map(may_pass, _causes(ours)))
+            passing = any(map(may_pass, causes(ours)))
             bad = is_damage(ours, steps.is_in_memory(found))
             outcome = Outcome(True, bad, passing, ours.to_json())
 
@@ -161,7 +162,7 @@ def is_damage(error: CheckpointError, in_memory: bool = False) -> bool:
     fits no older one either. A store that does not answer at all may hold the newest step; but one
     in memory went with its keeper."""
     bad = (CorruptCheckpointError, CheckpointNotFoundError, CheckpointReplacedError)
-    for cause in _causes(error):
+    for cause in causes(error):
         if isinstance(cause, bad):
             return True
         if isinstance(cause, StorageError):
@@ -169,16 +170,6 @@ def is_damage(error: CheckpointError, in_memory: bool = False) -> bool:
         if isinstance(cause, OSError) and cause.errno == errno.EIO:  # of a disk: a bad sector
             return True
     return False
-
-
-def _causes(error: BaseException) -> list[BaseException]:
-    """The error, its cause, the cause of that one, and so on."""
-    found: list[BaseException] = []
-    cause: BaseException | None = error
-    while cause is not None and cause not in found:
-        found.append(cause)
-        cause = cause.__cause__
-    return found
 
 
 def _error_of(outcome: Outcome) -> CheckpointError:

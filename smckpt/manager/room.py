@@ -15,7 +15,7 @@ from smckpt.checkpoint.commits.run_directory import RetentionPolicy
 from smckpt.engine.api import prewarm
 from smckpt.engine.groups import ReplicationGroup
 from smckpt.engine.saving.job import SaveOptions, bytes_text
-from smckpt.errors import CheckpointError, StorageError
+from smckpt.errors import CheckpointError, StorageError, count_text, few
 from smckpt.layout.image import compile_layout
 from smckpt.manager.retention import Best, Newest
 from smckpt.meeting.round import Meeting
@@ -182,8 +182,8 @@ def check_room(
     """
     ranks, step = len(bytes_of_ranks), sum(bytes_of_ranks.values())
     line = (
-        f"saves to {root.url}: {_count(ranks, 'rank')}{outlook.degrees}, "
-        f"{_count(ranks // replicas, 'group')} of {replicas}; "
+        f"saves to {root.url}: {count_text(ranks, 'rank')}{outlook.degrees}, "
+        f"{count_text(ranks // replicas, 'group')} of {replicas}; "
         f"{bytes_text(step)} a step, up to {bytes_text(max(bytes_of_ranks.values()))} a rank; "
         f"{outlook.time}"
     )
@@ -192,7 +192,7 @@ def check_room(
         log.info("%s; the free space is not known", line)
         return
     left = f"{bytes_text(room.nbytes)} left in {room.of}"
-    log.info("%s; %s, room for %s", line, left, _count(room.nbytes // max(step, 1), "step"))
+    log.info("%s; %s, room for %s", line, left, count_text(room.nbytes // max(step, 1), "step"))
     if step > room.nbytes:
         raise StorageError(
             f"a step takes {bytes_text(step)}, and there are {left}",
@@ -225,9 +225,9 @@ def _warn_of_full_targets(folder: str, rank: int) -> None:
     full = sorted((one for one in targets if one.free < rank), key=lambda one: one.free)
     if not full:
         return
-    named = ", ".join(f"{one.name} ({bytes_text(one.free)} left)" for one in full[:_NAMED])
+    named = few([f"{one.name} ({bytes_text(one.free)} left)" for one in full], _NAMED)
     log.warning(
-        "%d of %d Lustre targets have less room than a rank writes (up to %s): %s%s. A file that "
+        "%d of %d Lustre targets have less room than a rank writes (up to %s): %s. A file that "
         "Lustre places there fails with ENOSPC. Delete or move files there (`lfs find "
         "%s --ost %d`, `lfs migrate`), spread new files over all targets (`lfs "
         "setstripe -c -1 %s`), or ask the administrator to stop new files there",
@@ -235,15 +235,10 @@ def _warn_of_full_targets(folder: str, rank: int) -> None:
         len(targets),
         bytes_text(rank),
         named,
-        f" and {len(full) - _NAMED} more" if full[_NAMED:] else "",
         folder,
         full[0].index,
         folder,
     )
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def meet_about_room(

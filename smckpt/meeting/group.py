@@ -80,7 +80,11 @@ def get_global_ranks(process_group: Any = None) -> list[int]:
     if process_group is None:
         return list(range(dist.get_world_size()))
     if isinstance(process_group, Group):
-        _refuse_earlier(process_group)
+        if process_group.store is not _default_store():
+            raise UsageError(
+                f"{process_group!r} is of a process group that the job has destroyed",
+                remedy="call replication_group again after init_process_group",
+            )
         return list(process_group.ranks)
     try:
         return sorted(dist.get_process_group_ranks(process_group))
@@ -158,14 +162,6 @@ def gloo_group(group: Group, name: str) -> Any:
     )
     world.pg_group_ranks[made] = {rank: index for index, rank in enumerate(group.ranks)}
     return made
-
-
-def _refuse_earlier(group: Group) -> None:
-    if group.store is not _default_store():
-        raise UsageError(
-            f"{group!r} is of a process group that the job has destroyed",
-            remedy="call replication_group again after init_process_group",
-        )
 
 
 def _default_store() -> Any:

@@ -33,7 +33,7 @@ from smckpt.decoding import decode
 from smckpt.errors import CheckpointError, PeerError, error_from_json
 from smckpt.meeting.keys import Keys, Store
 
-__all__ = ["PAUSES", "Lives", "Presence", "Pulse", "has_ended", "own_process"]
+__all__ = ["PAUSES", "Lives", "Presence", "Pulse", "began", "has_ended", "own_process"]
 
 
 class Presence:
@@ -189,7 +189,7 @@ class Lives:
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
         self._keys = Keys(store, f"smckpt/lives/{attempt}")
         self._own = own_process()
-        self._began = _time_of(self._own[2]) if self._own is not None else 0.0  # 0: untold
+        self._began = began(self._own) or 0.0  # 0: untold
         self._seen: set[int] = set()  # ranks that were alive at an earlier look
 
     def post(self, rank: int, *, over: bool = False) -> None:
@@ -209,15 +209,13 @@ class Lives:
             if not (life.over or has_ended(life.process, self._own)):
                 self._seen.add(rank)
             elif life.posted >= self._began or rank in self._seen:
-                return _left(rank) if life.over else _gone(f"rank {rank}")
+                if not life.over:
+                    return _gone(f"rank {rank}")
+                return PeerError(
+                    f"rank {rank} has left: its program has ended",
+                    remedy="all ranks make the same saves and loads; look at its log",
+                )
         return None
-
-
-def _left(rank: int) -> PeerError:
-    return PeerError(
-        f"rank {rank} has left: its program has ended",
-        remedy="all ranks make the same saves and loads; look at its log",
-    )
 
 
 def _gone(name: str) -> PeerError:
@@ -249,10 +247,13 @@ def has_ended(process: tuple[str, int, int] | None, own: tuple[str, int, int] | 
     return _start(process[1]) != process[2]
 
 
-def _time_of(start: int) -> float:
-    """A process's start, in the system's ticks, by this host's clock."""
-    ago = time.clock_gettime(time.CLOCK_BOOTTIME) - start / os.sysconf("SC_CLK_TCK")
-    return time.time() - ago
+def began(process: tuple[str, int, int] | None) -> float | None:
+    """When a process of this system began, by this host's clock; None if that is not known."""
+    if process is None:
+        return None
+    return time.time() - (
+        time.clock_gettime(time.CLOCK_BOOTTIME) - process[2] / os.sysconf("SC_CLK_TCK")
+    )
 
 
 def _start(pid: int) -> int | None:

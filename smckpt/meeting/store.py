@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from smckpt.decoding import decode
-from smckpt.errors import CheckpointError, PeerError, error_from_json
+from smckpt.errors import CheckpointError, PeerError, error_from_json, few
 from smckpt.meeting.keys import BATCH, Keys, Store
 from smckpt.meeting.presence import PAUSES, Presence, Pulse, own_process
 from smckpt.meeting.round import Meeting, Message, Round, Transport
@@ -261,10 +261,8 @@ def _packed(message: Message) -> dict[str, Any]:
 
 def _absent(members: Sequence[int], name: Name, what: str) -> PeerError:
     """The error that names the absent members."""
-    shown = ", ".join(map(name, members[:8]))
-    shown += f" and {len(members) - 8} more" if len(members) > 8 else ""
     return PeerError(
-        f"{shown} did not answer in time ({what})",
+        f"{few(list(map(name, members)), 8)} did not answer in time ({what})",
         remedy="look at the log of that rank: it died, hangs, or is slow; raise timeout= if it "
         "is merely slow",
     )
@@ -331,7 +329,10 @@ def agree(
     transport = OverStore(own, member, count, name, pulse, absent=absent)
     if process is not None and sideways is not None:
         presence = OverStore(own.over(sideways), member, count, name, absent=absent).presence
-        presence.watch(_beside(own, member, process))
+        host = process[0]
+        # the other members on this host, which have all posted theirs: member, pid, start
+        found = (own.peek(f"{host}/{turn + 1}") for turn in range(int(own.peek(f"{host}/turn"))))
+        presence.watch({m: (pid, start) for m, pid, start in filter(None, found) if m != member})
         transport = OverStore(own, member, count, name, pulse, presence)
     return Meeting(chosen, member, count, transport, rank, pulse)
 
@@ -342,13 +343,6 @@ def _present(keys: Keys, member: int, process: tuple[str, int, int] | None) -> N
         host, *rest = process
         turn = keys.count(f"{host}/turn")
         keys.set(f"{host}/{turn}", [member, *rest])
-
-
-def _beside(keys: Keys, member: int, process: tuple[str, int, int]) -> dict[int, tuple[int, int]]:
-    """The other members on this host: member → pid and start. All have posted theirs."""
-    host = process[0]
-    found = (keys.peek(f"{host}/{turn + 1}") for turn in range(int(keys.peek(f"{host}/turn"))))
-    return {one[0]: (one[1], one[2]) for one in found if one is not None and one[0] != member}
 
 
 def _follow(

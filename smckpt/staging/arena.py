@@ -278,7 +278,10 @@ class _Room:
 
 
 def _tightest(root: Path) -> _Room | None:
-    rooms = [*_host(root), *_cgroup2(root), *_cgroup1(root)]
+    rooms = [*_cgroup2(root), *_cgroup1(root)]
+    for line in _lines(root / "proc/meminfo"):
+        if line.startswith("MemAvailable:"):
+            rooms.append(_Room(int(line.split()[1]) * 1024, "the host's MemAvailable"))
     return min(rooms, key=lambda room: room.free, default=None)
 
 
@@ -315,12 +318,6 @@ def check_memory(
             remedy="raise the limit, run fewer ranks on this host, or save a smaller state per "
             "rank (shard further)",
         )
-
-
-def _host(root: Path) -> Iterator[_Room]:
-    for line in _lines(root / "proc/meminfo"):
-        if line.startswith("MemAvailable:"):
-            yield _Room(int(line.split()[1]) * 1024, "the host's MemAvailable")
 
 
 def _cgroup2(root: Path) -> Iterator[_Room]:

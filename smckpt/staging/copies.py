@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from collections.abc import Set
     from concurrent.futures import Future
 
-    import torch
-
     from smckpt.staging.arena import Arena
     from smckpt.staging.overlap import Flight, Overlap
 
@@ -124,8 +122,6 @@ def stage(
 def copy_all(copies: Copies) -> None:
     """Copy and wait. On the CPU this uses torch's intra-op threads and is as fast as `memcpy` on as
     many. From an accelerator it copies after all work that is queued on the device."""
-    import torch
-
     devices = {source.device for _, source in copies if not source.is_cpu}
     for device in devices:
         torch.accelerator.synchronize(device)
@@ -165,8 +161,6 @@ class StagePlan:
     """The slots of one layout in one arena, as flat tensors of integers."""
 
     def __init__(self, arena: Arena, layout: Layout) -> None:
-        import torch
-
         if arena.size < layout.arena_size:
             raise StateError(
                 f"the state needs {layout.arena_size:,} bytes, the arena has {arena.size:,}",
@@ -230,8 +224,6 @@ class StagePlan:
 
 
 def _parts_of(local: Local) -> Sequence[torch.Tensor]:
-    import torch
-
     return (local,) if isinstance(local, torch.Tensor) else local
 
 
@@ -261,8 +253,6 @@ def _copies_of(
 
 def _bits(itemsize: int) -> torch.dtype:
     """The integer dtype of that size. Parts are copied as integers, so any dtype stays exact."""
-    import torch
-
     return {
         1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128,
     }[itemsize]  # fmt: skip
@@ -312,44 +302,30 @@ def checksums(
     Args:
         tensors: tensors[i] is the local array of entries[i], as for `stage`.
     """
-    scratch: list[torch.Tensor] = []
-    return [
-        _without_copies(tensors[number], start, stop)
-        if _readable(tensors[number])
-        else _by_copies(tensors[number], entries[number].itemsize, start, stop, scratch)
-        for number, start, stop in parts
-    ]
-
-
-def _readable(local: Local) -> bool:
-    return (
-        isinstance(local, torch.Tensor)
-        and local.is_cpu
-        and local.is_contiguous()
-        and not (local.is_conj() or local.is_neg())
-    )
-
-
-def _without_copies(local: Local, start: int, stop: int) -> int:
-    assert isinstance(local, torch.Tensor)
-    if start == stop:
-        return 0
-    flat = local.detach().view(-1)[start:stop]
-    return crc64(_bytes(flat))
-
-
-def _by_copies(
-    local: Local, itemsize: int, start: int, stop: int, scratch: list[torch.Tensor]
-) -> int:
-    step, total = _AT_ONCE // itemsize, 0
-    for low in range(start, stop, step):
-        high = min(low + step, stop)
-        if not scratch:
-            scratch.append(torch.empty(_AT_ONCE, dtype=torch.uint8, device="cpu"))
-        data = scratch[0][: (high - low) * itemsize]
-        copy_all(copies_of(data, local, itemsize, low, high))
-        total = crc64(_bytes(data), total)
-    return total
+    scratch: torch.Tensor | None = None
+    found = []
+    for number, start, stop in parts:
+        local, total = tensors[number], 0
+        if (
+            isinstance(local, torch.Tensor)
+            and local.is_cpu
+            and local.is_contiguous()
+            and not (local.is_conj() or local.is_neg())
+        ):  # read in place
+            flat = local.detach().view(-1)[start:stop]
+            found.append(crc64(_bytes(flat)) if stop > start else 0)
+            continue
+        itemsize = entries[number].itemsize
+        step = _AT_ONCE // itemsize
+        for low in range(start, stop, step):
+            high = min(low + step, stop)
+            if scratch is None:
+                scratch = torch.empty(_AT_ONCE, dtype=torch.uint8, device="cpu")
+            data = scratch[: (high - low) * itemsize]
+            copy_all(copies_of(data, local, itemsize, low, high))
+            total = crc64(_bytes(data), total)
+        found.append(total)
+    return found
 
 
 def _bytes(data: torch.Tensor) -> memoryview:

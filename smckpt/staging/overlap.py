@@ -15,7 +15,7 @@ import concurrent.futures
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -24,7 +24,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from smckpt.errors import MemoryBudgetError, StateError
+from smckpt.errors import MemoryBudgetError, StateError, few
 from smckpt.staging.digest import CHUNK, chunks_of, digests_on
 
 __all__ = ["Flight", "Overlap", "SideStream"]
@@ -206,7 +206,13 @@ class Overlap:
             changed = [name for batch in batches for name in batch.changed()]
             if changed:
                 self.refusal = f"{changed[0]} changed while an earlier save copied it"
-                raise _torn(list(dict.fromkeys(changed)))
+                raise StateError(
+                    f"{few(list(dict.fromkeys(changed)), _NAMED)} changed while the save copied "
+                    "the state",
+                    remedy="call wait_for_staging() of the save's handle before anything but the "
+                    "step() of an optimizer changes the state, or save with "
+                    'SaveOptions(staging="block"), as this process does from now on',
+                )
         except torch.OutOfMemoryError as error:
             lacking = MemoryBudgetError(
                 f"the device has no memory to prove the copy: {error}",
@@ -218,16 +224,6 @@ class Overlap:
             flight.proven.set_exception(error)
         else:
             flight.proven.set_result(None)
-
-
-def _torn(names: Sequence[str]) -> StateError:
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return StateError(
-        f"{', '.join(names[:_NAMED])}{more} changed while the save copied the state",
-        remedy="call wait_for_staging() of the save's handle before anything but the step() of an "
-        'optimizer changes the state, or save with SaveOptions(staging="block"), as this process '
-        "does from now on",
-    )
 
 
 class _Batch:
@@ -266,16 +262,11 @@ class _Batch:
         with torch.no_grad(), self._stream.entered():
             for name, target in self._images:
                 names += [name] * chunks_of(target.nbytes)
-                for piece in _pieces(target):
+                data = target.view(-1).view(torch.uint8)
+                for start in range(0, data.numel(), _PIECE):
+                    piece = data[start : start + _PIECE]
                     back = self._back[: piece.numel()]
                     back.copy_(piece, non_blocking=True)
                     found.append(self._stream.digests([back]))
             differ = torch.cat(found) != self._digests
             return [names[chunk] for chunk in differ.nonzero().view(-1).tolist()]
-
-
-def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The bytes of a contiguous tensor, in pieces."""
-    data = tensor.view(-1).view(torch.uint8)
-    for start in range(0, data.numel(), _PIECE):
-        yield data[start : start + _PIECE]

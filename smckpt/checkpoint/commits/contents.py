@@ -21,6 +21,7 @@ from smckpt.errors import (
     CheckpointNotFoundError,
     CheckpointReplacedError,
     UsageError,
+    causes,
 )
 from smckpt.storage import Storage
 from smckpt.storage.urls import join_url, parent_url
@@ -174,7 +175,12 @@ def noticing_replacement(storage: Storage, identity: str, doing: str = "load") -
     try:
         yield
     except CheckpointError as error:
-        replaced = replacement(storage, identity, doing) if _lacks_file(error) else None
+        gone = any(
+            isinstance(each, CheckpointNotFoundError)
+            or (isinstance(each, OSError) and each.errno == errno.ESTALE)  # deleted by another host
+            for each in causes(error)
+        )
+        replaced = replacement(storage, identity, doing) if gone else None
         if replaced is None:
             raise
         raise replaced from error
@@ -196,15 +202,3 @@ def replacement(storage: Storage, identity: str, doing: str) -> CheckpointReplac
         "checkpoint_id of its own, or save with SaveOptions(sweep=False)",
         path=storage.url,
     )
-
-
-def _lacks_file(error: BaseException | None) -> bool:
-    looked_at: list[BaseException] = []
-    while error is not None and error not in looked_at:  # an error may be its own cause
-        looked_at.append(error)
-        if isinstance(error, CheckpointNotFoundError):
-            return True
-        if isinstance(error, OSError) and error.errno == errno.ESTALE:  # deleted by another host
-            return True
-        error = error.__cause__
-    return False

@@ -381,13 +381,17 @@ class RunDirectory:
         stay = {last.path}.union(*(_kept(policy, found, whole) for policy in policies))
         return [one for one in found if one.path not in stay]
 
+    def missing(self, one: FoundCheckpoint) -> str:
+        """The first file of a step that is missing or cut short, or why that cannot be told; "" if
+        all are whole."""
+        try:
+            return what_is_missing(self.root.join(self.subpath_of(one)), one.identity)
+        except CheckpointError as error:
+            return str(error)
+
     def _is_whole(self, one: FoundCheckpoint) -> bool:
         """Whether every file that the checkpoint names is there, in its full size."""
-        try:
-            missing = what_is_missing(self.root.join(self.subpath_of(one)), one.identity)
-        except CheckpointError as error:
-            missing = str(error)
-        if missing:
+        if missing := self.missing(one):
             log.warning("%s is not whole and does not count as kept: %s", one, missing)
         return not missing
 

@@ -386,7 +386,11 @@ def _apart(
             if 2 * votes > len(held):
                 of = ", ".join(_rank(rank, hosts) for rank in odd[:NAMED])
                 what = f"{of} {'hold' if odd[1:] else 'holds'} other values than rank"
-                yield odd[0], f"{what}{'s' if agree[1:] else ''} {few(agree, NAMED)}", names[at]
+                yield (
+                    odd[0],
+                    f"{what}{'s' if agree[1:] else ''} {few(agree, NAMED)}",
+                    names[at],
+                )
             else:
                 of = " and ".join(_rank(rank, hosts) for rank in sorted((agree[0], odd[0])))
                 yield odd[0], f"{of} hold different values", names[at]

@@ -226,7 +226,19 @@ class Loader:
         clock.received, clock.read_ratio = passing.received if passing else 0, tally.ratio
         log.debug("all ranks fetched %d bytes; %d are needed", tally.fetched, tally.needed)
         if planned.selection.gathered:
-            self._put_through(planned.gathered, planned.agreed.gathered)
+            # FULL, which one rank holds, or torch's own. All ranks put it into the live objects
+            # together (collectives run). Loads of other kinds fill the live objects too.
+            if planned.agreed.gathered and len(self.group.ranks) == self.group.world_size:
+                for _, put_through in planned.gathered:
+                    put_through()
+            else:
+                log.warning(
+                    "only the gathered copy was filled (of FULL: rank 0's), because %s: call "
+                    "load_state_dict on all ranks, in the context",
+                    "not all ranks loaded the same parts"
+                    if planned.gathered
+                    else "the dict is not the one that FULL gave",
+                )
         log.info("loaded %s from %s", planned.catalogue.identity, request.directory)
         return planned
 
@@ -380,21 +392,6 @@ class Loader:
         agreed = rounds.hold("plan", bring, in_common, gives=Common)
         refuse_spare(made[0], agreed, request, self.group)
         return replace(made[0], agreed=agreed)
-
-    def _put_through(self, gathered: list[tuple[str, Any]], common: tuple[str, ...]) -> None:
-        """Copy gathered state (FULL, which one rank holds; torch's own) into the live objects. All
-        ranks do it together (collectives run). Loads of other kinds fill the live objects too."""
-        if common and len(self.group.ranks) == self.group.world_size:
-            for _, put_through in gathered:
-                put_through()
-            return
-        log.warning(
-            "only the gathered copy was filled (of FULL: rank 0's), because %s: call "
-            "load_state_dict on all ranks, in the context",
-            "not all ranks loaded the same parts"
-            if gathered
-            else "the dict is not the one that FULL gave",
-        )
 
     # -- the bytes ---------------------------------------------------------------------------
 

@@ -15,9 +15,6 @@ from dataclasses import dataclass
 
 from smckpt.errors import StateError, UsageError
 from smckpt.layout.entries import DTYPES, Entry
-from smckpt.layout.flat_geometry import FlatUnit
-from smckpt.layout.geometry import Geometry
-from smckpt.layout.mesh import Mesh
 
 __all__ = [
     "ALIGNMENT",
@@ -142,10 +139,6 @@ def compile_layout(
     cuts.sort()
     slots, files = _laid_out(ordered, cuts, max_file_bytes)
     last = files[-1] if files else None
-    describe = _Describer()
-    description = [
-        [e.key, e.dtype, e.shape, describe(e.geometry), e.before, e.after] for e in ordered
-    ]
     return Layout(
         rank=rank,
         group_ranks=tuple(group_ranks),
@@ -153,7 +146,7 @@ def compile_layout(
         slots=tuple(slots),
         files=tuple(files),
         arena_size=_align(last.arena_offset + last.size) if last else 0,
-        fingerprint=digest([description, list(group_ranks), rank, max_file_bytes]),
+        fingerprint=digest([_described(ordered), list(group_ranks), rank, max_file_bytes]),
         classes={
             ",".join(map(str, writers)): digest(
                 [[ordered[i].key, ordered[i].dtype, ordered[i].shape] for i in members]
@@ -195,24 +188,20 @@ def _classes(
     return classes
 
 
-class _Describer:
-    """Geometries as text, for the fingerprint. Each mesh and flat unit is described once: they may
-    be long, and many tensors share them."""
-
-    def __init__(self) -> None:
-        self._known: dict[int, tuple[object, str]] = {}
-
-    def __call__(self, geometry: Geometry) -> str:
-        record = geometry.record()
-        shared: dict[str, str] = {
-            key: self._once(record[key]) for key in ("mesh", "unit") if key in record
-        }
-        return repr({**record, **shared})
-
-    def _once(self, value: Mesh | FlatUnit) -> str:
-        if id(value) not in self._known:
-            self._known[id(value)] = (value, digest(repr(value)))
-        return self._known[id(value)][1]
+def _described(entries: Sequence[Entry]) -> list[list[object]]:
+    """Entries as JSON data, for the fingerprint. Each mesh and flat unit is described once: they
+    may be long, and many tensors share them."""
+    known: dict[int, str] = {}
+    found: list[list[object]] = []
+    for e in entries:
+        record = e.geometry.record()
+        for key in record.keys() & {"mesh", "unit"}:
+            shared = record[key]
+            if id(shared) not in known:
+                known[id(shared)] = digest(repr(shared))
+            record[key] = known[id(shared)]
+        found.append([e.key, e.dtype, e.shape, repr(record), e.before, e.after])
+    return found
 
 
 def _share(

@@ -424,7 +424,9 @@ class Tiers:
     def newest_first(self) -> Iterator[FoundCheckpoint | Damaged]:
         """As `RunDirectory.newest_first`. Keepers that do not answer cost their steps."""
         on_disk = iter(()) if self.disk is None else self.disk.newest_first()
-        for one in heapq.merge(self.in_memory(), on_disk, key=_order):
+        for one in heapq.merge(
+            self.in_memory(), on_disk, key=lambda one: -math.inf if one.step is None else -one.step
+        ):
             if one.step is None or (one.step > self.after and self.only in (None, one.step)):
                 yield one
 
@@ -456,10 +458,6 @@ class Tiers:
 def _first(brought: Callable[[], dict[int, str]]) -> str:
     """The first error of those that the ranks bring; "" if there is none."""
     return next((error for error in brought().values() if error), "")
-
-
-def _order(one: FoundCheckpoint | Damaged) -> float:
-    return -math.inf if one.step is None else -one.step
 
 
 def _start_here(job: str, budget: int | None) -> None:

@@ -28,6 +28,7 @@ from typing import Any, NoReturn
 from smckpt.calls import while_alive
 from smckpt.errors import UsageError
 from smckpt.meeting.group import Membership
+from smckpt.meeting.round import Meeting
 from smckpt.meeting.store import OverStore
 
 __all__ = ["Notice", "Signals", "Watch", "signals_of"]
@@ -275,11 +276,7 @@ class Watch:
                 grace = self._grace_after(self._flag)
                 rank = self._membership.group.rank
                 mine = vars(Notice(self._flag, rank, socket.gethostname(), grace))
-            transport = meeting.transport
-            if mine is not None:
-                first = meeting.first("notice", mine)  # an earlier one, else this
-            else:
-                first = transport.keys.peek("notice") if isinstance(transport, OverStore) else None
+            first = _earliest_notice(meeting, mine)
             if first is not None:
                 return Notice(**first)
         return None
@@ -336,3 +333,12 @@ class Watch:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(self._status)
+
+
+def _earliest_notice(meeting: Meeting, mine: dict[str, Any] | None) -> dict[str, Any] | None:
+    """The notice that came first: an earlier one, else `mine`."""
+    transport = meeting.transport
+    if mine is not None:
+        first: dict[str, Any] = meeting.first("notice", mine)
+        return first
+    return transport.keys.peek("notice") if isinstance(transport, OverStore) else None

@@ -39,4 +39,4 @@ def test_a_step_of_several_groups_is_read_under_the_options_of_the_call(
     groups = read_file(Record, store, record.name).groups
     store.delete(record.name)
     published = publish_record(store.access, s3_root, "f" * 12, 0, 1, groups)
-    assert published["record"] == record.name
+    assert published == record.name

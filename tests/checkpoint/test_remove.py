@@ -191,6 +191,6 @@ def test_a_sweep_makes_the_removal_of_a_manifest_durable_too(
     for group in ("part0", "part1"):
         done = _trace(monkeypatch)
         kept = max(path.name for path in (two / group).glob("manifest-*"))
-        assert sweep(Access(), str(two / group), [kept], int(kept.split("-")[1]))["deleted"]
+        assert sweep(Access(), str(two / group), [kept], int(kept.split("-")[1]))
         monkeypatch.undo()
         _assert_durable_in_order(done, 1)

@@ -61,7 +61,7 @@ def swept(group: Group, published: dict[str, object], **more: object) -> int:
     done = sweep(
         Access(), str(group.directory), [published["manifest"]], group.fencing_token, **more
     )  # type: ignore
-    return int(done["deleted"])
+    return done
 
 
 def test_an_older_commit_of_the_same_session_goes_with_all_it_names(tmp_path):
@@ -352,8 +352,8 @@ def step(
         named.append(
             GroupManifest(group.directory.name, done["manifest"], done["crc64"], group.ranks[0])
         )
-    done = publish_record(Access(), str(root), session, number, fencing_token, named)
-    return {**done, "manifests": [group.manifest for group in named]}
+    record = publish_record(Access(), str(root), session, number, fencing_token, named)
+    return {"record": record, "manifests": [group.manifest for group in named]}
 
 
 def pair(root: Path, names: tuple[str, str], sessions: str) -> list[Group]:
@@ -399,7 +399,7 @@ def test_a_later_run_s_lead_takes_the_leases_and_records_of_the_earlier(tmp_path
     old = step(tmp_path, first, A, e1, 4)
     e2 = take_lease(Access(), str(tmp_path), B, "h", urls)["fencing_token"]
     new = step(tmp_path, second, B, e2, 0)
-    assert sweep_records(Access(), str(tmp_path), [new["record"]], e2) == {"deleted": 2}
+    assert sweep_records(Access(), str(tmp_path), [new["record"]], e2) == 2
     assert old["record"] not in names(tmp_path)
     assert lease_name(e1) not in names(tmp_path)
 
@@ -409,7 +409,7 @@ def test_records_of_steps_in_other_directories_stay(tmp_path):
     e = take_lease(Access(), str(tmp_path), A, "h")["fencing_token"]
     ten = step(tmp_path, pair(tmp_path, ("tp0-10", "tp1-10"), "a"), A, e, 0)
     twenty = step(tmp_path, pair(tmp_path, ("tp0-20", "tp1-20"), "a"), A, e, 1)
-    assert sweep_records(Access(), str(tmp_path), [twenty["record"]], e) == {"deleted": 0}
+    assert sweep_records(Access(), str(tmp_path), [twenty["record"]], e) == 0
     assert {ten["record"], twenty["record"]} <= names(tmp_path)
 
 
@@ -454,7 +454,7 @@ def test_a_newer_job_s_lead_leaves_the_lease_of_an_older_job_beside_it(tmp_path)
         "fencing_token"
     ]
     done = step(tmp_path, theirs, B, newer, 0)
-    assert sweep_records(Access(), str(tmp_path), [done["record"]], newer) == {"deleted": 0}  # type: ignore
+    assert sweep_records(Access(), str(tmp_path), [done["record"]], newer) == 0  # type: ignore
     assert {lease_name(older), lease_name(newer)} <= names(tmp_path)
 
 

@@ -77,7 +77,7 @@ def test_a_part_is_written_with_its_files_and_their_checksums(
         done = worker.call(payload, timeout=seconds(30))
         part_bytes = (tmp_path / "new" / done.part).read_bytes()
         assert done.crc64 == hex64(crc64(part_bytes))
-        assert done.bytes == sum(sizes) and done.write_seconds > 0
+        assert done.bytes == sum(sizes)
         part = open_json(part_bytes, "part")
         assert part["step"] == 9 and part["objects"] == {"ä": "ü"}
         for record, file in zip(part["files"], payload.files, strict=True):

@@ -1,7 +1,7 @@
 """What a coordinator does when all parts are written: it publishes. This runs in the worker.
 
-Each function takes the access to stores and plain values, and gives a JSON-able dict. Nothing that
-exists is ever replaced: leases, manifests and records are created exclusively.
+Each function takes the access to stores and plain values, and gives what JSON can hold. Nothing
+that exists is ever replaced: leases, manifests and records are created exclusively.
 """
 
 from __future__ import annotations
@@ -94,8 +94,7 @@ def publish_manifest(
         record: the relative path from `directory` to the record that will commit it, or None.
 
     Returns:
-        "manifest" (name), "crc64" (hex, of the file), "bytes" (of all data files), "step", "kind",
-        "tensors" (how many rows the merged table has).
+        "manifest" (name), "crc64" (hex, of the file), "bytes" (of all data files).
 
     Raises:
         StorageError: a part is missing (the directory is not shared), a later run has a lease of
@@ -226,9 +225,6 @@ def create_manifest(
         "manifest": name,
         "crc64": hex64(crc64(data)),
         "bytes": sum(file.size for part in manifest.parts for file in part.files),
-        "step": manifest.step,
-        "kind": manifest.kind,
-        "tensors": len(manifest.layout["rows"]),
     }
 
 
@@ -259,7 +255,7 @@ def publish_record(
     number: int,
     fencing_token: int,
     groups: Sequence[GroupManifest],
-) -> dict[str, Any]:
+) -> str:
     """Create the record that commits the manifests of several groups.
 
     Args:
@@ -268,7 +264,7 @@ def publish_record(
         groups: the entry of each.
 
     Returns:
-        "record" (name), "bytes" (of all data files of all groups).
+        The record's name.
 
     Raises:
         UsageError: two groups share a directory, or have different kinds or steps.
@@ -308,7 +304,7 @@ def publish_record(
     for url, manifest in zip(urls, manifests, strict=True):
         delete_dcp(storage.at(url), manifest.replaces)
     delete_dcp(storage, record.replaces)
-    return {"record": name, "bytes": record.nbytes}
+    return name
 
 
 def _read_manifest(known: dict[bytes, Any], storage: Storage, group: GroupManifest) -> Manifest:

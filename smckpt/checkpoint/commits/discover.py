@@ -218,8 +218,7 @@ def found_at(storage: Storage, *, group: bool = False) -> FoundCheckpoint | None
     if not (group or commit.through_record or first.record is None):
         return None  # one group of a step whose record is in another directory
     return FoundCheckpoint(
-        # without the slash at its end, so that `/name` can be appended
-        path=url[:-1] if url.endswith("/") and normal_url(url[:-1]) == url else url,
+        path=_as_text(url),
         step=first.step,
         fencing_token=commit.order[0],
         number=commit.order[1],
@@ -294,3 +293,8 @@ def _doubt(ordered: list[FoundCheckpoint]) -> None:
             newest,
             why,
         )
+
+
+def _as_text(url: str) -> str:
+    """A location without the slash at its end, so that `/name` can be appended."""
+    return url[:-1] if url.endswith("/") and normal_url(url[:-1]) == url else url

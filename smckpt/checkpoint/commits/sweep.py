@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from smckpt.checkpoint.commits.leases import (
     Lease,
@@ -57,7 +56,7 @@ def sweep(
     fencing_token: int,
     record_directory: str | None = None,
     keep_records: Sequence[str] = (),
-) -> dict[str, Any]:
+) -> int:
     """Delete the files that the manifests in `keep` supersede in a group's directory.
 
     Args:
@@ -70,7 +69,7 @@ def sweep(
             records are deleted first.
 
     Returns:
-        {"deleted": number of files}.
+        How many files were deleted.
 
     Raises:
         CorruptCheckpointError: a manifest to keep is damaged, uncommitted or lacks a file; nothing
@@ -84,7 +83,7 @@ def sweep(
         )
     storage = access.open(directory)
     if later_run(storage, fencing_token, [storage.url]) is not None:
-        return {"deleted": 0}
+        return 0
     try:
         kept = [read_file(Manifest, storage, name) for name in keep]
         leases = [lease for lease in leases_at(storage) if storage.url in lease.scope]
@@ -102,12 +101,10 @@ def sweep(
     except CheckpointError:
         if {info.name for info in storage.list("manifest-")}.issuperset(keep):
             raise
-        return {"deleted": 0}  # a rotation removed the checkpoint since its commit
+        return 0  # a rotation removed the checkpoint since its commit
     deleted = 0
     if record_directory is not None:
-        deleted += int(
-            sweep_records(access, record_directory, keep_records, fencing_token)["deleted"]
-        )
+        deleted += sweep_records(access, record_directory, keep_records, fencing_token)
     attempts = _Attempts.of(storage, kept, fencing_token, leases)
     given_up = _give_up(storage, [*sizes, *begun], attempts)
 
@@ -131,17 +128,15 @@ def sweep(
     deleted += _delete(files, doomed)
     if unseen is not None:
         raise unseen
-    return {"deleted": deleted}
+    return deleted
 
 
-def sweep_records(
-    access: Access, directory: str, keep: Sequence[str], fencing_token: int
-) -> dict[str, Any]:
+def sweep_records(access: Access, directory: str, keep: Sequence[str], fencing_token: int) -> int:
     """Delete the records that those in `keep` supersede: older records that cover one of the same
     directories. Records of other jobs in the same parent stay.
 
     Returns:
-        {"deleted": number of files}.
+        How many files were deleted.
 
     Raises:
         CorruptCheckpointError: a record to keep is damaged; nothing was deleted.
@@ -150,7 +145,7 @@ def sweep_records(
     kept = [read_file(Record, storage, name) for name in keep]
     scope = frozenset(url for record in kept for url in _urls(storage, record))
     if not kept or later_run(storage, fencing_token, scope) is not None:
-        return {"deleted": 0}
+        return 0
     newest = max((record.fencing_token, record.number) for record in kept)
     doomed = []
     for info in storage.list("record-"):
@@ -164,7 +159,7 @@ def sweep_records(
         for lease in leases_at(storage)
         if lease.fencing_token < fencing_token and lease.scope & scope
     ]
-    return {"deleted": _delete(storage, doomed)}
+    return _delete(storage, doomed)
 
 
 def _delete_cut_records(storage: Storage, doomed: Sequence[str], kept: Sequence[Manifest]) -> int:

@@ -38,9 +38,7 @@ __all__ = [
     "PublishManifest",
     "PublishRecord",
     "Published",
-    "RecordPublished",
     "Sweep",
-    "Swept",
     "TakeLease",
     "Watched",
     "WritePart",
@@ -109,7 +107,6 @@ class PartWritten:
     part: str
     crc64: str
     bytes: int
-    write_seconds: float
     checksums: tuple[int, ...] = ()
     nonfinite: tuple[int, ...] = ()
     retries: int | None = None
@@ -171,14 +168,11 @@ class TakeLease(Command[LeaseTaken]):
 
 @dataclass(frozen=True)
 class Published:
-    """bytes: of all data files. tensors: rows of the merged table."""
+    """bytes: of all data files."""
 
     manifest: str
     crc64: str
     bytes: int
-    step: int | None
-    kind: str | None
-    tensors: int
 
 
 @dataclass(frozen=True)
@@ -196,17 +190,11 @@ class PublishManifest(Command[Published]):
 
 
 @dataclass(frozen=True)
-class RecordPublished:
-    """bytes: of all data files of all groups."""
+class PublishRecord(Command[str]):
+    """The answer is the record's name."""
 
-    record: str
-    bytes: int
-
-
-@dataclass(frozen=True)
-class PublishRecord(Command[RecordPublished]):
     function = "publish_record"
-    answer = RecordPublished
+    answer = str
     directory: str
     session: str
     number: int
@@ -215,16 +203,11 @@ class PublishRecord(Command[RecordPublished]):
 
 
 @dataclass(frozen=True)
-class Swept:
-    """deleted: how many files."""
+class Sweep(Command[int]):
+    """The answer is how many files were deleted."""
 
-    deleted: int
-
-
-@dataclass(frozen=True)
-class Sweep(Command[Swept]):
     function = "sweep"
-    answer = Swept
+    answer = int
     directory: str
     keep: tuple[str, ...]
     fencing_token: int

@@ -9,7 +9,6 @@ from __future__ import annotations
 import bisect
 import mmap
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -73,7 +72,6 @@ def write_part(
     Raises:
         CheckpointError: the store refused. What was written is removed.
     """
-    began = time.perf_counter()
     storage = open_spread(access, directory)
     writer = PartWriter(storage, attempt, rank)
     counts = [
@@ -99,7 +97,6 @@ def write_part(
         part=done["part"],
         crc64=done["crc64"],
         bytes=sum(file.size for file, _ in open_files),
-        write_seconds=time.perf_counter() - began,
         checksums=tuple(open_files[one.file][0].crc_of(one.start, one.stop) for one in watched),
         nonfinite=tuple(counts[one.file].of(one) for one in watched),
         retries=storage.retries,

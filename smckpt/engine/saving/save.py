@@ -286,12 +286,19 @@ class Saver:
         part = staged.part
         if len(self.group.ranks) > 1:
             part = self._with_one_table(job.handle.number, part, meeting)
+        arena_id = None
+        if staged.arena is not None:
+            if not self._worker.alive:  # it died or was not started, so it knows no arena
+                self._arena_id = None
+            if self._arena_id is None:
+                self._arena_id = self._worker.attach(staged.arena)
+            arena_id = self._arena_id
         done = self._worker.call(
             WritePart(
                 directory=request.directory,
                 attempt=job.attempt(meeting.id),
                 rank=self.group.rank,
-                arena=None if staged.arena is None else self._attached(staged.arena),
+                arena=arena_id,
                 files=tuple(ArenaFile(file.arena_offset, file.size) for file in layout.files),
                 part=part,
                 watched=tuple(slot.where for slot in slots),
@@ -390,14 +397,6 @@ class Saver:
         if owner == self.group.rank:
             return part
         return {**part, "layout": table_of(owner, digest), "optimizers": {}}
-
-    def _attached(self, arena: Arena) -> int:
-        """Attach the arena to the worker if needed. Returns its number there."""
-        if not self._worker.alive:  # it died or was not started, so it knows no arena
-            self._arena_id = None
-        if self._arena_id is None:
-            self._arena_id = self._worker.attach(arena)
-        return self._arena_id
 
     def _overlapping(self, options: SaveOptions, selection: Selection) -> Overlap | None:
         """What copies parameters and optimizers' state after the call; None if nothing does."""

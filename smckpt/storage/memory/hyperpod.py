@@ -207,7 +207,16 @@ class HyperPodStorage(Storage):
         path = file_url(self.url, name)
 
         def send(body: BinaryIO) -> None:
-            note = self._new_note(name, size)
+            # A place of its own for a blob, so that no attempt replaces another one's. The
+            # daemon's step is the clock, so that it drops the oldest.
+            of_rank = _OF_RANK.search(name)
+            if of_rank is not None:
+                rank, number = int(of_rank[1]), of_rank[2]
+            else:
+                rank, number = zlib.crc32(name.encode()) % RANKS, "x"
+            namespace = f"{self._namespace}-{number}-{rank // RANKS}"
+            step, token = time.time_ns() // 1000, secrets.token_hex(16)
+            note = _Note(namespace, rank % RANKS, step, size, token)
             self._daemon.put(note, body)
             data = json.dumps(vars(note)).encode()
             if replace:
@@ -337,18 +346,6 @@ class HyperPodStorage(Storage):
 
     def _held_names(self, prefix: str = "") -> Sequence[str]:
         return [name.removeprefix(_NOTE) for name in self._small.names(_NOTE + prefix)]
-
-    def _new_note(self, name: str, size: int) -> _Note:
-        """A place of its own for a blob, so that no attempt replaces another one's. The daemon's
-        step is the clock, so that it drops the oldest."""
-        of_rank = _OF_RANK.search(name)
-        if of_rank is not None:
-            rank, number = int(of_rank[1]), of_rank[2]
-        else:
-            rank, number = zlib.crc32(name.encode()) % RANKS, "x"
-        namespace = f"{self._namespace}-{number}-{rank // RANKS}"
-        step, token = time.time_ns() // 1000, secrets.token_hex(16)
-        return _Note(namespace, rank % RANKS, step, size, token)
 
     def _note(self, name: str) -> _Note:
         with self._lock:

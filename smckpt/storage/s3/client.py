@@ -15,7 +15,6 @@ import http.client
 import importlib
 import re
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 from urllib.parse import urlencode, urlsplit
 
@@ -64,7 +63,11 @@ def make_client(config: StoreOptions) -> Any:
         "StorageClass": config.storage_class or "",
         "Tagging": urlencode(config.tags),
     }
-    options = partial(_add_options, {name: value for name, value in fields.items() if value})
+
+    def options(params: dict[str, Any], model: Any, **_: Any) -> None:
+        known = model.input_shape.members if model.input_shape else ()
+        params.update({name: value for name, value in fields.items() if value and name in known})
+
     client.meta.events.register("provide-client-params.s3", options, unique_id="smckpt-options")
     client.meta.events.register("after-call.s3", _refuse_strange, unique_id="smckpt-strange")
     client.meta.events.register("needs-retry.s3.HeadBucket", _ask_once, unique_id="smckpt-region")
@@ -127,11 +130,6 @@ def _client(config: StoreOptions, settings: Any) -> Any:
             remedy="return boto3.Session(…).client('s3', **settings)",
         )
     return client
-
-
-def _add_options(fields: Mapping[str, str], params: dict[str, Any], model: Any, **_: Any) -> None:
-    known = model.input_shape.members if model.input_shape else ()
-    params.update({name: value for name, value in fields.items() if name in known})
 
 
 def _refuse_strange(http_response: Any, parsed: dict[str, Any], model: Any, **_: Any) -> None:

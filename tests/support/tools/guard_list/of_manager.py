@@ -402,7 +402,7 @@ SPACE = [
 ENDING = [
     of(
         "end: a signal on one rank reaches all", "manager/notice.py",
-        'first = transport.keys.peek("notice") if isinstance(transport, OverStore) else None', "return None",
+        'return transport.keys.peek("notice") if isinstance(transport, OverStore) else None', "return None",
         NOTICE + "test_a_signal_on_one_rank_is_enough",
     ),
     of(

@@ -281,10 +281,23 @@ def publish_record(
             "PP and shard coordinates that distinguish them into the path",
             path=storage.url,
         )
+    known: dict[bytes, Any] = {}
+
+    def read(url: str, group: GroupManifest) -> Manifest:
+        here = storage.at(url)
+        try:
+            return read_file(Manifest, here, group.manifest, group.crc64, known=known)
+        except CheckpointNotFoundError as error:
+            raise StorageError(
+                f"this host does not see the manifest that rank {group.coordinator} published: the "
+                "hosts do not share the directory",
+                remedy="mount one file system on all hosts, or use an s3:// checkpoint_id",
+                path=file_url(url, group.manifest),
+            ) from error
+
     name = record_name(fencing_token, number, session)
     with ThreadPoolExecutor(min(FILES_AT_ONCE, len(groups))) as pool:
-        known: dict[bytes, Any] = {}
-        manifests = list(pool.map(partial(_read_manifest, known), map(storage.at, urls), groups))
+        manifests = list(pool.map(read, urls, groups))
     _check_step(manifests, urls, join_url(storage.url, name), fencing_token)
     record = Record(
         session=session,
@@ -305,18 +318,6 @@ def publish_record(
         delete_dcp(storage.at(url), manifest.replaces)
     delete_dcp(storage, record.replaces)
     return name
-
-
-def _read_manifest(known: dict[bytes, Any], storage: Storage, group: GroupManifest) -> Manifest:
-    try:
-        return read_file(Manifest, storage, group.manifest, group.crc64, known=known)
-    except CheckpointNotFoundError as error:
-        raise StorageError(
-            f"this host does not see the manifest that rank {group.coordinator} published: the "
-            "hosts do not share the directory",
-            remedy="mount one file system on all hosts, or use an s3:// checkpoint_id",
-            path=file_url(storage.url, group.manifest),
-        ) from error
 
 
 def _check_step(

@@ -67,17 +67,17 @@ def main(arguments: list[str] | None = None) -> None:
         Path("/proc/self/comm").write_text("smckpt-worker")
     link = socket.socket(fileno=end)
     peer = trainer if trainer >= 0 else None
-    threading.Thread(target=_end_with_trainer, args=(end, peer), daemon=True).start()
+
+    def end_with_trainer() -> None:
+        poll = select.poll()
+        poll.register(end, 0)  # poll always reports a hang-up
+        if peer is not None:
+            poll.register(peer, select.POLLIN)
+        poll.poll()
+        os._exit(0)
+
+    threading.Thread(target=end_with_trainer, daemon=True).start()
     _Server(Channel(link, peer), threads).serve()
-
-
-def _end_with_trainer(end: int, peer: int | None) -> None:
-    poll = select.poll()
-    poll.register(end, 0)  # poll always reports a hang-up
-    if peer is not None:
-        poll.register(peer, select.POLLIN)
-    poll.poll()
-    os._exit(0)
 
 
 class _Server:

@@ -22,12 +22,14 @@ from torchtitan.tools import filesystem
 import smckpt
 from smckpt.checkpoint.commits.discover import FoundCheckpoint, found_at
 from smckpt.checkpoint.commits.run_directory import RunDirectory
+from smckpt.checkpoint.reading.committed import open_any
 from smckpt.errors import CheckpointNotFoundError, UsageError
 from smckpt.integrations import refuse_untested
 from smckpt.integrations.kept import KeptSteps, memory_of
 from smckpt.integrations.replaced import below_run, keep_last, run_directory, store_arguments
 from smckpt.manager.room import get_memory
 from smckpt.meeting.round import over_group
+from smckpt.storage import access_to
 from smckpt.storage.urls import normal_url
 
 refuse_untested("torchtitan")
@@ -218,8 +220,20 @@ class SmckptCheckpointManager(CheckpointManager):  # type: ignore[misc]
             self.dcp_load(target, directory, from_hf=from_hf, from_quantized=quantized)
             return
         arguments = {} if directory.startswith("keeper://") else self._arguments
-        smckpt.load(target, checkpoint_id=directory, **arguments)
-        self.states[MODEL].load_state_dict(target)  # a module may give its state as copies
+        saved = {}
+        if initial or _step_of(directory) == 0:  # perhaps in an `export_dtype`, which DCP converts
+            saved = open_any(access_to(directory, **arguments).open(directory)).logical
+        other = {
+            key: torch.empty_like(value, dtype=getattr(torch, saved[key].dtype))
+            for key, value in target.items()
+            if isinstance(value, torch.Tensor) and value.is_floating_point() and key in saved
+            if saved[key].dtype != str(value.dtype).removeprefix("torch.")
+        }
+        read = {**target, **other} if other else target
+        smckpt.load(read, checkpoint_id=directory, **arguments)
+        for key, converted in other.items():
+            read[key] = target[key].copy_(converted)
+        self.states[MODEL].load_state_dict(read)  # a module may give its state as copies
 
     def _get_memory(self, step: int) -> None:
         """Begin to get that of the first save, after a resume. An optimizer that was not loaded has

@@ -190,6 +190,24 @@ def test_the_last_step_is_a_model_alone_or_hugging_faces_and_another_run_begins_
 
 
 @pytest.mark.long
+def test_a_run_begins_with_the_last_step_of_another_in_another_dtype_as_stock_does(
+    top: Path,
+) -> None:
+    begun = {}
+    for stock in (True, False):
+        first = top / f"half {stock}"
+        last = {"last_save_model_only": True, "export_dtype": "bfloat16"}
+        train(first, steps=2, stock=stock, **last)
+        path = str(first / "checkpoint" / "step-2")
+        begun[stock], _ = train(
+            top / f"whole {stock}", steps=1, stock=stock, initial_load_path=path
+        )
+    for theirs, ours in zip(begun[True], begun[False], strict=True):
+        assert ours["loaded"] is theirs["loaded"] is True
+        assert (ours["losses"], ours["digest"]) == (theirs["losses"], theirs["digest"])
+
+
+@pytest.mark.long
 def test_what_is_excluded_stays_as_it_was_and_a_step_that_is_absent_is_named(top: Path) -> None:
     folder = top / "excluded"
     train(folder, steps=4)

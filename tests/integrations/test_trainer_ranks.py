@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import random
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import peft
 import pytest
 import torch
@@ -17,7 +20,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
 import smckpt
 from smckpt.integrations.transformers import SmckptTrainer
 from smckpt.storage import open_storage
-from tests.support.frameworks.small_trainer import flip, tiny, trainer, weights
+from tests.support.frameworks.small_trainer import flip, heard, tiny, trainer, weights
 from tests.support.frameworks.trainer_run import sharded
 from tests.support.launch import run_ranks
 
@@ -286,3 +289,50 @@ def test_two_ranks_do_what_stock_does(
     failures = run_ranks(ranks, 2, str(tmp_path), s3_root, how, names, timeout=240)
     for failed in failures:
         assert not failed, "\n".join(f"{name}: {text}" for name, text in failed.items())
+
+
+class Draws(TrainerCallback):
+    """Each rank of the run that saves has numbers of its own; notes the last ones."""
+
+    smckpt_looks = False
+
+    def __init__(self, seed: int | None) -> None:
+        self.seed = seed
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.seed is not None:
+            for seed in (random.seed, np.random.seed, torch.manual_seed):
+                seed(self.seed + dist.get_rank())
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        numbers = (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state())
+        self.drawn = hashlib.sha256(repr([*map(str, numbers[:2]), *numbers[2].tolist()]).encode())
+
+
+def drawn(out: str, resumes: bool) -> dict[str, tuple[str, list[str]]]:
+    """By who saved and resumed: this rank's random numbers at the end, and what was warned of."""
+    found = {}
+    for kind in (Trainer, SmckptTrainer):
+        draws = Draws(None if resumes else 7)
+        with heard("transformers.smckpt") as lines:
+            made = trainer(f"{out}/{kind.__name__}", 4 if resumes else 2, draws, kind=kind)
+            made.train(resumes or None)
+        found[kind.__name__] = draws.drawn.hexdigest(), [one for one in lines if "random" in one]
+        dist.barrier()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("saved", "resumed"), [(1, 2), (2, 1), (2, 2), pytest.param(2, 3, marks=pytest.mark.long)]
+)
+def test_another_number_of_ranks_takes_the_random_numbers_that_stock_takes(
+    tmp_path: Path, saved: int, resumed: int
+) -> None:
+    before = run_ranks(drawn, saved, str(tmp_path), False)
+    after = run_ranks(drawn, resumed, str(tmp_path), True)
+    for rank, found in enumerate(after):
+        assert found["SmckptTrainer"][0] == found["Trainer"][0]
+        goes_on = rank < saved and (saved == 1) == (resumed == 1)
+        assert goes_on == (found["SmckptTrainer"][0] == before[rank % saved]["SmckptTrainer"][0])
+        told = found["SmckptTrainer"][1]
+        assert len(told) == (rank == 0 and saved != resumed), told

@@ -49,6 +49,7 @@ __all__ = [
     "agreed",
     "get_last_checkpoint",
     "next_step",
+    "random_goes_on",
 ]
 
 log = logging.getLogger("transformers.smckpt")
@@ -137,6 +138,10 @@ class Checkpoints:
             log.warning("%s is passed over: %s", directory, error)
             return None
         return tuple(sorted(found))
+
+    def ranks(self, directory: str) -> int:
+        """How many ranks have saved what is committed."""
+        return len(open_catalogue(self.storage(directory)).object_ranks)
 
     def _begun_by_us(self, directory: str) -> bool:
         names = self.storage(directory).names() if os.path.isdir(directory) else ()
@@ -280,3 +285,21 @@ def next_step(
         if newest != [_step_of(asked)]:
             return None  # a user who named an older one meant it
     return checkpoints.choose(asked, lost)
+
+
+def random_goes_on(trainer: Any, directory: str) -> bool:
+    """Whether this rank takes the random numbers of a checkpoint. The Trainer's rule: where they
+    are one rank's own. Its files have the rank's number in their names, unless one process saves.
+    """
+    resumed = trainer._smckpt_resumed
+    url = resumed.chosen.url if resumed is not None else ""
+    checkpoints = Checkpoints(url) if url else trainer._checkpoints
+    saved: int = agreed(lambda: checkpoints.ranks(url or directory))
+    ranks, own = trainer.args.world_size, trainer.args.process_index
+    if saved != ranks and own == 0:
+        log.warning(
+            "%s was saved by %d ranks and is resumed by %d: %s", directory, saved, ranks,
+            "random numbers begin anew" if 1 in (saved, ranks) else
+            "those of the first ranks go on, others begin anew",
+        )  # fmt: skip
+    return bool((saved == 1) == (ranks == 1) and own < saved)

@@ -41,6 +41,7 @@ from smckpt.integrations.transformers.resume import (
     StepToResume,
     agreed,
     next_step,
+    random_goes_on,
 )
 from smckpt.manager.resume import is_damage
 from smckpt.storage import access_to
@@ -432,7 +433,7 @@ class SmckptTrainerMixin:
         keys = self._keys(checkpoint)
         if checkpoint is None or keys is None:
             super()._load_rng_state(checkpoint)  # type: ignore[misc]
-        elif "rng" in keys:
+        elif "rng" in keys and random_goes_on(self, checkpoint):
             set_rng_state(self._value(checkpoint, "rng"))
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
@@ -440,8 +441,7 @@ class SmckptTrainerMixin:
         smckpt.maybe_finalize_async_calls()
         return super()._finalize_training(*args, **kwargs)  # type: ignore[misc]
 
-    def _sorted_checkpoints(self, *args: Any, **kwargs: Any) -> Any:
-        """In transformers 4, as above."""
+    def _sorted_checkpoints(self, *args: Any, **kwargs: Any) -> Any:  # the same, transformers 4
         smckpt.maybe_finalize_async_calls()
         return super()._sorted_checkpoints(*args, **kwargs)  # type: ignore[misc]
 

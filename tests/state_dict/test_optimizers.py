@@ -16,7 +16,7 @@ import smckpt
 from tests.support.launch import run_ranks
 from tests.support.optimizers import trainer as trainer_optimizers
 from tests.support.optimizers.people import everyone, step
-from tests.support.optimizers.table import bits, losses, table, trained
+from tests.support.optimizers.table import bits, losses, main, table, trained
 
 OF_TORCH = [name for name in everyone() if name.startswith("torch.optim")]
 OTHERS = [
@@ -193,3 +193,15 @@ def test_what_an_optimizer_keeps_whole_stays_whole_beside_what_a_mesh_divides(
 ) -> None:
     """As a DTensor it could not meet the whole gradient in the next step."""
     assert run_ranks(whole_and_cut, 2, str(tmp_path), kind) == [[], []]
+
+
+def test_the_tables_command_tells_each_row_and_takes_names_in_any_case(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["lbfgs", "plain", "FSDP2"]) == 0
+    printed, told = capfd.readouterr()
+    assert "| torch.optim: LBFGS | = = = = = | = = = = = |" in printed
+    for how in ("plain", "FSDP2"):
+        assert f"{how}: torch.optim: LBFGS: = = = = =\n" in told
+    assert main(["no such name"]) == 2
+    assert "no optimizer has no such name in its name" in capfd.readouterr().err

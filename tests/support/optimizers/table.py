@@ -6,13 +6,15 @@
 
 A cell trains two steps, saves, loads into a fresh model and a fresh optimizer, and trains two more.
 It is right if all weights are, bit for bit, those of a run without the save in between. `Trainer`
-is that of transformers, with each name of `optim=` (`trainer_optimizers`).
+is that of transformers, with each name of `optim=` (`trainer_optimizers`). Each row is told on
+stderr as soon as it is known.
 """
 
 from __future__ import annotations
 
 import copy
 import faulthandler
+import fcntl
 import io
 import json
 import logging
@@ -22,6 +24,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -133,9 +136,10 @@ def cell(name: str, how: str, form: str, wanted: list[Any], folder: Path) -> str
 
 
 def cells(
-    names: Sequence[str], how: str, forms: Sequence[str], folder: str
+    names: Sequence[str], how: str, forms: Sequence[str], folder: str, tell: str = os.devnull
 ) -> dict[str, dict[str, str]]:
-    """Name → form → what happened, on any rank. Rank 0 notes each in `folder` at once."""
+    """Name → form → what happened, on any rank. Rank 0 notes each in `folder` at once, and tells
+    each row in the file `tell`."""
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)
     found: dict[str, dict[str, str]] = {}
@@ -145,7 +149,18 @@ def cells(
             found[name][form] = result
             if dist.is_initialized() and dist.get_rank() == 0:
                 Path(folder, "rows.json").write_text(json.dumps(found))
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            say(tell, f"{how}: {name}: {marks(found[name])}")
     return found
+
+
+def say(tell: str, line: str) -> None:
+    with open(tell, "a") as file:
+        print(line, file=file)
+
+
+def marks(row: dict[str, str]) -> str:
+    return " ".join(MARKS.get(each.split(":")[0], "✗") for each in row.values())
 
 
 def _limited() -> None:
@@ -183,23 +198,27 @@ def _everywhere(result: str) -> str:
 
 
 def table(
-    names: Sequence[str], wrappers: Sequence[str] = tuple(WRAPPERS), forms: Sequence[str] = FORMS
+    names: Sequence[str],
+    wrappers: Sequence[str] = tuple(WRAPPERS),
+    forms: Sequence[str] = FORMS,
+    tell: str = os.devnull,
 ) -> dict[str, dict[str, dict[str, str]]]:
     """Wrapper → name → form → what happened. Ranks try one optimizer after the other. If they die,
-    those that they have not tried get new ranks."""
+    those that they have not tried get new ranks. Each row is told in the file `tell`."""
     out: dict[str, dict[str, dict[str, str]]] = {}
     for how in wrappers:
         out[how] = {}
+        say(tell, f"{how}: {len(names)} optimizers, {WRAPPERS[how]} rank(s)")
         waiting = list(names)
         while waiting:
             with tempfile.TemporaryDirectory() as folder:
                 try:
                     if WRAPPERS[how] == 1:
-                        found = cells(waiting, how, forms, folder)
+                        found = cells(waiting, how, forms, folder, tell)
                     else:
                         limit = 60 + 30 * len(waiting)
                         found = run_ranks(
-                            cells, WRAPPERS[how], waiting, how, forms, folder, timeout=limit
+                            cells, WRAPPERS[how], waiting, how, forms, folder, tell, timeout=limit
                         )[0]
                 except AssertionError as error:
                     notes = Path(folder, "rows.json")
@@ -209,6 +228,7 @@ def table(
                     row = found.setdefault(last, {})
                     died = "fails" if row else "untrained"
                     found[last] = row | {f: f"{died}: {error}" for f in forms if f not in row}
+                    say(tell, f"{how}: {last}: {marks(found[last])} (the ranks died)")
             out[how] |= found
             waiting = [name for name in waiting if name not in found]
     return out
@@ -241,11 +261,8 @@ def written(found: dict[str, dict[str, dict[str, str]]]) -> str:
                 f"|---|{'---|' * len(wrappers)}",
             ]
         for name in rows:
-            marks = (
-                " ".join(MARKS.get(each.split(":")[0], "✗") for each in found[how][name].values())
-                for how in wrappers
-            )
-            lines.append(f"| {name} | {' | '.join(marks)} |")
+            cells_of_row = (marks(found[how].get(name, {})) for how in wrappers)
+            lines.append(f"| {name} | {' | '.join(cells_of_row)} |")
     lines += ["", "Where stock resumes and smckpt does not:", ""]
     lines += [f"- {each}" for each in dict.fromkeys(map(_short, losses(found)))] or ["- none"]
     return "\n".join(lines) + "\n"
@@ -259,18 +276,23 @@ def _short(loss: str) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    words = [word for word in arguments if word not in (*WRAPPERS, TRAINER)]
-    hows = [how for how in (*WRAPPERS, TRAINER) if how in arguments] or (*WRAPPERS, TRAINER)
-    names = [name for name in everyone() if not words or any(word in name for word in words)]
-    found = table(names, [how for how in hows if how in WRAPPERS])
-    if TRAINER in hows:
-        rows = trainer_optimizers.rows(
-            [
-                name
-                for name in trainer_optimizers.everyone()
-                if not words or any(word in f"transformers: {name}" for word in words)
-            ]
-        )
+    hows = [how for how in (*WRAPPERS, TRAINER) if how in arguments] or [*WRAPPERS, TRAINER]
+    words = [word.lower() for word in arguments if word not in (*WRAPPERS, TRAINER)]
+
+    def wanted(name: str) -> bool:
+        return not words or any(word in name.lower() for word in words)
+
+    tell = f"/proc/{os.getpid()}/fd/2"  # stderr, for the ranks too: nobody may write over a line
+    fcntl.fcntl(2, fcntl.F_SETFL, fcntl.fcntl(2, fcntl.F_GETFL) | os.O_APPEND)
+    say(tell, "the optimizers that are installed are imported")
+    names = list(filter(wanted, everyone()))
+    of_trainer = [one for one in trainer_optimizers.everyone() if wanted(f"transformers: {one}")]
+    if not names and not of_trainer:
+        say(tell, f"no optimizer has {' or '.join(words)} in its name")
+        return 2
+    found = table(names, [how for how in hows if how in WRAPPERS] if names else [], tell=tell)
+    if TRAINER in hows and of_trainer:
+        rows = trainer_optimizers.rows(of_trainer, partial(say, tell))
         found[TRAINER] = {f"transformers: {name}": row for name, row in rows.items()}
     text = written(found)
     if arguments:

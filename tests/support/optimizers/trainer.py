@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,16 +36,27 @@ def everyone() -> list[str]:
     return [each.value for each in OptimizerNames]
 
 
-def rows(names: Sequence[str]) -> dict[str, dict[str, str]]:
-    """Name → door → what happened, as in the cells of `optimizer_table`."""
+def rows(
+    names: Sequence[str], say: Callable[[str], None] = lambda _: None
+) -> dict[str, dict[str, str]]:
+    """Name → door → what happened, as in the cells of `optimizer_table`.
+
+    Args:
+        say: is called with a line at the start of each phase, and for each result.
+    """
+
+    def run(phase: str, door: str) -> dict[str, str]:
+        say(f"Trainer: {len(names)} optimizers, {phase}, {door}")
+        return _in_child(phase, door, names, folder)
+
     with tempfile.TemporaryDirectory() as folder:
-        straight = _in_child("straight", "stock", names, folder)
+        straight = run("straight", "stock")
         found: dict[str, dict[str, str]] = {name: {} for name in names}
         for door in DOORS:
-            cut = _in_child("cut", door, names, folder)
-            resumed = _in_child("resume", door, names, folder)
+            cut, resumed = run("cut", door), run("resume", door)
             for name in names:
                 found[name][door] = _cell(straight[name], cut[name], resumed[name])
+                say(f"Trainer: {name}, {door}: {found[name][door].partition(':')[0]}")
     return found
 
 

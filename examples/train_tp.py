@@ -4,20 +4,22 @@
 
 A new Hugging Face model is imported into Transformer Engine's layout, as a checkpoint of two
 tensor-parallel ranks. The training model loads it; FSDP shards each tensor-parallel rank over two
-more. After some steps the ranks save a LOCAL checkpoint of the tensors that they hold. One process
-exports it as a Hugging Face directory. Then the script shows three things: transformers finds every
-tensor, each equals the checkpoint's bit for bit, and the exported model's logits are those of the
-training model.
+more. Every few steps a manager saves what each rank holds; a run that was killed resumes from the
+newest step that is whole. One process exports the last step as a Hugging Face directory. Then the
+script shows three things: transformers finds every tensor, each equals the checkpoint's bit for
+bit, and the exported model's logits are those of the training model.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import random
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -30,17 +32,17 @@ from torch.distributed.fsdp import fully_shard
 
 from smckpt import (
     LOCAL,
+    CheckpointManager,
     ExportOptions,
     ImportOptions,
     LoadOptions,
     Parallel,
     ParallelState,
     SaveOptions,
-    async_save,
     export_hf,
+    find_checkpoints,
     import_hf,
     load,
-    maybe_finalize_async_calls,
     sm_state_dict_type,
     verify_hf,
 )
@@ -57,12 +59,12 @@ def main() -> None:
         sys.exit(run_torchrun(torchrun_command(args.tp * args.shard)))
     device = join()
     degrees = ParallelState(dist.get_world_size(), tensor_parallel_degree=args.tp)
-    if dist.get_rank() == 0:
+    start = args.out / "ranks"
+    if dist.get_rank() == 0 and not (start.exists() and find_checkpoints(start)):
         make_start(args)
     dist.barrier()
-    model = load_model(args.out / "ranks", degrees, device)
+    model = load_model(start, degrees, device)
     train(args, model, degrees, device)
-    save(args.out / "checkpoint", model, degrees, args.steps)
     same = export_and_compare(args, model, device)
     leave()
     sys.exit(0 if same else 1)
@@ -77,6 +79,7 @@ def arguments() -> argparse.Namespace:
     add("--tp", type=int, default=2, help="tensor-parallel degree (default 2)")
     add("--shard", type=int, default=2, help="ranks that FSDP shards over (default 2)")
     add("--steps", type=int, default=20)
+    add("--save-every", type=int, default=5, help="steps (default 5)")
     add("--hidden", type=int, default=64)
     add("--layers", type=int, default=2)
     add("--batch", type=int, default=4, help="windows per data-parallel rank (default 4)")
@@ -130,29 +133,30 @@ def load_model(start: Path, degrees: ParallelState, device: torch.device) -> nn.
 def train(
     args: argparse.Namespace, model: nn.Module, degrees: ParallelState, device: torch.device
 ) -> None:
+    """Train to the last step, from the newest one that is saved."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    # ranks of one tensor-parallel group read the same batches
+    # ranks of one tensor-parallel group read the same batches, and draw the same numbers
     share = {"rank": degrees.fsdp_rank, "ranks": degrees.fsdp_size}
     batches = Batches(read_text([]), length=args.length, batch=args.batch, seed=1, **share)
-    for step in range(1, args.steps + 1):
-        tokens = batches.next().to(device)
-        logits = model(tokens)
-        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if step in (1, args.steps):
-            say(f"step {step}: loss {loss.item():.3f}")
-
-
-def save(checkpoint: Path, model: nn.Module, degrees: ParallelState, step: int) -> None:
-    with sm_state_dict_type(model, LOCAL):
-        state = {"model": model.state_dict()}
-    # parallel_state= records which rank is which, because their tensors have the same names
-    async_save(
-        state, checkpoint_id=checkpoint, options=SaveOptions(parallel_state=degrees), step=step
-    )
-    maybe_finalize_async_calls()
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(degrees.fsdp_rank)
+    state = {"model": model, "optimizer": optimizer, "batches": batches}
+    # parallel_state= says which rank is which, because their tensors have the same names
+    options = SaveOptions(parallel_state=degrees)
+    with CheckpointManager(
+        args.out / "checkpoints", interval=args.save_every, options=options
+    ) as manager:
+        for step in range(manager.restore(into=state) + 1, args.steps + 1):
+            tokens = batches.next().to(device)
+            logits = model(tokens)
+            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step in (1, args.steps):
+                say(f"step {step}: loss {loss.item():.3f}")
+            if manager.should_save(step) or step == args.steps:
+                manager.save(step, state)
 
 
 def export_and_compare(args: argparse.Namespace, model: nn.Module, device: torch.device) -> bool:
@@ -164,7 +168,8 @@ def export_and_compare(args: argparse.Namespace, model: nn.Module, device: torch
         return True
     from transformers import AutoModelForCausalLM
 
-    checkpoint, exported = args.out / "checkpoint", args.out / "exported"
+    checkpoint = args.out / "checkpoints" / str(args.steps)
+    exported = args.out / "exported"
     report = export_hf(
         checkpoint, exported, config=args.out / "start", options=ExportOptions(overwrite=True)
     )

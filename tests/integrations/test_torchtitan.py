@@ -190,7 +190,7 @@ def test_the_last_step_is_a_model_alone_or_hugging_faces_and_another_run_begins_
 
 
 @pytest.mark.long
-def test_a_run_begins_with_the_last_step_of_another_in_another_dtype_as_stock_does(
+def test_a_run_begins_with_weights_of_another_dtype_as_stock_does(
     top: Path,
 ) -> None:
     begun = {}

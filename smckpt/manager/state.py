@@ -16,6 +16,7 @@ from torch import nn
 from smckpt.errors import TopologyError, UsageError
 from smckpt.full.context import sm_state_dict_type
 from smckpt.state_dict import SMStateDictType
+from smckpt.state_dict.select import is_stateful
 
 log = logging.getLogger("smckpt")
 
@@ -57,7 +58,7 @@ def taken(state: Mapping[str, Any], kind: SMStateDictType) -> dict[str, Any]:
                 return value.state_dict()
             with sm_state_dict_type(model, kind):
                 return value.state_dict()
-        if _is_stateful(value):
+        if is_stateful(value):
             return value.state_dict()
         if isinstance(value, Mapping):
             return {key: take(child) for key, child in value.items()}
@@ -101,7 +102,7 @@ def give_back(state: MutableMapping[str, Any], loaded: Mapping[str, Any]) -> Non
 def _given(value: Any, loaded: Any) -> Any:
     if isinstance(value, (nn.Module, torch.optim.Optimizer)):
         return value
-    if _is_stateful(value):
+    if is_stateful(value):
         value.load_state_dict(loaded)
         return value
     if isinstance(value, MutableMapping) and isinstance(loaded, Mapping):
@@ -135,7 +136,7 @@ def refuse_positions_of_ranks(state: Mapping[str, Any], saved_by: Any, ranks: in
         return
     for name, value in _named(state, ""):
         packages = {one.__module__.partition(".")[0] for one in type(value).__mro__}
-        if _is_stateful(value) and packages & set(_PACKAGES_OF_POSITIONS):
+        if is_stateful(value) and packages & set(_PACKAGES_OF_POSITIONS):
             raise TopologyError(
                 f"{name} is a {type(value).__name__}, whose position each rank counts in its own "
                 f"share of the data. {saved_by} ranks have saved it, and {ranks} restore it: "
@@ -171,14 +172,6 @@ def _model_of(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> 
             remedy="put into the state one model that holds all of its parameters, and no other",
         )
     return owners[0]
-
-
-def _is_stateful(value: Any) -> bool:
-    return (
-        not isinstance(value, (torch.Tensor, type))
-        and callable(getattr(value, "state_dict", None))
-        and callable(getattr(value, "load_state_dict", None))
-    )
 
 
 class Failed(Mapping[str, Any]):

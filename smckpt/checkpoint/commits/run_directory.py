@@ -373,7 +373,13 @@ class RunDirectory:
         if last is None:
             log.warning("old checkpoints stay: the newest one is not found")
             return []
-        whole = cache(self._is_whole)  # a policy may ask again
+
+        @cache  # a policy may ask again
+        def whole(one: FoundCheckpoint) -> bool:
+            if missing := self.missing(one):
+                log.warning("%s is not whole and does not count as kept: %s", one, missing)
+            return not missing
+
         if not whole(last):
             return []  # `whole` has logged why
         # The newest commit stays, also where its step and its clock make it look like an old one:
@@ -388,12 +394,6 @@ class RunDirectory:
             return what_is_missing(self.root.join(self.subpath_of(one)), one.identity)
         except CheckpointError as error:
             return str(error)
-
-    def _is_whole(self, one: FoundCheckpoint) -> bool:
-        """Whether every file that the checkpoint names is there, in its full size."""
-        if missing := self.missing(one):
-            log.warning("%s is not whole and does not count as kept: %s", one, missing)
-        return not missing
 
     def remove(self, found: FoundCheckpoint) -> bool:
         """Delete a checkpoint; False, with a line in the log, if a reader has pinned it, a newer

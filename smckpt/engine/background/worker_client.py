@@ -3,6 +3,7 @@ death."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import logging
@@ -292,11 +293,13 @@ class Worker:
         self._sent.clear()
         if process is None:
             return None, ""
+        code: int | None = None  # stuck in the kernel: `subprocess` reaps it later
         try:
-            code: int | None = process.popen.wait(grace)
+            code = process.popen.wait(grace)
         except subprocess.TimeoutExpired:
             process.popen.kill()
-            code = _reaped(process.popen)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = process.popen.wait(_KILL_TIMEOUT)
         output = _tail(process.stderr)
         process.close()
         return code, output
@@ -382,13 +385,6 @@ def _tail(stderr: int) -> str:
     if crash >= 0 and len(text) - crash > _STDERR_TAIL:
         output = text[crash:].partition("\n")[0][:_STDERR_TAIL] + "\n…" + output
     return f"; its last output: {output}" if output else ""
-
-
-def _reaped(popen: subprocess.Popen[bytes]) -> int | None:
-    try:
-        return popen.wait(_KILL_TIMEOUT)
-    except subprocess.TimeoutExpired:
-        return None  # stuck in the kernel; `subprocess` reaps it later
 
 
 def _ending(code: int | None) -> str:

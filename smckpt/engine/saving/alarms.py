@@ -148,9 +148,13 @@ class Observer:
         self.parameters = parameters
         self._names = [_name(entry) for entry in layout.entries]
         self._shares: dict[tuple[int, ...], list[list[tuple[int, int, int]]]] = {}
+
+        def compared(entry: int, start: int, stop: int) -> bool:
+            return stop > start and alarms.watches(self._names[entry])
+
         if alarms.replicas != "off":
             self._shares = {
-                writers: [[each for each in part if self._compares(*each)] for part in parts]
+                writers: [[each for each in part if compared(*each)] for part in parts]
                 for writers, parts in shares(layout).items()
             }
 
@@ -163,9 +167,6 @@ class Observer:
             writers: checksums(self.layout.entries, tensors, [e for part in parts for e in part])
             for writers, parts in self._shares.items()
         }
-
-    def _compares(self, entry: int, start: int, stop: int) -> bool:
-        return stop > start and self.alarms.watches(self._names[entry])
 
     def watched(self, compares: bool) -> list[_WatchedSlot]:
         """The slots of this rank that the worker looks at, by file and place."""

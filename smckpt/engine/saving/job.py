@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import concurrent.futures
-import functools
 import json
 import logging
 import operator
@@ -277,7 +276,14 @@ class SaveHandle(concurrent.futures.Future[Timings]):
     def add_done_callback(self, fn: Callable[[Any], object]) -> None:
         """Call `fn` with the handle once the verdict is there: in the queue's thread, or at once.
         An exception in `fn` is logged."""
-        super().add_done_callback(functools.partial(_called, fn))
+
+        def call(handle: Any) -> None:
+            try:
+                fn(handle)
+            except BaseException:  # SystemExit too, since it would end the queue's thread
+                log.exception("a callback of save %d raised", handle.number)
+
+        super().add_done_callback(call)
 
     def failure(self) -> SaveFailedError:
         cause = self.error
@@ -308,14 +314,6 @@ class SaveHandle(concurrent.futures.Future[Timings]):
             remedy="raise SMCKPT_EXIT_TIMEOUT, or call maybe_finalize_async_calls at the end",
         )
         return lost
-
-
-def _called(function: Callable[[Any], object], handle: SaveHandle) -> None:
-    """Call a callback. SystemExit is logged too, since it would end the queue's thread."""
-    try:
-        function(handle)
-    except BaseException:
-        log.exception("a callback of save %d raised", handle.number)
 
 
 @dataclass

@@ -103,8 +103,9 @@ class PosixStorage(Storage):
         path = self._path(name)
         temporary = _temporary(name)
         try:
-            if self._is_taken(name):
-                return False
+            with contextlib.suppress(FileNotFoundError), self._directory() as directory:
+                if directory.status(name) is not None:
+                    return False
             with self._written(temporary, data) as directory:
                 try:
                     created = publish(directory, temporary, name)
@@ -326,13 +327,6 @@ class PosixStorage(Storage):
             except OSError as error:
                 raise storage_error(error, self.folder, "list the directory") from error
             yield entries
-
-    def _is_taken(self, name: str) -> bool:
-        try:
-            with self._directory() as directory:
-                return directory.status(name) is not None
-        except FileNotFoundError:
-            return False
 
     def _created(self, name: str) -> tuple[Directory, int]:
         """This directory, which is made if it is missing, and a new file in it."""

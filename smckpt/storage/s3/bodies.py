@@ -25,7 +25,6 @@ __all__ = [
     "Body",
     "Deadlines",
     "Filling",
-    "deadlines",
     "in_time",
     "refresh_in_time",
     "split",
@@ -160,7 +159,7 @@ class Filling:
             found = getattr(found, name, None)
         sock = found if isinstance(found, socket.socket) else None
         try:
-            with deadlines().cut(sock, self._ends):
+            with _deadlines(os.getpid()).cut(sock, self._ends):
                 yield
         except BadBody as error:
             if time.monotonic() < self._ends:
@@ -232,13 +231,9 @@ class Deadlines:
             time.sleep(_LOOK)
 
 
-def deadlines() -> Deadlines:
-    """The deadlines of this process. Threads do not survive a fork."""
-    return _deadlines(os.getpid())
-
-
 @lru_cache(maxsize=1)
 def _deadlines(pid: int) -> Deadlines:
+    """The deadlines of this process. Threads do not survive a fork."""
     return Deadlines()
 
 

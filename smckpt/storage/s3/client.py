@@ -140,8 +140,11 @@ def _refuse_strange(http_response: Any, parsed: dict[str, Any], model: Any, **_:
         BadBody: the answer is of that kind.
     """
     strange = f"the answer to {model.name} does not come from S3"
-    if http_response.status_code == 404:
-        _refuse_strange_404(strange, http_response, parsed, model.name)
+    if http_response.status_code == 404:  # one would take it for a file that is missing
+        if model.name == "HeadObject" and "etag" in http_response.headers:
+            raise BadBody(f"{strange}: 404 for an object that it describes")
+        if model.name == "GetObject" and parsed.get("Error", {}).get("Code") == "404":
+            raise BadBody(f"{strange}: 404 without S3's reason")
     if http_response.status_code >= 300:
         return
     field = _ANSWERS.get(model.name)
@@ -158,14 +161,6 @@ def _refuse_strange(http_response: Any, parsed: dict[str, Any], model: Any, **_:
         if hasattr(parsed.get("Body"), "close"):
             parsed["Body"].close()
         raise BadBody(f"something compressed the answer on its way (Content-Encoding: {packed})")
-
-
-def _refuse_strange_404(what: str, http_response: Any, parsed: Mapping[str, Any], of: str) -> None:
-    """Refuse a 404 that S3 does not send: one would take it for a file that is missing."""
-    if of == "HeadObject" and "etag" in http_response.headers:
-        raise BadBody(f"{what}: 404 for an object that it describes")
-    if of == "GetObject" and parsed.get("Error", {}).get("Code") == "404":
-        raise BadBody(f"{what}: 404 without S3's reason")
 
 
 def _refuse_strange_list(what: str, text: bytes, parsed: Mapping[str, Any]) -> None:

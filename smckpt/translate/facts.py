@@ -36,7 +36,8 @@ _DECISIVE = (
     "attn_logit_softcapping", "final_logit_softcapping", "attention_multiplier",
     "embedding_multiplier", "logits_scaling",
     "residual_multiplier", "logit_scale", "rope_interleave", "linear_num_key_heads",
-    "linear_num_value_heads", "layer_types", "swiglu_limit",
+    "linear_num_value_heads", "layer_types", "swiglu_limit", "clip_qkv", "use_qk_norm",
+    "topk_method", "rope_local_base_freq", "attention_chunk_size", "attn_temperature_tuning",
 )  # fmt: skip
 # what a run may change between two trainings of the same weights
 _CHANGEABLE = (
@@ -46,6 +47,15 @@ _CHANGEABLE = (
     "sliding_window",
     "rope_type",
 )
+# what changes no number that a model computes, or is shown by shapes
+_UNREAD = frozenset({
+    "_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version",
+    "use_cache", "initializer_range", "pretraining_tp", "id2label", "label2id", "problem_type",
+    "router_aux_loss_coef", "router_z_loss_coef", "router_jitter_noise", "quantization_config",
+    "transformers_weights", "return_dict", "vocab_size", "chunk_size_feed_forward", "text_config",
+    "vision_config", "model_type", "rope_type", "rope_theta", "rope_scaling", "torchscript",
+})  # fmt: skip
+_UNREAD_ENDS = ("dropout", "pdrop", "dropout_rate", "_token_id", "_implementation")
 _SHOWN = ("num_layers", "hidden_size", "ffn_hidden_size", "num_experts")
 
 
@@ -88,6 +98,20 @@ def compare_configs(facts: SourceFacts, settings: ModelConfig) -> tuple[str, ...
             remedy="pass the config= of this very model; if the one beside it is wrong, "
             "correct it there", path=facts.where,
         )  # fmt: skip
+    others = [
+        key
+        for key in sorted(one.keys() & two.keys() & {*own, "rope_parameters"})
+        if key not in _DECISIVE + _CHANGEABLE
+        and key not in _UNREAD
+        and not key.startswith(("output_", "gradient_"))
+        and not key.endswith(_UNREAD_ENDS)
+        and _given(one[key]) != _given(two[key])
+    ]
+    if others:
+        notes.append(
+            f"the config that lies beside the model says otherwise of {', '.join(others)}; that of "
+            "config= is written"
+        )
     return tuple(notes)
 
 
@@ -175,6 +199,10 @@ def layout_of_facts(
             remedy="leave layout= out", path=facts.where,
         )  # fmt: skip
     return chosen.zero_centred()
+
+
+def _given(value: Any) -> Any:
+    return {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value
 
 
 def _by_llamas_keys(config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -173,9 +173,9 @@ def test_heads_that_contradict_the_config_are_refused_in_every_source(tmp_path, 
 
 
 _KEPT = {"norm_topk_prob": False, "layer_types": ["full_attention"] * 2, "logits_scaling": 2.0,
-         "hidden_act": "silu", "attention_multiplier": 0.5}  # fmt: skip
+         "hidden_act": "silu", "attention_multiplier": 0.5, "clip_qkv": 8.0}  # fmt: skip
 _CHANGED = {"norm_topk_prob": True, "layer_types": ["sliding_attention"] * 2, "hidden_act": "gelu",
-            "logits_scaling": 1.0, "attention_multiplier": 0.25}  # fmt: skip
+            "logits_scaling": 1.0, "attention_multiplier": 0.25, "clip_qkv": 4.0}  # fmt: skip
 
 
 @pytest.mark.parametrize("key", _KEPT)
@@ -207,6 +207,38 @@ def test_what_a_run_may_have_changed_is_noted(tmp_path, llama, change, text):
     assert [note for note in report.notes if f"beside the model has {text}=" in note]
     report = export_hf(source, tmp_path / "same", config=beside)
     assert [note for note in report.notes if "beside the model" in note] == []
+
+
+_ROPE = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0,
+         "high_freq_factor": 4.0, "original_max_position_embeddings": 32}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("beside", "given", "key"),
+    [
+        ({"rope_parameters": _ROPE}, {"rope_parameters": {**_ROPE, "factor": 32.0}},
+         "rope_parameters"),
+        ({"rope_scaling": _ROPE, "rope_theta": 5e5}, {"rope_parameters": {**_ROPE, "factor": 4.0}},
+         "rope_parameters"),
+        ({"a_factor_of_a_family": 2.0}, {"a_factor_of_a_family": 3.0}, "a_factor_of_a_family"),
+        ({"a_factor_of_a_family": 2.0}, {"a_factor_of_a_family": None}, "a_factor_of_a_family"),
+        ({"max_position_embeddings": 64}, {"max_position_embeddings": 128},
+         "max_position_embeddings"),
+    ],
+)  # fmt: skip
+def test_what_else_the_config_beside_says_otherwise_is_noted(tmp_path, llama, beside, given, key):
+    model, state = llama
+    source = hub(tmp_path / "run", state, True)
+    plain = model.config.to_dict()
+    del plain["rope_parameters"]
+    written = {**plain, "rope_theta": 5e5, **beside}
+    (source / "config.json").write_text(json.dumps(written))
+    report = export_hf(source, tmp_path / "hf", config={**plain, "rope_theta": 5e5, **given})
+    assert any(f"says otherwise of {key};" in note for note in report.notes), report.notes
+    more = {"use_cache": False, "attention_dropout": 0.5, "_name_or_path": "elsewhere",
+            "eos_token_id": [1, 2]}  # fmt: skip
+    report = export_hf(source, tmp_path / "same", config={**written, **more})
+    assert not any("beside the model" in note for note in report.notes), report.notes
 
 
 def test_the_config_beside_may_have_older_keys(tmp_path):

@@ -65,6 +65,7 @@ __all__ = [
 
 
 _GENERATE = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")  # models that generate
+_TOKENIZER = "tokenizer_config.json"  # in a folder of its own: one of a processor's further ones
 # Bytes of a file beside a checkpoint or a config; a large tokenizer has some tens of MB.
 MOST = 1 << 28
 
@@ -204,8 +205,9 @@ def config_beside(
         files = [file.name for file in strict.list()]
         for name in filter(is_beside_config, files):
             (folder / name).write_bytes(strict.read(name, most=MOST))
-        for name in named_in_code(code_files(folder), {*files} - {*os.listdir(folder)}):
-            (folder / name).write_bytes(strict.read(name, most=MOST))
+        for name in named_in_code(code_files(folder), {*files, *cached} - {*os.listdir(folder)}):
+            data = _read(cached[name]) if name in cached else strict.read(name, most=MOST)
+            (folder / name).write_bytes(data)
         if TEMPLATES in strict.list_dirs():
             templates = strict.join(TEMPLATES)
             for file in templates.list():
@@ -232,13 +234,16 @@ def config_beside(
 
 def _left_beside(strict: Storage, folder: Path) -> list[str]:
     """The names of a tokenizer's or config's files beside a checkpoint that have no copy."""
-    names = [name for name in strict.names(all_kinds=True) if is_beside_config(name)]
+    there = strict.names(all_kinds=True)
+    names = [name for name in there if is_beside_config(name)]
+    names += named_in_code(code_files(folder), there)
+    names += [name for name in strict.list_dirs() if _TOKENIZER in strict.join(name).names()]
     if TEMPLATES in strict.list_dirs():
         inside = strict.join(TEMPLATES).names(all_kinds=True)
         names += [f"{TEMPLATES}/{name}" for name in inside if name.endswith(".jinja")]
     elif TEMPLATES in strict.names(all_kinds=True):
         names.append(TEMPLATES)
-    return sorted(name for name in names if not (folder / name).exists())
+    return sorted({name for name in names if not (folder / name).exists()})
 
 
 def _in_cache(url: str) -> dict[str, Path]:

@@ -220,13 +220,17 @@ def test_every_file_that_a_tokenizer_or_processor_of_transformers_has_goes_along
     assert left <= {"tokenizer.json", "tokenizer_config.json"}
 
 
-def test_further_tokenizers_of_a_processor_are_noted(tmp_path, model):
+@pytest.mark.parametrize("given", ["config", "beside"])
+def test_further_tokenizers_of_a_processor_are_noted(tmp_path, model, given):
     folder = tmp_path / "beside"
+    if given == "beside":
+        smckpt.save({"model": model.state_dict()}, checkpoint_id=folder, no_dist=True)
     model.config.save_pretrained(folder)
     words = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0})))
     for place in (folder, folder / "qformer_tokenizer"):
         words.save_pretrained(place)
-    report = export_hf(tmp_path / "model.pt", tmp_path / "hf", config=folder)
+    source = folder if given == "beside" else tmp_path / "model.pt"
+    report = export_hf(source, tmp_path / "hf", config=None if given == "beside" else folder)
     assert any("qformer_tokenizer" in note for note in report.notes), report.notes
 
 
@@ -258,11 +262,14 @@ class OwnTokenizer(PreTrainedTokenizer):
 """
 
 
-@pytest.mark.parametrize("given", ["config", "tokenizer", "beside"])
+@pytest.mark.parametrize("given", ["config", "tokenizer", "beside", "cache", "link"])
 def test_the_vocabulary_that_custom_code_names_goes_along(tmp_path, model, given):
     folder = tmp_path / "beside"
-    if given == "beside":
+    if given in ("beside", "link"):
         smckpt.save({"model": model.state_dict()}, checkpoint_id=folder, no_dist=True)
+    if given == "cache":  # the Hub's own
+        folder = tmp_path / "models--own" / "snapshots" / "0123"
+        model.save_pretrained(folder)
     model.config.save_pretrained(folder)
     (folder / "tokenization_own.py").write_text(TOKENIZER)
     (folder / "own.vocabulary").write_text(" ".join(f"w{n}" for n in range(60)))
@@ -270,11 +277,24 @@ def test_the_vocabulary_that_custom_code_names_goes_along(tmp_path, model, given
     values = {"auto_map": {"AutoTokenizer": ["tokenization_own.OwnTokenizer", None]}}
     (folder / "tokenizer_config.json").write_text(json.dumps(values))
     more: dict[str, Any] = {
-        "config": {"config": folder}, "beside": {},
+        "config": {"config": folder}, "beside": {}, "cache": {}, "link": {},
         "tokenizer": {"config": model.config, "tokenizer": folder},
     }[given]  # fmt: skip
-    source = folder if given == "beside" else tmp_path / "model.pt"
-    export_hf(source, tmp_path / "hf", **more)
+    if given == "cache":
+        blobs = folder.parent.parent / "blobs"
+        blobs.mkdir()
+        for number, path in enumerate([*folder.iterdir()]):
+            path.rename(blobs / str(number))
+            path.symlink_to(Path("..", "..", "blobs", str(number)))
+    if given == "link":  # to a file of the host, which anybody could put there
+        (folder / "own.vocabulary").rename(tmp_path / "elsewhere")
+        (folder / "own.vocabulary").symlink_to(tmp_path / "elsewhere")
+    source = folder if given in ("beside", "cache", "link") else tmp_path / "model.pt"
+    report = export_hf(source, tmp_path / "hf", **more)
+    if given == "link":
+        assert any("beside it, own.vocabulary" in note for note in report.notes), report.notes
+        assert not (tmp_path / "hf" / "own.vocabulary").exists()
+        return
     loaded = AutoTokenizer.from_pretrained(tmp_path / "hf", trust_remote_code=True)
     assert loaded("w3 w59").input_ids == [3, 59]
     assert not (tmp_path / "hf" / "others.vocabulary").exists()

@@ -318,6 +318,10 @@ OF_FAMILIES: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = 
     ("mixtral", {}, {"swiglu": False, "glu_activation": "swiglu"}, {"glu_activation": "geglu"}),
     ("gpt2", {}, {"swiglu": False, "glu_activation": None}, {"glu_activation": "geglu"}),
     ("gpt_neox", {}, {"norm": "layernorm"}, {"norm": "scalenorm"}),
+    # its config says SiLU, which transformers does not use there
+    ("gpt_oss", {}, {"quick_geglu": True, "swiglu": False}, {"swiglu": True}),
+    ("gpt_oss", {}, {"gated_linear_unit": True, "activation_func": "quick_gelu"},
+     {"activation_func": "silu"}),
     ("gemma", {}, {"vocab_size": 120}, {"vocab_size": 200}),
 ]  # fmt: skip
 

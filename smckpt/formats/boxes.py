@@ -64,6 +64,7 @@ class _Taken(NamedTuple):
     stored: StoredTensor
     copy: Copy
     buffer: int
+    sample: bool
 
 
 class BoxTensors:
@@ -113,7 +114,7 @@ class BoxTensors:
                     copy = self._cut(block, piece)
                     assert copy is not None
                 left -= copy.numel
-                out.append(_Taken(stored, copy, block.buffer))
+                out.append(_Taken(stored, copy, block.buffer, block.sample))
             if left:
                 raise CorruptCheckpointError(
                     f"{tensor.name}: {left} elements of a part are in no file",
@@ -123,9 +124,9 @@ class BoxTensors:
         return out
 
     def read(self, plan: Sequence[_Taken], buffers: Sequence[memoryview]) -> None:
-        for stored, copy, buffer in plan:
+        for stored, copy, buffer, sample in plan:
             itemsize = DTYPES[stored.dtype].itemsize
-            self._source.copy(stored.record, copy, itemsize, buffers[buffer])
+            self._source.copy(stored.record, copy, itemsize, buffers[buffer], sample=sample)
 
     def close(self) -> None:
         self._source.close()

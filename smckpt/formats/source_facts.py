@@ -256,6 +256,8 @@ def _aliased(values: Mapping[Any, Any]) -> dict[str, _PLAIN]:
             value = tuple(one for one in value if isinstance(one, int))
         if isinstance(name, str) and isinstance(value, (str, int, float, bool, tuple, type(None))):
             out[_ALIASES.get(name, name)] = value
+    if out.get("multi_query") is True and not out.get("new_decoder_architecture"):
+        out["num_query_groups"] = 1  # Falcon's, whatever number of groups it has beside that
     if str(out.get("normalization")).lower().endswith("1p"):  # NeMo's word for both
         out[ZERO_CENTRED_NORMS] = True
     return out

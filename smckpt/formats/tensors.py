@@ -44,11 +44,13 @@ class RankTensors:
 @dataclass(frozen=True, slots=True)
 class Block:
     """Elements of the stored tensor `source` that go unchanged into a target; or, with several
-    buffers, those that go into buffer number `buffer`."""
+    buffers, those that go into buffer number `buffer`. sample: they are only looked at, so a
+    checksum of more than them need not be compared."""
 
     source: TensorKey
     copy: Copy
     buffer: int = 0
+    sample: bool = False
 
 
 class Holder(Protocol):

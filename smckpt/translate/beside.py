@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ __all__ = [
     "absent_code",
     "code_files",
     "has_file",
+    "holds_tokenizer",
     "is_beside_config",
     "is_of_tokenizer",
     "left_folders",
@@ -77,6 +78,11 @@ _MOST_CODE = 1 << 24  # bytes of a module that is searched for imports
 _NAMED = re.compile(
     r"""["']([^"'\\/\n]{1,255})["']"""
 )  # a text of Python that may be a file's name
+# of the model itself, and of other weights than those that are written
+_OF_MODEL = (
+    CONFIG, GENERATION_CONFIG, "adapter_config.json", "hf_quant_config.json",
+    "quantize_config.json", "params.json",
+)  # fmt: skip
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx")
 _IMPORTED = re.compile(r"^[ \t]*(?:from\s+\.(\w+)\s+import|import\s+\.(\w+))", re.MULTILINE)
 
@@ -150,17 +156,23 @@ def named_in_code(code: list[Path], names: Iterable[str]) -> set[str]:
     for path in code:
         if path.stat().st_size <= _MOST_CODE:
             texts.update(_NAMED.findall(path.read_text(errors="replace")))
-    others = (CONFIG, GENERATION_CONFIG)
     return {
         name
         for name in texts.intersection(names)
-        if name not in others and not name.endswith((*_WEIGHTS, ".index.json", ".py"))
+        if name not in _OF_MODEL and not name.endswith((*_WEIGHTS, ".index.json", ".py"))
     }
 
 
 def left_folders(directory: Path) -> list[str]:
-    """The folders in `directory` with a tokenizer: a processor's further ones."""
-    return sorted(path.parent.name for path in directory.glob("*/tokenizer_config.json"))
+    """The folders in `directory` with a tokenizer and no more: a processor's further ones, and not
+    the checkpoints of a run."""
+    folders = {path.parent for path in directory.glob("*/tokenizer_config.json")}
+    return sorted(f.name for f in folders if holds_tokenizer([path.name for path in f.iterdir()]))
+
+
+def holds_tokenizer(names: Sequence[str]) -> bool:
+    """Whether these are the files of a tokenizer alone."""
+    return "tokenizer_config.json" in names and all(map(is_of_tokenizer, names))
 
 
 def absent_code(directory: Path) -> list[str]:

@@ -168,10 +168,9 @@ def read_config(source: Any) -> ModelConfig | None:
         )
     _check_json(values, where)
     refuse_impossible(values, where)
-    versions = values.get("configuration_files") if where is not None else None
+    versions = None if directory is None else values.get("configuration_files")
     for name in versions if isinstance(versions, list) else ():
-        here = Path(where or "").parent
-        if name != CONFIG and isinstance(name, str) and (here / name).is_file():
+        if directory and name != CONFIG and isinstance(name, str) and (directory / name).is_file():
             raise UsageError(
                 f"it leads to {name}, which transformers reads in its place from a version on "
                 "(configuration_files)",

@@ -433,7 +433,9 @@ FACTS: Sequence[Fact] = (
     _fact("padded_vocab_size", "", lambda m: m.rows),
     # with the token at the end, or without it
     _fact("vocab_size", "vocab_size", lambda m: m.dims.sizes["V"],
-          lambda values: values.get("vocab_size") or None, noted=True),
+          lambda values: values["vocab_size"]  # Meta's params.json may say -1
+          if type(values.get("vocab_size")) is int and values["vocab_size"] > 0 else None,
+          noted=True),
     _fact("norm_epsilon", "rms_norm_eps", lambda m: next(
         (m.config[name] for name in _EPSILONS if m.config.get(name) is not None), None
     ), noted=True),

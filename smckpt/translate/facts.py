@@ -39,6 +39,7 @@ _DECISIVE = (
     "linear_num_value_heads", "layer_types", "swiglu_limit", "clip_qkv", "use_qk_norm",
     "topk_method", "rope_local_base_freq", "attention_chunk_size", "attn_temperature_tuning",
 )  # fmt: skip
+_ON_OR_OFF = ("attn_temperature_tuning",)  # Llama 4's first configs have a number there
 # what a run may change between two trainings of the same weights
 _CHANGEABLE = (
     "rms_norm_eps",
@@ -82,6 +83,8 @@ def compare_configs(facts: SourceFacts, settings: ModelConfig) -> tuple[str, ...
     notes = []
     for key in (*_DECISIVE, *_CHANGEABLE):
         a, b = one.get(key), two.get(key)
+        if key in _ON_OR_OFF and None not in (a, b):
+            a, b = bool(a), bool(b)
         # a value that is no number is refused by its name where it is used
         odd = type(a) is int and type(b) is not int
         stated = {key, renamed.get(key)} & own.keys() or key == "rope_type"
@@ -109,8 +112,8 @@ def compare_configs(facts: SourceFacts, settings: ModelConfig) -> tuple[str, ...
     ]
     if others:
         notes.append(
-            f"the config that lies beside the model says otherwise of {', '.join(others)}; that of "
-            "config= is written"
+            f"config= differs from the config beside the model in {', '.join(others)}: the values "
+            "of config= are written"
         )
     return tuple(notes)
 

@@ -39,21 +39,22 @@ class Announcements:
         group, process = group_of(None), own_process()
         if group is None or group.world_size == 1:
             return lambda: None
+        keys: Keys | None = None
+
+        def end() -> None:
+            with suppress(CheckpointError):  # the job has ended
+                if keys is not None:
+                    keys.count(_count_of("ended", process))
+
         try:
             with self._lock:
                 if self._keys is None or self._keys[0] is not group.store:
                     self._keys = group.store, Keys(client_of(group.store), _KEYS)
-                keys = self._keys[1]
-                begun = keys.count(_count_of("begun", process))
+                begun = self._keys[1].count(_count_of("begun", process))
+                keys = self._keys[1]  # it counts, so its end will
                 keys.set("saver", [group.rank, _listed(process), begun, path])
         except CheckpointError as error:
             log.info("other ranks do not hear of the save of %s: %s", path, error)
-            return lambda: None
-
-        def end() -> None:
-            with suppress(CheckpointError):  # the job has ended
-                keys.count(_count_of("ended", process))
-
         return end
 
 

@@ -18,6 +18,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -80,6 +81,8 @@ class Saves:
         self._settled = threading.Event()  # the last save has ended, and what it replaces is gone
         self._settled.set()
         self.alone = Announcements()
+        # ends when the saves that AsyncCheckpointIO was asked for have begun
+        self.asked: Future[Any] | None = None
         self._pickled = set[str]()  # keys of which a warning was given
 
     def save(self, state: dict[str, Any], path: str, *, wait: bool, **arguments: Any) -> None:
@@ -309,9 +312,8 @@ class SmckptCheckpointIO(CheckpointIO):  # type: ignore[misc]
             FileNotFoundError, as from Lightning's own plugin: nothing committed is at `path`.
         """
         location = os.fspath(path)
-        caller = sys._getframe(1).f_locals.get("self")
-        if isinstance(caller, AsyncCheckpointIO) and caller._executor is not None:
-            caller._executor.submit(int).result()  # its saves have begun
+        if self.saves.asked is not None:
+            self.saves.asked.result()  # the saves of an AsyncCheckpointIO around this have begun
         if not (is_local(location) and written_by_lightning(location)):
             wait_for_save(location)
         if written_by_lightning(location):
@@ -455,6 +457,7 @@ def announced(stock: Callable[..., None]) -> Callable[..., None]:
         try:
             stock(self, *args, **kwargs)
         finally:
-            self._executor.submit(tell_end)  # by now the save itself is announced, or has failed
+            # by then the save itself is announced, or has failed
+            plugin.saves.asked = self._executor.submit(tell_end)
 
     return save_checkpoint

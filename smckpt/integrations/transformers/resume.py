@@ -300,6 +300,7 @@ def random_goes_on(trainer: Any, directory: str) -> bool:
         log.warning(
             "%s was saved by %d ranks and is resumed by %d: %s", directory, saved, ranks,
             "random numbers begin anew" if 1 in (saved, ranks) else
-            "those of the first ranks go on, others begin anew",
+            "each takes the random numbers of its own" if ranks < saved else
+            f"the first {saved} take their random numbers, the others begin anew",
         )  # fmt: skip
     return bool((saved == 1) == (ranks == 1) and own < saved)

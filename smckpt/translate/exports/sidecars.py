@@ -37,6 +37,7 @@ from smckpt.translate.beside import (
     absent_code,
     code_files,
     has_file,
+    holds_tokenizer,
     is_beside_config,
     is_of_tokenizer,
     left_folders,
@@ -227,8 +228,8 @@ def config_beside(
         return settings, (taken,)
     return settings, (
         taken,
-        f"beside it, {', '.join(left)} are links, pipes or folders, and not in the export: put the "
-        "files themselves there, or pass tokenizer= or config= a directory",
+        f"beside it, {', '.join(left)} are links, pipes or folders, and not in the export: pass "
+        "tokenizer= the tokenizer or processor, or config= a directory with the files themselves",
     )
 
 
@@ -237,7 +238,7 @@ def _left_beside(strict: Storage, folder: Path) -> list[str]:
     there = strict.names(all_kinds=True)
     names = [name for name in there if is_beside_config(name)]
     names += named_in_code(code_files(folder), there)
-    names += [name for name in strict.list_dirs() if _TOKENIZER in strict.join(name).names()]
+    names += [name for name in strict.list_dirs() if holds_tokenizer(strict.join(name).names())]
     if TEMPLATES in strict.list_dirs():
         inside = strict.join(TEMPLATES).names(all_kinds=True)
         names += [f"{TEMPLATES}/{name}" for name in inside if name.endswith(".jinja")]
@@ -325,7 +326,7 @@ def tokenizer_of(tokenizer: Any, settings: ModelConfig | None) -> Path | Any | N
     if hasattr(tokenizer, "save_pretrained") and not hasattr(tokenizer, "state_dict"):
         return tokenizer
     raise UsageError(
-        f"tokenizer= is a {type(tokenizer).__name__}, which is not saved as a tokenizer",
+        f"tokenizer= is a {type(tokenizer).__name__}, which is no tokenizer or processor",
         remedy="pass a directory, or a tokenizer that has save_pretrained",
     )
 

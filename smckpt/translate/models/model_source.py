@@ -242,13 +242,8 @@ def open_model(
     if not heads:
         return made
     own = some(made.reader, [name for name in made.reader.held if name not in heads])
-    ends = (
-        "head",
-        "embed_out",
-        "output",
-        "output_layer",
-    )  # what heads of language models are called
-    words = (name.removesuffix(".weight").rpartition(".")[2] for name in own.held)
+    ends = "head", "embed_out", "output", "output_layer"  # what heads of language models are called
+    words = (word for name in own.held for word in name.split("."))
     if settings is not None and settings.ties_embeddings is False and not any(
         word.endswith(ends) for word in words
     ):  # fmt: skip

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from smckpt.errors import UsageError
@@ -17,6 +18,7 @@ from smckpt.formats.degrees import Degrees
 from smckpt.formats.source_files import ArchiveRecord, SourceFiles
 from smckpt.formats.tensors import TensorKey, TensorReader
 from smckpt.layout.entries import DTYPES
+from smckpt.translate.files import Chunk, Range
 from smckpt.translate.ranks.translated import Translated, TranslatedSource, whole
 from smckpt.translate.stream import CHUNK, equal, read_elements
 from smckpt.translate.tables.layouts import looks_transformed
@@ -27,11 +29,14 @@ __all__ = ["refuse_equal_files", "refuse_equal_layers", "refuse_equal_ranks"]
 _COMPARED = 64 << 10  # bytes of a tensor that are read before all of it
 _BEGINNING = 4 << 10  # of a tensor of a layer, and of each place of a file
 _SAMPLES = 8  # places of a file that are compared before all of it
+_AT_ONCE = 16  # reads
 _OF_EXPERTS = re.compile(r"(?<!shared_)experts")
+_OWN = "fetch each rank's own file, or save each rank's own part; "
+_ALLOWED = "pass allow_equal_ranks=True (--allow-equal-ranks)"
 EQUAL_EXPERTS = (
-    "if the ranks' experts are equal because all were made from one (upcycled), pass "
-    "allow_equal_ranks=True (--allow-equal-ranks)"
+    f"if the ranks' experts are equal because all were made from one (upcycled), {_ALLOWED}"
 )
+_MADE_SO = f"if the ranks or layers were made from one (one seed, a deeper model), {_ALLOWED}"
 
 
 @dataclass(frozen=True)
@@ -123,8 +128,7 @@ def _refuse_equal(
     experts = one.stage == two.stage and one.parts[0] == two.parts[0]
     raise UsageError(
         f"all tensors of {second} are those of {first}, so it is a copy of another rank's",
-        remedy="fetch each rank's own file, or save each rank's own part"
-        + (f"; {EQUAL_EXPERTS}" if experts else ""),
+        remedy=_OWN + (EQUAL_EXPERTS if experts else _MADE_SO),
         path=url,
     )
 
@@ -140,27 +144,32 @@ def refuse_equal_files(tensors: Iterable[SavedTensor], source: SourceFiles) -> N
     for tensor in tensors:
         for saved in tensor.boxes if len({saved.file for saved in tensor.boxes}) > 1 else ():
             boxes.setdefault(saved.file, {}).setdefault(tensor.name, saved)
-    by_size: dict[int, list[ArchiveRecord]] = {}
-    for path in sorted(boxes):
-        by_size.setdefault((found := source.whole(path)).nbytes, []).append(found)
-    for nbytes, files in by_size.items():
-        begin_alike: dict[bytes, list[ArchiveRecord]] = {}
-        step = max(1, nbytes // _SAMPLES)
+
+    def sample(file: ArchiveRecord) -> bytes:
+        step = max(1, file.nbytes // _SAMPLES)
         length = min(_BEGINNING, step)
-        for file in files if len(files) > 1 else ():
-            parts = source.read_each(file, range(0, nbytes - length + 1, step), length)
-            begin_alike.setdefault(b"".join(parts), []).append(file)
-        for first, *others in begin_alike.values():
-            for other in others:
-                common = boxes[first.path].keys() & boxes[other.path].keys()
-                if common and _are_equal(source, first, other) and any(
-                    _box_varies(source, boxes[first.path][name]) for name in sorted(common)
-                ):  # fmt: skip
-                    raise UsageError(
-                        f"the file is byte for byte {first.path}, but each should hold a part of "
-                        f"its own of {min(common)}",
-                        remedy=f"fetch each rank's own file; {EQUAL_EXPERTS}", path=other.path,
-                    )  # fmt: skip
+        starts = range(0, file.nbytes - length + 1, step)
+        return b"".join(source.read(file, start, start + length) for start in starts)
+
+    by_size: dict[int, list[ArchiveRecord]] = {}
+    begin_alike: dict[tuple[int, bytes], list[ArchiveRecord]] = {}
+    with ThreadPoolExecutor(_AT_ONCE, "smckpt-compare") as pool:
+        for found in pool.map(source.whole, sorted(boxes)):
+            by_size.setdefault(found.nbytes, []).append(found)
+        files = [file for several in by_size.values() if len(several) > 1 for file in several]
+        for file, parts in zip(files, pool.map(sample, files), strict=True):
+            begin_alike.setdefault((file.nbytes, parts), []).append(file)
+    for first, *others in begin_alike.values():
+        for other in others:
+            common = boxes[first.path].keys() & boxes[other.path].keys()
+            if common and _are_equal(source, first, other) and any(
+                _box_varies(source, boxes[first.path][name]) for name in sorted(common)
+            ):  # fmt: skip
+                raise UsageError(
+                    f"the file is byte for byte {first.path}, but each should hold a part of its "
+                    f"own of {min(common)}",
+                    remedy=f"fetch each rank's own file; {EQUAL_EXPERTS}", path=other.path,
+                )  # fmt: skip
 
 
 def _are_equal(source: SourceFiles, one: ArchiveRecord, two: ArchiveRecord) -> bool:
@@ -194,27 +203,35 @@ def refuse_equal_layers(reader: TensorReader, side: Side) -> tuple[str, ...]:
         UsageError: all that two ranks have of their own in a layer is equal.
     """
     source = TranslatedSource(reader)
+    dtype_of = {name: held.dtype for name, held in reader.held.items()}
     layers: dict[tuple[str, int], dict[str, set[TensorKey]]] = {}
     for role, pieces in side.pieces.items():
         for key, _ in pieces if role.layer >= 0 and role.role not in _SHARED else ():
             if key.tp >= 0 and len(side.shapes[key]) > 1:
                 names = layers.setdefault((role.tower, role.layer), {})
                 names.setdefault(key.name, set()).add(key)
+    sampled: dict[tuple[str, int], list[str]] = {}
+    for at, names in layers.items():
+        each = {_EXPERT.sub("#", name): name for name in sorted(names, reverse=True)}
+        several = [name for name in each.values() if len(names[name]) > 1]
+        sampled[at] = several or [*each.values()][:1]  # one tells whether two layers are equal
+    keys = [key for at, some in sampled.items() for name in some for key in layers[at][name]]
+    beginnings = dict(zip(keys, _beginnings(reader, keys), strict=True))
     alike: list[str] = []
     layers_of: dict[object, list[int]] = {}  # what the first rank's matrices begin with
     for (tower, layer), names in layers.items():
-        size_of = {name: DTYPES[reader.held[name].dtype].itemsize for name in names}
         tensors = {
-            key: whole(key, reader.held[name].keyed[key], reader.held[name].dtype)
+            key: whole(key, reader.held[name].keyed[key], dtype_of[name])
             for name, keys in names.items()
             for key in keys
         }
+        size_of = {name: DTYPES[dtype_of[name]].itemsize for name in names}
         pairs: dict[tuple[TensorKey, TensorKey], None] = {}  # in order
         of_first: list[bytes] = []
-        for name in {_EXPERT.sub("#", name): name for name in sorted(names, reverse=True)}.values():
+        for name in sampled[tower, layer]:
             begin_alike: dict[bytes, TensorKey] = {}
             for key in sorted(names[name]):
-                begins = _elements(source, tensors[key], 0, _BEGINNING)
+                begins = beginnings[key]
                 if _varies(begins, size_of[name]):
                     of_first += [] if begin_alike else [begins]
                     first = begin_alike.setdefault(begins, key)
@@ -236,8 +253,7 @@ def refuse_equal_layers(reader: TensorReader, side: Side) -> tuple[str, ...]:
                 raise UsageError(
                     f"all that the ranks {where} have of their own in layer {layer} is equal: one "
                     f"of them has the other's layer ({', '.join(same[:4])})",
-                    remedy="fetch each rank's own file, or save each rank's own part"
-                    + (f"; {EQUAL_EXPERTS}" if one.tp == two.tp else ""),
+                    remedy=_OWN + (EQUAL_EXPERTS if one.tp == two.tp else _MADE_SO),
                     path=reader.url,
                 )
             alike += [f"{name} of {where}" for name in same]
@@ -254,6 +270,23 @@ def refuse_equal_layers(reader: TensorReader, side: Side) -> tuple[str, ...]:
             f"{'; '.join(alike[:8])}{more}: compare the export's logits with the trainer's"
         )
     return tuple(notes)
+
+
+def _beginnings(reader: TensorReader, keys: Sequence[TensorKey]) -> list[bytes]:
+    """What stored tensors begin with. A store is asked for many at once."""
+    source, chunks, memory = TranslatedSource(reader), [], []
+    for key in keys:
+        held = reader.held[key.name]
+        tensor = whole(key, held.keyed[key], held.dtype, sample=True)
+        itemsize = DTYPES[held.dtype].itemsize
+        count = min(math.prod(tensor.shape), max(1, _BEGINNING // itemsize))
+        chunks.append(Chunk(0, 0, (Range(tensor, 0, count, 0),)))
+        memory.append(memoryview(bytearray(count * itemsize)))
+    with ThreadPoolExecutor(_AT_ONCE, "smckpt-compare") as pool:
+        reads = zip(source.plans_of(chunks), memory, strict=True)
+        for done in [pool.submit(source.read, plan, [view]) for plan, view in reads]:
+            done.result()
+    return list(map(bytes, memory))
 
 
 def _varies(begins: bytes, itemsize: int) -> bool:

@@ -114,7 +114,7 @@ def _parts(
         for block in there:
             copy = block.copy.written_to(room)
             if copy is not None:
-                yield Block(block.source, copy, buffer)
+                yield Block(block.source, copy, buffer, block.sample)
         done += box.numel
 
 
@@ -128,7 +128,8 @@ def whole_tensors(reader: Holder) -> list[Translated]:
     ]
 
 
-def whole(key: TensorKey, shape: Shape, dtype: str) -> Translated:
-    """A target that is one stored tensor, for comparison with another."""
+def whole(key: TensorKey, shape: Shape, dtype: str, *, sample: bool = False) -> Translated:
+    """A target that is one stored tensor, for comparison with another. sample: as of `Block`."""
     all_of_it = Strided.whole(shape)
-    return Translated(key.name, dtype, shape, dtype, (Block(key, Copy(all_of_it, all_of_it)),))
+    block = Block(key, Copy(all_of_it, all_of_it), sample=sample)
+    return Translated(key.name, dtype, shape, dtype, (block,))

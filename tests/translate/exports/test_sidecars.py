@@ -227,11 +227,13 @@ def test_further_tokenizers_of_a_processor_are_noted(tmp_path, model, given):
         smckpt.save({"model": model.state_dict()}, checkpoint_id=folder, no_dist=True)
     model.config.save_pretrained(folder)
     words = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0})))
-    for place in (folder, folder / "qformer_tokenizer"):
+    for place in (folder, folder / "qformer_tokenizer", folder / "checkpoint-5"):
         words.save_pretrained(place)
+    model.config.save_pretrained(folder / "checkpoint-5")  # of a run, which is none of it
     source = folder if given == "beside" else tmp_path / "model.pt"
     report = export_hf(source, tmp_path / "hf", config=None if given == "beside" else folder)
     assert any("qformer_tokenizer" in note for note in report.notes), report.notes
+    assert not any("checkpoint-5" in note for note in report.notes), report.notes
 
 
 TOKENIZER = """\
@@ -315,6 +317,8 @@ def test_a_config_that_leads_to_another_by_version_is_refused(tmp_path, model, g
     (folder / "config.4.0.0.json").write_text(json.dumps(other))
     values["configuration_files"] = ["config.4.0.0.json"]
     (folder / "config.json").write_text(json.dumps(values))
+    other["configuration_files"] = values["configuration_files"]  # as transformers writes both
+    (folder / "config.4.0.0.json").write_text(json.dumps(other))
     if given == "config":
         with pytest.raises(errors.UsageError, match=r"leads to config\.4\.0\.0\.json"):
             export_hf(tmp_path / "model.pt", tmp_path / "hf", config=folder)

@@ -234,7 +234,9 @@ def test_what_else_the_config_beside_says_otherwise_is_noted(tmp_path, llama, be
     written = {**plain, "rope_theta": 5e5, **beside}
     (source / "config.json").write_text(json.dumps(written))
     report = export_hf(source, tmp_path / "hf", config={**plain, "rope_theta": 5e5, **given})
-    assert any(f"says otherwise of {key};" in note for note in report.notes), report.notes
+    assert any(
+        f"differs from the config beside the model in {key}:" in note for note in report.notes
+    ), report.notes
     more = {"use_cache": False, "attention_dropout": 0.5, "_name_or_path": "elsewhere",
             "eos_token_id": [1, 2]}  # fmt: skip
     report = export_hf(source, tmp_path / "same", config={**written, **more})

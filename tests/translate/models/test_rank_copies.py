@@ -17,7 +17,9 @@ from safetensors.torch import load_file, save_file
 
 from smckpt import Parallel, errors, export_hf, import_hf
 from smckpt.cli.app import app
+from smckpt.formats.source_files import SourceFiles
 from smckpt.topology import ParallelState
+from smckpt.translate.ranks import copied
 from tests.support.models import families, shards
 from tests.support.models import references as ref
 from tests.translate.layouts.test_layout_checkpoints import plain
@@ -234,7 +236,8 @@ def test_layers_of_another_rank_are_refused(tmp_path, made, kind, family, tp, ep
     }
     with pytest.raises(errors.UsageError, match="in layer 1 is equal") as caught:
         exported("no")
-    assert ("allow_equal_ranks" in str(caught.value)) == (first % tp == second % tp)
+    assert "allow_equal_ranks" in str(caught.value)
+    assert ("upcycled" in str(caught.value)) == (first % tp == second % tp)
     assert not (tmp_path / "no").exists()
 
 
@@ -326,3 +329,27 @@ def test_ranks_whose_tensors_are_alike_by_design_are_no_obstacle(tmp_path, made,
     report = export_hf(files, tmp_path / "hf", config=model.config, parallel=Parallel(tp=2))
     assert_same(tmp_path / "hf", state)
     assert not any("equal" in note for note in report.notes), report.notes
+
+
+def test_what_ranks_have_is_compared_before_a_byte_of_it_is_checked(tmp_path, made, monkeypatch):
+    """Or each byte of a model would be fetched twice: a CRC is of a whole tensor."""
+    model, state = made("llama")
+    files = [tmp_path / f"rank{rank}.pt" for rank in range(2)]
+    for path, cut in zip(files, cuts_of("llama", state, 2, 1), strict=True):
+        write(cut, path)
+    compared, checked = list[int](), set[str]()
+    stock, check = copied.refuse_equal_layers, SourceFiles.check
+    monkeypatch.setattr(
+        SourceFiles, "check", lambda self, record: (checked.add(str(record)), check(self, record))
+    )
+
+    def compare(reader, side):
+        before = len(checked)
+        notes = stock(reader, side)
+        compared.append(len(checked) - before)
+        return notes
+
+    monkeypatch.setattr("smckpt.translate.models.model.refuse_equal_layers", compare)
+    export_hf(files, tmp_path / "hf", config=model.config, parallel=Parallel(tp=2))
+    assert compared == [0] and checked
+    assert_same(tmp_path / "hf", state)

@@ -323,6 +323,7 @@ OF_FAMILIES: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = 
     ("gpt_oss", {}, {"gated_linear_unit": True, "activation_func": "quick_gelu"},
      {"activation_func": "silu"}),
     ("gemma", {}, {"vocab_size": 120}, {"vocab_size": 200}),
+    ("gemma", {}, {"vocab_size": -1}, {}),  # in Meta's params.json
 ]  # fmt: skip
 
 

@@ -23,7 +23,7 @@ from smckpt.engine.saving.queue import LEAVE_SECONDS, SaveQueue
 from smckpt.errors import UsageError
 from smckpt.meeting.group import Group, Membership, inherited_store
 from smckpt.meeting.keys import Clients
-from smckpt.meeting.presence import began, own_process
+from smckpt.meeting.presence import began, start_of
 from smckpt.staging.overlap import Overlap
 
 __all__ = ["Runtime"]
@@ -66,7 +66,7 @@ class Runtime:
         self._watching = False
         # When the process began, in nanoseconds since 1970; the time of this module's first use if
         # the system does not say
-        self._since = int((began(own_process()) or time.time()) * 1e9)
+        self._since = int((began(start_of(os.getpid())) or time.time()) * 1e9)
         self._inherited: object = None  # in a forked child: the job's store of the parent
         os.register_at_fork(after_in_child=while_alive(self.note_fork))
 

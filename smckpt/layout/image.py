@@ -191,15 +191,15 @@ def _classes(
 def _described(entries: Sequence[Entry]) -> list[list[object]]:
     """Entries as JSON data, for the fingerprint. Each mesh and flat unit is described once: they
     may be long, and many tensors share them."""
-    known: dict[int, str] = {}
+    known: dict[int, tuple[object, str]] = {}  # the object: an id may be reused
     found: list[list[object]] = []
     for e in entries:
         record = e.geometry.record()
         for key in record.keys() & {"mesh", "unit"}:
             shared = record[key]
             if id(shared) not in known:
-                known[id(shared)] = digest(repr(shared))
-            record[key] = known[id(shared)]
+                known[id(shared)] = shared, digest(repr(shared))
+            record[key] = known[id(shared)][1]
         found.append([e.key, e.dtype, e.shape, repr(record), e.before, e.after])
     return found
 

@@ -33,7 +33,7 @@ from smckpt.decoding import decode
 from smckpt.errors import CheckpointError, PeerError, error_from_json
 from smckpt.meeting.keys import Keys, Store
 
-__all__ = ["PAUSES", "Lives", "Presence", "Pulse", "began", "has_ended", "own_process"]
+__all__ = ["PAUSES", "Lives", "Presence", "Pulse", "began", "has_ended", "own_process", "start_of"]
 
 
 class Presence:
@@ -189,7 +189,7 @@ class Lives:
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
         self._keys = Keys(store, f"smckpt/lives/{attempt}")
         self._own = own_process()
-        self._began = began(self._own) or 0.0  # 0: untold
+        self._began = began(self._own and self._own[2]) or 0.0  # 0: untold
         self._seen: set[int] = set()  # ranks that were alive at an earlier look
 
     def post(self, rank: int, *, over: bool = False) -> None:
@@ -235,7 +235,7 @@ def own_process() -> tuple[str, int, int] | None:
         space = os.stat("/proc/self/ns/pid").st_ino
     except OSError:
         return None
-    started = _start(os.getpid())
+    started = start_of(os.getpid())
     name = hashlib.sha256(f"{boot}{space}".encode()).hexdigest()[:16]
     return None if started is None else (name, os.getpid(), started)
 
@@ -244,20 +244,23 @@ def has_ended(process: tuple[str, int, int] | None, own: tuple[str, int, int] | 
     """Whether this system, which could see a process, sees it no more. own: `own_process`."""
     if process is None or own is None or own[0] != process[0]:
         return False
-    return _start(process[1]) != process[2]
+    return start_of(process[1]) != process[2]
 
 
-def began(process: tuple[str, int, int] | None) -> float | None:
-    """When a process of this system began, by this host's clock; None if that is not known."""
-    if process is None:
+def began(start: int | None) -> float | None:
+    """When a process began, by this host's clock; None if that is not known. start: `start_of`."""
+    if start is None:
         return None
-    return time.time() - (
-        time.clock_gettime(time.CLOCK_BOOTTIME) - process[2] / os.sysconf("SC_CLK_TCK")
-    )
+    try:
+        age = time.clock_gettime(time.CLOCK_BOOTTIME) - start / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return time.time() - age
 
 
-def _start(pid: int) -> int | None:
-    """When the process began; None if it has ended, though its parent may not know yet."""
+def start_of(pid: int) -> int | None:
+    """When the process began, in the system's ticks; None if it has ended, though its parent may
+    not know yet."""
     try:
         state, *numbers = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return None if state in "ZX" else int(numbers[18])
@@ -273,7 +276,7 @@ def _opened(pid: int, start: int) -> int | None:
         fd = os.pidfd_open(pid)
     except OSError:
         return None
-    if _start(pid) != start:
+    if start_of(pid) != start:
         os.close(fd)
         return None
     return fd

@@ -283,8 +283,7 @@ def publish_record(
         )
     known: dict[bytes, Any] = {}
 
-    def read(url: str, group: GroupManifest) -> Manifest:
-        here = storage.at(url)
+    def read(here: Storage, group: GroupManifest) -> Manifest:
         try:
             return read_file(Manifest, here, group.manifest, group.crc64, known=known)
         except CheckpointNotFoundError as error:
@@ -292,12 +291,12 @@ def publish_record(
                 f"this host does not see the manifest that rank {group.coordinator} published: the "
                 "hosts do not share the directory",
                 remedy="mount one file system on all hosts, or use an s3:// checkpoint_id",
-                path=file_url(url, group.manifest),
+                path=file_url(here.url, group.manifest),
             ) from error
 
     name = record_name(fencing_token, number, session)
     with ThreadPoolExecutor(min(FILES_AT_ONCE, len(groups))) as pool:
-        manifests = list(pool.map(read, urls, groups))
+        manifests = list(pool.map(read, map(storage.at, urls), groups))
     _check_step(manifests, urls, join_url(storage.url, name), fencing_token)
     record = Record(
         session=session,

@@ -219,7 +219,7 @@ class Reads:
         repeated: list[tuple[Any, Any]] = []
         try:
             most = max(_LEAST, -(-self.nbytes // (2 * threads) // BLOCK) * BLOCK)
-            # one processor, and files of a file system
+            # fewer than two processors, and all files on a file system
             crowded = (
                 hasattr(resource, "RUSAGE_THREAD")
                 and share_of_processors() < 2

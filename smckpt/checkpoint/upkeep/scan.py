@@ -253,14 +253,16 @@ class _Reading:
             sink.end(self._file)
 
 
-def checksum_at(storage: Storage, name: str, size: int, pages: Pages | None = None) -> int:
+def checksum_at(
+    storage: Storage, name: str, size: int, pages: Pages | None = None, piece: int = PIECE
+) -> int:
     """The checksum of a file as it is in the store now: as the store computed it, or of what reads
-    back. `pages`: memory to read into."""
+    back. `pages`: memory to read into. `piece`: how many bytes a read has."""
     value = storage.stored_crc64(name)
     if value is None:
         value, pages = 0, pages or Pages()
-        for low in range(0, size, PIECE):
-            data = pages.take(min(PIECE, size - low))
+        for low in range(0, size, piece):
+            data = pages.take(min(piece, size - low))
             storage.read_into(name, low, [data])
             value = crc64(data, value)
     return value

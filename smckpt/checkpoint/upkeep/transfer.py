@@ -306,7 +306,8 @@ class _FileCopy:
         name, target = self.record.name, self.target
         if self._group.there.get(name) != self.record.size:
             return False
-        return hex64(checksum_at(target, name, self.record.size, pages)) == self.record.crc64
+        there = checksum_at(target, name, self.record.size, pages, _PIECE)
+        return hex64(there) == self.record.crc64
 
     def begin(self) -> int:
         """Begin the file. Returns how many bytes to write at once: whole parts of an upload, so

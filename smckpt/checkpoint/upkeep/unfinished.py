@@ -222,7 +222,7 @@ def _of_one(
         above = _scope_above(top)
         if above is not None and above != "":
             return Refusal(
-                "this is one group of a step; it is no checkpoint without the other groups",
+                "this is one group of a step, which is not a checkpoint without the other groups",
                 f"pass the directory of the step, {above}",
                 top.url,
             )

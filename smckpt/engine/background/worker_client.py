@@ -293,7 +293,7 @@ class Worker:
         self._sent.clear()
         if process is None:
             return None, ""
-        code: int | None = None  # stuck in the kernel: `subprocess` reaps it later
+        code: int | None = None  # what is stuck in the kernel `subprocess` reaps later
         try:
             code = process.popen.wait(grace)
         except subprocess.TimeoutExpired:

@@ -324,7 +324,8 @@ def refuse_different(
     sign = _first_different({who: moment.signs for who, moment in moments.items()})
     directories = _grouped({who: moment.directory for who, moment in moments.items()})
     if sign is None and len(directories) < 2:
-        # of those that hold tensors; nothing else tells where they have no counter in common
+        # Where those that hold tensors have a counter in common, it would tell them apart. Else
+        # nothing but their values does.
         counters = [set(moment.signs) for moment in moments.values() if moment.holds]
         if not values or len(counters) < 2 or set.intersection(*counters):
             return

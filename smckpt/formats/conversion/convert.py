@@ -108,7 +108,7 @@ def convert(
     catalogue = open_any(access.open(source))
     if not catalogue.whole:
         raise UsageError(
-            "this is one group of a step; it is no checkpoint without the other groups",
+            "this is one group of a step, which is not a checkpoint without the other groups",
             remedy=f"pass the directory of the step, {catalogue.above}", path=catalogue.url,
         )  # fmt: skip
     work = _Work(catalogue, tuple(ignore), threads, progress)

@@ -100,7 +100,7 @@ def activation(values: Mapping[str, Any]) -> str | None:
         return None
     if (found := values.get("activation", values.get("activation_func"))) is not None:
         return kind_of_activation(found)
-    # Megatron-LM's: it is GELU unless something else is said
+    # Megatron-LM's: it is GELU unless another is named
     return "gelu" if "openai_gelu" in values and not values.get("squared_relu") else None
 
 

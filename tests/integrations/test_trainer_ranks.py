@@ -334,5 +334,5 @@ def test_another_number_of_ranks_takes_the_random_numbers_that_stock_takes(
         assert found["SmckptTrainer"][0] == found["Trainer"][0]
         goes_on = rank < saved and (saved == 1) == (resumed == 1)
         assert goes_on == (found["SmckptTrainer"][0] == before[rank % saved]["SmckptTrainer"][0])
-        told = found["SmckptTrainer"][1]
-        assert len(told) == (rank == 0 and saved != resumed), told
+        warnings = found["SmckptTrainer"][1]
+        assert len(warnings) == (rank == 0 and saved != resumed), warnings

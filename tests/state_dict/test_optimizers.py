@@ -199,9 +199,9 @@ def test_the_tables_command_tells_each_row_and_takes_names_in_any_case(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     assert main(["lbfgs", "plain", "FSDP2"]) == 0
-    printed, told = capfd.readouterr()
+    printed, progress = capfd.readouterr()
     assert "| torch.optim: LBFGS | = = = = = | = = = = = |" in printed
     for how in ("plain", "FSDP2"):
-        assert f"{how}: torch.optim: LBFGS: = = = = =\n" in told
+        assert f"{how}: torch.optim: LBFGS: = = = = =\n" in progress
     assert main(["no such name"]) == 2
     assert "no optimizer has no such name in its name" in capfd.readouterr().err

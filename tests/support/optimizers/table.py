@@ -6,7 +6,7 @@
 
 A cell trains two steps, saves, loads into a fresh model and a fresh optimizer, and trains two more.
 It is right if all weights are, bit for bit, those of a run without the save in between. `Trainer`
-is that of transformers, with each name of `optim=` (`trainer_optimizers`). Each row is told on
+is that of transformers, with each name of `optim=` (`trainer_optimizers`). Each row is printed on
 stderr as soon as it is known.
 """
 
@@ -204,7 +204,7 @@ def table(
     tell: str = os.devnull,
 ) -> dict[str, dict[str, dict[str, str]]]:
     """Wrapper → name → form → what happened. Ranks try one optimizer after the other. If they die,
-    those that they have not tried get new ranks. Each row is told in the file `tell`."""
+    those that they have not tried get new ranks. Each row is written to the file `tell`."""
     out: dict[str, dict[str, dict[str, str]]] = {}
     for how in wrappers:
         out[how] = {}

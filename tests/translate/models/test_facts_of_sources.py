@@ -258,11 +258,11 @@ def test_what_mistrals_file_says_of_experts_is_compared(tmp_path):
     """It has them in a section of their own."""
     model = references.model("mixtral")
     references.on_disk(model, tmp_path / "hub")
-    said = {**METAS, "moe": {"num_experts": 8, "num_experts_per_tok": 2}}
-    (tmp_path / "hub" / "params.json").write_text(json.dumps(said))
+    params = {**METAS, "moe": {"num_experts": 8, "num_experts_per_tok": 2}}
+    (tmp_path / "hub" / "params.json").write_text(json.dumps(params))
     export_hf(tmp_path / "hub", tmp_path / "hf", config=model.config)
-    said["moe"]["num_experts_per_tok"] = 4
-    (tmp_path / "hub" / "params.json").write_text(json.dumps(said))
+    params["moe"]["num_experts_per_tok"] = 4
+    (tmp_path / "hub" / "params.json").write_text(json.dumps(params))
     with pytest.raises(errors.TensorMismatchError, match="moe_router_topk=4"):
         export_hf(tmp_path / "hub", tmp_path / "no", config=model.config)
 

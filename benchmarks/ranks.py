@@ -51,8 +51,9 @@ def rank(folder: str, saves: int, pause: float) -> dict[str, list[float]]:
     manager = smckpt.CheckpointManager(folder, keep_last_n=None) if pause >= 0 else None
     if manager is not None:
         manager.restore(state)
+        manager.should_save(1)  # after each step, as a training does
         time.sleep(pause)
-    for step in range(1, saves + 1):
+    for step in range(2, saves + 2):
         handles = []
 
         def save(step: int = step, handles: list[smckpt.SaveHandle] = handles) -> None:
@@ -68,7 +69,7 @@ def rank(folder: str, saves: int, pause: float) -> dict[str, list[float]]:
         out["barrier"].append(timed(dist.barrier))
     for _ in range(3):
         target = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
-        there = f"{folder}/{saves}"
+        there = f"{folder}/{saves + 1}"
         out["loaded"].append(
             timed(
                 lambda target=target, there=there: smckpt.load(

@@ -51,14 +51,16 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--dir", help="the directory of the disk; by default a temporary one")
     parser.add_argument(
-        "--pause", type=float, default=5, help="seconds from a restore to the first save"
+        "--pause", type=float, default=5, help="seconds from a first step or a restore to a save"
     )
     options = parser.parse_args()
     state = {f"t{n}": torch.randn(TENSOR) for n in range(options.tensors)}
     other = {name: torch.empty_like(tensor) for name, tensor in state.items()}
 
     # as in a training: a manager gets the memory of a save early only where there is an optimizer
-    beside = {"optimizer": torch.optim.SGD([torch.zeros(1, requires_grad=True)])}
+    weight = torch.zeros(1, requires_grad=True)
+    weight.grad = torch.ones(1)
+    beside = {"optimizer": torch.optim.SGD([weight], momentum=0.9)}
 
     def copy() -> None:
         for name, tensor in state.items():
@@ -79,7 +81,11 @@ def main() -> None:
             blocked, committed, step = [], [], 0
             made = partial(CheckpointManager, root, keep_last_n=1, random=False, signals=())
             with made(**more) as manager:
-                for step in range(1, options.repeats + 2):
+                assert manager.restore(into={**other, **beside}) == 0
+                beside["optimizer"].step()
+                manager.should_save(1)
+                time.sleep(options.pause)
+                for step in range(2, options.repeats + 3):
                     assert manager.should_save(step)
                     handle = manager.save(step, {**state, **beside})
                     handle.wait()

@@ -208,6 +208,15 @@ def prewarm(
         _RUNTIME.queue(group, known.queue).prewarm(state_dict, known)
 
 
+@concrete()
+def bytes_of(state_dict: Mapping[str, Any], process_group: Any, options: SaveOptions) -> int:
+    """The bytes that this process writes in a save of this state. Its next save has found where
+    they lie."""
+    if (group := group_of(process_group)) is None:
+        return 0
+    return _RUNTIME.queue(group, options.queue).bytes_of(state_dict, options)
+
+
 @alone()
 def maybe_finalize_async_calls(
     blocking: bool = True,

@@ -96,6 +96,8 @@ class SmckptCheckpointManager(CheckpointManager):  # type: ignore[misc]
             SaveFailedError: an earlier save was not committed; or this one, if it is waited for.
         """
         if not self._should_save(curr_step, last_step):
+            if curr_step == 1:
+                self._get_memory(curr_step)
             if self._kept is not None:
                 self._kept.save(curr_step, self._flattened_model_states_sd)
             return False
@@ -236,8 +238,8 @@ class SmckptCheckpointManager(CheckpointManager):  # type: ignore[misc]
         self.states[MODEL].load_state_dict(read)  # a module may give its state as copies
 
     def _get_memory(self, step: int) -> None:
-        """Begin to get that of the first save, after a resume. An optimizer that was not loaded has
-        no state yet; to ask for it would give it one."""
+        """Begin to get that of the first save, after a resume or the first step. An optimizer that
+        was not loaded has no state yet; to ask for it would give it one."""
         if step and not self.load_only and OPTIMIZER not in self.exclude_from_loading:
             get_memory(self._flattened_model_states_sd, None, [smckpt.SaveOptions()])
 

@@ -41,6 +41,7 @@ from smckpt.manager.state import (
     Failed,
     give_back,
     go_on_at_random,
+    has_stepped,
     random_state,
     random_target,
     refuse_positions_of_ranks,
@@ -154,6 +155,7 @@ class CheckpointManager:
         self._only_memory: int | None = None  # the last step that is due there and not on disk
         self._groups: ReplicationGroup | None = None
         self._rounds = count(1)  # the ranks call it alike
+        self._begins: Mapping[str, Any] | None = None  # of a new run, until its first save is due
         self._prepared = self._timed = False  # there is room; the first save
         self._closed = self._announced = False
         self._pid = os.getpid()
@@ -164,9 +166,13 @@ class CheckpointManager:
     def should_save(self, step: int) -> bool:
         """Whether to save `step`, which has just ended. The answer is the same on all ranks.
 
-        Call it after each step. It takes microseconds. Once any rank has received a signal, it
-        waits until the ranks have agreed on a last step.
+        Call it after each step. It takes microseconds; after a new run's first one milliseconds, to
+        begin to get the first save's memory. Once any rank has received a signal, it waits until
+        the ranks have agreed on a last step.
         """
+        if (state := self._begins) is not None and has_stepped(state):
+            self._begins = None
+            self._get_memory(partial(run_state, state, step, self._random))
         due = self._watch.is_last(step) or self._schedule.is_due(step)
         self._only_memory = step if self._memory.is_due(step) and not due else None
         return due or self._only_memory == step
@@ -206,6 +212,7 @@ class CheckpointManager:
             SystemExit: after a signal, this was the last step. It is committed.
         """
         self._refuse_closed()
+        self._begins = None
         last = self._watch.is_last(step)
         group = self._group(state)
         memory = self._memory if self._only_memory == step and not last else None
@@ -224,14 +231,11 @@ class CheckpointManager:
         if not self._prepared:
             meeting, point = self._membership.meeting(self._timeout), f"room/{next(self._rounds)}"
             run = self._steps.root, self._policies, self._retention.nbytes, self._degrees
-            line = self._watch.save_seconds, self._timeout
+            line = self._watch.save_seconds, self._options, self._timeout
             meet_about_room(meeting, point, live, group, *run, *line)
             self._prepared = True
-        save = partial(
-            async_save,
-            process_group=group.process_group,
-            step=step if type(step) is int else None,
-        )
+        number = step if type(step) is int else None
+        save = partial(async_save, process_group=group.process_group, step=number)
         kept = None if memory is None else memory.save(save, live, subpath, group, record)
         if kept is not None:
             return kept
@@ -333,6 +337,7 @@ class CheckpointManager:
         self._memory.restored(0 if found is None else found.step or 0)
         self._schedule.goes_on(self._steps.root, found)
         if found is None:
+            self._begins = into
             if self._rank == 0:
                 log.info("no checkpoint below %s: the run starts from step 0", self.root)
             return 0
@@ -352,10 +357,13 @@ class CheckpointManager:
                 found,
                 f"; lost: {'; '.join(resumed.lost)}" if resumed.lost else "",
             )
-        memory = [self._memory.options] if self._memory.root else []
         if any(optimizer_dicts(saved)):  # without one a program only evaluates
-            get_memory(lambda: saved, group.process_group, [self._options, *memory])
+            self._get_memory(lambda: saved)
         return step
+
+    def _get_memory(self, take: Callable[[], Mapping[str, Any]]) -> None:
+        memory = [self._memory.options] if self._memory.root else []
+        get_memory(take, self._group(None).process_group, [self._options, *memory])
 
     def _filled(
         self, found: FoundCheckpoint, into: Mapping[str, Any], group: ReplicationGroup, load: Any

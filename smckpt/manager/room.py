@@ -12,14 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from smckpt.checkpoint.commits.run_directory import RetentionPolicy
-from smckpt.engine.api import prewarm
+from smckpt.engine.api import bytes_of, prewarm
 from smckpt.engine.groups import ReplicationGroup
 from smckpt.engine.saving.job import SaveOptions, bytes_text
-from smckpt.errors import CheckpointError, StorageError, count_text, few
-from smckpt.layout.image import compile_layout
+from smckpt.errors import StorageError, count_text, few
 from smckpt.manager.retention import Best, Newest
 from smckpt.meeting.round import Meeting
-from smckpt.state_dict.select import Selector
 from smckpt.storage import Storage
 from smckpt.storage.disk import lustre
 from smckpt.topology import ParallelState
@@ -27,7 +25,6 @@ from smckpt.topology import ParallelState
 __all__ = [
     "Outlook",
     "Room",
-    "bytes_of",
     "check_room",
     "degrees_text",
     "get_memory",
@@ -152,13 +149,6 @@ def degrees_text(given: ParallelState | None, groups: Sequence[str]) -> str:
     return f" ({text})" if text else ""
 
 
-def bytes_of(live: Mapping[str, Any], rank: int, group_ranks: Sequence[int]) -> int:
-    """The bytes that this rank writes of a state: its part of those that its group shares."""
-    entries = Selector(rank).select(live).entries
-    layout = compile_layout(entries, rank=rank, group_ranks=group_ranks)
-    return sum(file.size for file in layout.files)
-
-
 def check_room(
     root: Storage,
     bytes_of_ranks: Mapping[int, int],
@@ -251,6 +241,7 @@ def meet_about_room(
     saved: Callable[[], int],
     degrees: ParallelState | None,
     save_seconds: float | None,
+    options: SaveOptions,
     timeout: float,
 ) -> None:
     """Before a manager's first save, on all ranks: is there room for the steps that stay?
@@ -261,7 +252,7 @@ def meet_about_room(
 
     def mine() -> list[Any]:
         try:
-            return [bytes_of(live, meeting.member, group.ranks), group.name]
+            return [bytes_of(live, group.process_group, options), group.name]
         except Exception:  # async_save finds it too, and tells the peers
             return [0, group.name]
 
@@ -277,11 +268,11 @@ def meet_about_room(
 def get_memory(
     take: Callable[[], Mapping[str, Any] | None], process_group: Any, queues: Sequence[SaveOptions]
 ) -> None:
-    """`prewarm` for the first saves of a training that goes on with the state that `take` gives.
-    What fails here fails those saves, or nothing."""
+    """`prewarm` for the first saves of a training whose state `take` gives. What fails here fails
+    those saves, or nothing."""
     try:
         state = take()
         for options in queues:
             prewarm(state, process_group=process_group, options=options)
-    except CheckpointError as error:
+    except Exception as error:
         log.info("the first save gets its memory itself: %s", error)

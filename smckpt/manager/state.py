@@ -24,6 +24,7 @@ __all__ = [
     "Failed",
     "give_back",
     "go_on_at_random",
+    "has_stepped",
     "models_in",
     "random_state",
     "random_target",
@@ -37,6 +38,13 @@ __all__ = [
 def models_in(state: Any) -> list[nn.Module]:
     """The modules in a state, in its order."""
     return [value for _, value in _named(state, "") if isinstance(value, nn.Module)]
+
+
+def has_stepped(state: Mapping[str, Any]) -> bool:
+    """Whether an optimizer of the state has the state that its first step gives it, or there is no
+    optimizer at all."""
+    optimizers = [one for _, one in _named(state, "") if isinstance(one, torch.optim.Optimizer)]
+    return not optimizers or any(getattr(one, "state", True) for one in optimizers)
 
 
 def taken(state: Mapping[str, Any], kind: SMStateDictType) -> dict[str, Any]:

@@ -67,9 +67,8 @@ class Provided:
             what: a text that says what the replacement does and the original does not.
         """
         self._set(owner, name, value)
-        where = owner.__name__
-        if isinstance(owner, type):
-            where = f"{owner.__module__}.{owner.__qualname__}"
+        is_class = isinstance(owner, type)
+        where = f"{owner.__module__}.{owner.__qualname__}" if is_class else owner.__name__
         self.lines.append(f"replaced {where}.{name}: {what}")
 
     def environment(self, name: str, value: str) -> None:
@@ -125,9 +124,8 @@ def provide(
         shadow: also where the real package is installed.
 
     Raises:
-        UsageError: a door is unknown; or a version is untested and `force` is not set; or the real
-            package is installed and `shadow` is not set; or the door's framework is not installed.
-            Nothing is changed then.
+        UsageError: a door is unknown; a version is untested without `force`; the real package is
+            installed, without `shadow`; the framework is absent. Nothing is changed then.
     """
     chosen = list(_BY_DEFAULT if doors is None else doors)
     for name in chosen:
@@ -144,6 +142,8 @@ def provide(
                 refuse_untested(package)
                 put(provided, shadow)
             except ModuleNotFoundError as error:
+                if error.name is None:  # the package is there, and says itself what fails in it
+                    raise
                 raise UsageError(
                     f"the door to {name} needs {error.name}, which is not installed here",
                     remedy=f"install it, or leave {name} out of --for",

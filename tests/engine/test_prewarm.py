@@ -165,7 +165,7 @@ def test_a_close_waits_for_the_call_that_pins_the_memory(
 
     monkeypatch.setattr(arena.Arena, "pin", pin)
     monkeypatch.setattr(queue_module, "beside_captures", lambda: True)
-    monkeypatch.setattr(Saver, "needs", lambda *_: (MANY, torch.device("cuda", 0)))
+    monkeypatch.setattr(Saver, "needs", lambda *_: (MANY, MANY, torch.device("cuda", 0)))
     others = arenas()
     smckpt.prewarm({"w": torch.ones(1)}, options=smckpt.SaveOptions(queue="pins"))
     (queue,) = _RUNTIME.queues(None, "pins")

@@ -33,7 +33,7 @@ from smckpt.checkpoint.records.objects import decode_object
 from smckpt.checkpoint.records.rows import decode_rows
 from smckpt.checkpoint.records.sealed import open_json, open_sections
 from smckpt.engine.load_rounds import Choice, Common
-from smckpt.engine.saving.commit import Committed, HostView, Ticket, Written
+from smckpt.engine.saving.commit import Committed, Ticket, Written
 from smckpt.engine.saving.commit_groups import GroupSave
 from smckpt.errors import CheckpointError, error_from_json
 from smckpt.formats.names import INDEX
@@ -65,7 +65,6 @@ _MESSAGES = (
     Common,
     GroupManifest,
     Outcome,
-    HostView,
     Ticket,
     Turn,
     Written,

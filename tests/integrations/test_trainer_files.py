@@ -108,6 +108,20 @@ def test_a_resumed_run_has_the_memory_of_its_first_save_before_it(tmp_path: Path
     assert arenas() == before
 
 
+def test_a_new_run_has_the_memory_of_its_first_save_after_its_first_step(tmp_path: Path) -> None:
+    _RUNTIME.drop("default", 60)  # as in a new process
+    others, before = arenas(), dict[int, int]()
+
+    class Looks(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 1:
+                before.update(prewarmed("default"))
+
+    trainer(tmp_path, 4, Looks()).train()
+    assert len(before) == len(others) + 1
+    assert arenas() == before
+
+
 @pytest.mark.parametrize("step", [2, 4])
 def test_stock_files_do_not_outlive_a_save_over_them(tmp_path: Path, step: int) -> None:
     trainer(tmp_path, kind=Trainer, learning_rate=1e-2).train()

@@ -92,6 +92,19 @@ def trained(step: int) -> dict[str, Any]:
     return {**state, "large": torch.full((1 << 18,), float(step))}
 
 
+class Mean:
+    """A mean of the weights, as users keep one."""
+
+    def __init__(self) -> None:
+        self.weights = torch.zeros(1 << 18)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"weights": self.weights}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.weights.copy_(state["weights"])
+
+
 def before_and_after(folder: str, saves: int) -> tuple[dict[int, int], dict[int, int]]:
     """The arenas after a restore, and after the saves."""
     with CheckpointManager(folder, signals=()) as manager:
@@ -113,6 +126,32 @@ def test_a_restored_run_has_the_memory_of_its_first_save_before_the_save(
     for before, after in run_ranks(before_and_after, again, str(tmp_path), 2):
         assert sum(before.values()) >= 4 << 18 // again  # the kernel has provided the pages
         assert after == before  # and the saves took no others
+
+
+def begun(folder: str) -> tuple[dict[int, int], dict[int, int], dict[int, int]]:
+    """The arenas of a new run before the first step, after it, and after the saves."""
+    with CheckpointManager(folder, signals=(), interval=3) as manager:
+        state = {**objects(0), "large": torch.zeros(1 << 18), "mean": Mean()}
+        assert manager.restore(into=state) == 0
+        found = []
+        for step in range(1, 7):
+            if step > 1:
+                state["model"](torch.ones(2, 5)).sum().backward()
+                state["training"]["optimizer"].step()
+            if manager.should_save(step):
+                manager.save(step, state).wait()
+            found.append(prewarmed(QUEUE))
+        return found[0], found[1], found[-1]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_new_run_gets_the_memory_of_its_first_save_after_the_first_step(
+    tmp_path: Path, ranks: int
+) -> None:
+    for before, after, last in run_ranks(begun, ranks, str(tmp_path)):
+        assert not before  # an optimizer that has not stepped has no state
+        assert sum(after.values()) >= (8 << 18) // ranks
+        assert last == after
 
 
 def test_a_program_without_an_optimizer_gets_no_memory(tmp_path: Path) -> None:

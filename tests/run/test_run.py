@@ -198,6 +198,22 @@ def test_another_torch_is_refused_unless_told(monkeypatch: pytest.MonkeyPatch) -
         pass
 
 
+def test_a_package_that_is_absent_is_named_and_one_that_fails_tells_why_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, text in (
+        ("of_absent", "import absent"),
+        ("failing", 'raise ModuleNotFoundError("a part")'),
+    ):
+        (tmp_path / f"{name}.py").write_text(text)
+        monkeypatch.setitem(DOORS, name, (name, DOORS["sagemaker"][1]))
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UsageError, match="needs absent, which is not installed"):
+        provide(["of_absent"])
+    with pytest.raises(ModuleNotFoundError, match="a part"):
+        provide(["failing"])
+
+
 def test_names_that_are_there_are_replaced_where_asked_for_and_taken_back() -> None:
     import accelerate
 

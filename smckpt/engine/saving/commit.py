@@ -55,14 +55,6 @@ Brought = Callable[[], dict[int, T]]  # returns the messages of all members of a
 
 
 @dataclass(frozen=True)
-class HostView:
-    """Whether a host sees what the first rank of the group wrote."""
-
-    host: str
-    seen: bool
-
-
-@dataclass(frozen=True)
 class Written:
     """A rank's durable part. prefixes: those of its files, as a text, for comparison. crc64: the
     checksum of the part record, in hex. looked: what the rank saw, for alarms."""
@@ -109,6 +101,7 @@ class Committer:
         self._steps = Steps(membership)
         self._tokens: dict[tuple[str, ...], int] = {}
         self.probed = False
+        self._unshared: StorageError | None = None  # why no save of this rank can be committed
         self._tried: set[str] = set()
         self.met_before = 0
         self._unmet: dict[int, Moment] = {}  # the saves that were given up without a meeting
@@ -139,6 +132,8 @@ class Committer:
                 if bucket and bucket not in self._tried:
                     self._look(meeting, job, job.as_coordinator(), create=True, leave=False)
                     self._tried.add(bucket)
+            if self._unshared is not None:
+                raise self._unshared
             return write(meeting)
 
         return meeting.round(
@@ -180,7 +175,7 @@ class Committer:
 
     def _probe(self, meeting: Meeting, job: SaveJob) -> None:
         """Check once per meeting that the store can hold checkpoints and that all hosts see one
-        directory.
+        directory. A rank whose host does not brings that to the round of the save, without writing.
 
         A rank whose save failed before it had a directory takes part too, so that nobody waits.
         """
@@ -191,37 +186,31 @@ class Committer:
                 raise job.error
             return job.moment
 
-        def make(brought: Callable[[], dict[int, Moment]]) -> None:
+        def make(brought: Callable[[], dict[int, Moment]]) -> str:
             self._refuse_different(job, {ranks[at]: one for at, one in brought().items()})
             self._look(meeting, job, job.as_coordinator(), create=True)
             self._tried.add(bucket_url(path))
-
-        def look() -> HostView:
-            return self._look(meeting, job, job.as_one_of_all(self.group), create=False)
-
-        def compare(brought: Callable[[], dict[int, HostView]]) -> None:
-            sights = brought().values()
-            blind = sorted({sight.host for sight in sights if not sight.seen})
-            if blind:
-                seeing = sorted({sight.host for sight in sights if sight.seen})
-                host = seeing[0] if seeing else socket.gethostname()
-                raise StorageError(
-                    "the directory is not shared by all hosts of the group: "
-                    f"{blind} do not see what host {host} writes",
-                    remedy="mount one file system on all hosts, or use an s3:// checkpoint_id",
-                    path=path,
-                )
+            return socket.gethostname()
 
         ranks = self.group.ranks
-        meeting.round(
+        wrote = meeting.round(
             f"made/{number}",
             here,
             lambda brought: of_moment(job.moment, lambda: make(brought)),
             timeout=job.timeout,
             brings=Moment,
+            gives=str,
         )
-        meeting.round(f"seen/{number}", look, compare, timeout=job.timeout, brings=HostView)
-        self.probed = True
+        self.probed = True  # on all ranks alike
+        if meeting.member and not self._look(
+            meeting, job, job.as_one_of_all(self.group), create=False
+        ):
+            self._unshared = StorageError(
+                "the directory is not shared by all hosts of the group: "
+                f"{socket.gethostname()} does not see what host {wrote} writes",
+                remedy="mount one file system on all hosts, or use an s3:// checkpoint_id",
+                path=path,
+            )
 
     def _look(
         self,
@@ -231,12 +220,12 @@ class Committer:
         *,
         create: bool,
         leave: bool = True,
-    ) -> HostView:
+    ) -> bool:
         probe = Probe(job.request.directory, meeting.id, create, leave)
         answer = self.worker.call(probe, timeout=job.timeout, access=access)
         if answer.remark is not None:
             log.warning("%s", answer.remark)
-        return HostView(socket.gethostname(), answer.seen)
+        return answer.seen
 
     # -- the coordinator -------------------------------------------------------------------
 

@@ -106,12 +106,17 @@ class SaveQueue:
             self._start_thread()
             size, cuda = 0, None
             if state_dict is not None:
-                size, cuda = self._saver.needs(state_dict, options)
+                _, size, cuda = self._saver.needs(state_dict, options)
         finally:
             self._front.release()
         if size:
             self._reserving = threading.Thread(target=provide, name="smckpt-arena", daemon=True)
             self._reserving.start()
+
+    def bytes_of(self, state_dict: Mapping[str, Any], options: SaveOptions) -> int:
+        """The bytes that this rank writes of a state: its part of those that its group shares."""
+        with self._front:
+            return self._saver.needs(state_dict, options)[0]
 
     def submit(
         self,

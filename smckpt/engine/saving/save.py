@@ -207,10 +207,14 @@ class Saver:
                 remedy="pass checkpoint_id= (a directory), or a storage_writer that has a path",
                 rank=self.group.rank,
             )
-        limit = request.options.max_file_bytes
+        return self._laid_out(selection, request.options)
+
+    def _laid_out(self, selection: Selection, options: SaveOptions) -> Compiled:
+        """Where this rank's arrays are in its files; the last one while nothing changes."""
+        entries, limit = selection.entries, options.max_file_bytes
         laid_out = limit, selection.containers
         if self._compiled is None or _changed(self._compiled_from, (entries, laid_out)):
-            if self._compiled is not None:
+            if self._observer is not None:  # a save was staged
                 log.info("the state changed since the last save: making a new layout")
             layout = compile_layout(
                 entries,
@@ -324,20 +328,15 @@ class Saver:
     @neutral()
     def needs(
         self, state_dict: Mapping[str, Any], options: SaveOptions
-    ) -> tuple[int, torch.device | None]:
-        """The bytes of the arena that this state needs, and a CUDA device that it is on. What an
-        overlapped copy from that needs is compiled."""
+    ) -> tuple[int, int, torch.device | None]:
+        """The bytes of this state's files and of the arena that it needs, and a CUDA device that it
+        is on. What an overlapped copy from that needs is compiled."""
         selection = self._selector.select(state_dict)
-        layout = compile_layout(
-            selection.entries,
-            rank=self.group.rank,
-            group_ranks=self.group.ranks,
-            max_file_bytes=options.max_file_bytes,
-        )
+        layout = self._laid_out(selection, options).layout
         cuda = next((tensor.device for tensor in selection.tensors if tensor.is_cuda), None)
         if cuda is not None and self._overlapping(options, selection) is not None:
             self._overlap.prepare(cuda)
-        return layout.arena_size, cuda
+        return sum(file.size for file in layout.files), layout.arena_size, cuda
 
     def room(self, size: int, copies: int = 1) -> Arena:
         """An arena that is large enough. A new one is made when the state has grown.

@@ -30,8 +30,11 @@ def kept_steps(trainer: Any) -> KeptSteps | None:
 
 
 def keep(trainer: Any, trial: Any) -> None:
-    """After each step: what the Trainer did not save may be due in memory."""
+    """After each step: what the Trainer did not save may be due in memory. After a new run's first
+    one: begin to get the first save's memory."""
     step = trainer.state.global_step
+    if step == 1 and trainer._smckpt_saved != 1 and trainer.args.save_strategy != "no":
+        get_memory(trainer._state_to_save, None, [smckpt.SaveOptions()])
     if trainer._smckpt_kept is None or step == trainer._smckpt_saved:
         return
     if trial is not None:

@@ -91,27 +91,33 @@ def test_a_mount_that_cannot_create_exclusively_commits_nothing_and_says_so(tmp_
     assert value_at(tmp_path, 10) == 1
 
 
-def one_host_sees_another_directory(folder: str) -> str:
+def one_host_sees_another_directory(folder: str) -> tuple[list[str], list[str]]:
+    """What two saves tell; the data files that this host has."""
     if dist.get_rank() == 1:  # a host of its own: another file system is mounted there
         libc = ctypes.CDLL(None, use_errno=True)
         assert libc.unshare(0x00020000) == 0, os.strerror(ctypes.get_errno())  # CLONE_NEWNS
         command(["mount", "--make-rprivate", "/"])
         command(["mount", "-t", "tmpfs", "none", folder])
-    try:
-        smckpt.save({"a": torch.ones(10)}, checkpoint_id=f"{folder}/c")
-    except errors.SaveFailedError as error:
-        return str(error)
-    return "committed"
+    found = []
+    for step in (1, 2):
+        try:
+            smckpt.save({"a": torch.ones(10)}, checkpoint_id=f"{folder}/{step}")
+            found.append("committed")
+        except errors.SaveFailedError as error:
+            found.append(str(error))
+    return found, [str(path) for path in Path(folder).rglob("data-*")]
 
 
 @root_only
-def test_a_path_that_is_not_shared_by_the_hosts_is_found_before_anything_is_written(
+def test_a_path_that_is_not_shared_is_refused_on_all_hosts_and_the_blind_one_writes_nothing(
     tmp_path: Path,
 ) -> None:
-    for text in run_ranks(one_host_sees_another_directory, 2, str(tmp_path)):
+    (seeing, _), (blind, files) = run_ranks(one_host_sees_another_directory, 2, str(tmp_path))
+    for text in seeing + blind:
         assert "not shared" in text
         assert os.uname().nodename in text
-    assert not list(tmp_path.rglob("data-*"))
+    assert not files
+    assert not list(tmp_path.rglob("manifest-*"))
 
 
 def test_arenas_that_do_not_fit_the_memory_of_the_host_are_refused_with_the_arithmetic(

@@ -63,6 +63,8 @@ def test_a_second_trainer_has_all_that_the_first_one_saved(
         assert its["loaded"] is False and list(its["losses"]) == [str(n) for n in range(1, 7)]
         assert its["again"] is True and its["step again"] == 6
         assert its["digest again"] == its["digest"]
+        assert len(its["memory of a new run"]) == 1  # before its first save, and no other one later
+        assert its["memory of a new run"] == its["memory after"]
     assert straight[0]["digest"] != straight[1]["digest"]
     assert steps(top / "straight") == ["step-4", "step-6"]  # keep_latest_k
 

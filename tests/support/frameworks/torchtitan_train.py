@@ -148,6 +148,8 @@ def watch(trainer: Any, die: int | None, seen: dict[str, Any]) -> None:
 
     def saving(step: int, *args: Any, **kwargs: Any) -> Any:
         done = save(step, *args, **kwargs)
+        if step == 1 and list(_RUNTIME.queues(None, "default")):
+            seen["memory of a new run"] = list(prewarmed("default"))
         if step == die and dist.get_rank() == 0:
             os.kill(os.getpid(), signal.SIGKILL)
         return done

@@ -4,6 +4,9 @@ One line of a script changes: `SmckptAccelerator` replaces `Accelerator`. smckpt
 optimizers, under FSDP, DDP and in one process. accelerate itself writes the rest (schedulers,
 samplers, random numbers, the scaler, registered objects) into a folder of this process, and smckpt
 packs that into the checkpoint. So one commit has all of it.
+
+Hooks of `register_save_state_pre_hook` write into the checkpoint's directory before the save, on
+all ranks, and save the models that they take from the weights. So they are done when it commits.
 """
 
 from __future__ import annotations
@@ -14,10 +17,10 @@ import re
 import secrets
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 from accelerate import Accelerator, DistributedType, PartialState
 from accelerate.logging import get_logger
@@ -34,6 +37,7 @@ from smckpt.integrations.replaced import (
     keep_last,
     remove_stale,
     run_directory,
+    stamps,
     stock_files,
     store_arguments,
 )
@@ -44,12 +48,13 @@ from smckpt.storage.urls import is_local
 
 refuse_untested("accelerate")
 
-__all__ = ["SmckptAccelerator", "load_state", "merge_fsdp_weights", "refuse_hook", "save_state"]
+__all__ = ["SmckptAccelerator", "load_state", "merge_fsdp_weights", "save_state"]
 
 log = get_logger("smckpt.accelerate")
 
 Result = TypeVar("Result")
 
+_HOOKED = "files of hooks"  # a checkpoint's metadata: name in the directory → its stamp
 _FSDP = re.compile(r"pytorch_model_fsdp_(\d+)")
 _OURS = (
     DistributedType.NO,
@@ -79,12 +84,6 @@ class SmckptAccelerator(Accelerator):  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         _refuse(self, {}, "SmckptAccelerator")
-
-    def register_save_state_pre_hook(self, hook: Callable[..., None]) -> NoReturn:
-        refuse_hook(self, hook)
-
-    def register_load_state_pre_hook(self, hook: Callable[..., None]) -> NoReturn:
-        refuse_hook(self, hook)
 
     def save_state(
         self, output_dir: Any = None, safe_serialization: bool = True, **kwargs: Any
@@ -133,6 +132,9 @@ def save_state(
             )
     elif not directory:
         raise UsageError("save_state has no directory", remedy="pass output_dir")
+    before = stock_files(directory) if is_local(directory) and accelerator.is_main_process else {}
+    # before the rest, as accelerate does: a hook may draw random numbers
+    models, hooked = _saved_by_hooks(accelerator, directory, arguments)
     with _rest_alone(accelerator), tempfile.TemporaryDirectory() as folder:
         stock(folder, safe_serialization)
         packed = io.BytesIO()
@@ -146,21 +148,119 @@ def save_state(
     if accelerator.num_processes > 1:
         shared = broadcast_object_list([own if accelerator.is_main_process else b""])
     limit = accelerator.project_configuration.total_limit
-    before = stock_files(directory) if is_local(directory) and accelerator.is_main_process else {}
 
     def after_commit(_: smckpt.SaveHandle) -> None:
         remove_stale(directory, before)
         if named and limit is not None:
-            keep_last(_run(accelerator), max(limit, 1), iteration)
+            _keep_last(accelerator, max(limit, 1), iteration)
 
     smckpt.async_save(
-        {**_live(accelerator), "files": shared[0], "own_files": own},
+        {**_live(accelerator, models), "files": shared[0], "own_files": own},
         checkpoint_id=below_run(directory) if named else directory,
         step=iteration,
-        options=smckpt.SaveOptions(on_commit=after_commit),
+        options=smckpt.SaveOptions(
+            on_commit=after_commit, metadata={_HOOKED: hooked} if hooked else None
+        ),
         **arguments,
     )
     return directory
+
+
+def _saved_by_hooks(
+    accelerator: Any, directory: str, arguments: dict[str, Any]
+) -> tuple[list[int], dict[str, tuple[int, int]]]:
+    """Run the script's hooks on all ranks, as accelerate does.
+
+    Returns:
+        The numbers of the models that no hook has taken from the weights; what the hooks have
+        written, by its name in the directory, with `stamps`.
+
+    Raises:
+        UsageError: the directory is a URL, or has a committed checkpoint, whose files they would
+            replace one by one; or a hook has changed what is to be saved. On all ranks, as what a
+            hook raises on one of them.
+    """
+    hooks, models = accelerator._save_model_state_pre_hook.values(), accelerator._models
+    if not hooks:
+        return list(range(len(models))), {}
+    weights: list[Any] = []
+    if accelerator.distributed_type != DistributedType.FSDP:  # accelerate gives none there
+        weights = [accelerator.get_state_dict(model, unwrap=False) for model in models]
+    given = [(one, dict(one)) for one in weights]
+    seen: dict[str, tuple[int, int]] = {}
+
+    def ready() -> None:
+        if not is_local(directory) or _is_committed(directory, arguments):
+            raise UsageError(
+                "hooks of register_save_state_pre_hook write to a path, and a file at a time: they "
+                "have no URL, and no directory with a committed checkpoint",
+                remedy="save each step into a new local directory, or remove the old checkpoint "
+                "there first (smckpt.remove)",
+                path=directory,
+            )
+        os.makedirs(directory, exist_ok=True)
+        seen.update(stamps(directory))
+
+    def run() -> None:
+        for hook in hooks:
+            hook(models, weights, directory)
+        for one, before in given:
+            if not any(one is left for left in weights):
+                continue
+            if one.keys() != before.keys() or any(one[key] is not before[key] for key in before):
+                raise _changed_by_a_hook(directory)
+
+    def looked() -> tuple[list[int], dict[str, tuple[int, int]]]:
+        left = [at for at, (one, _) in enumerate(given) if any(one is other for other in weights)]
+        if len(left) != len(weights):
+            raise _changed_by_a_hook(directory)
+        wrote = {name: at for name, at in stamps(directory).items() if seen.get(name) != at}
+        for name in wrote:
+            for path in [Path(directory, name), *Path(directory, name).rglob("*")]:
+                fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+                try:
+                    os.fsync(fd)
+                finally:
+                    os.close(fd)
+        return list(range(len(models))) if not given else left, wrote
+
+    _on_main(ready)
+    return over_group().round("hooks", run, lambda brought: (brought(), looked())[1])
+
+
+def _changed_by_a_hook(directory: str) -> UsageError:
+    return UsageError(
+        "a hook of register_save_state_pre_hook has changed weights, or put others among them",
+        remedy="let it take a model's weights away, and write them itself",
+        path=directory,
+    )
+
+
+def _left_by_hooks(accelerator: Any, hooks: Collection[Any], directory: str) -> list[int]:
+    """Run the hooks of loads. Returns the numbers of the models that they leave to smckpt."""
+    fsdp = accelerator.distributed_type == DistributedType.FSDP  # accelerate gives no models there
+    models = [] if fsdp else [*accelerator._models]
+
+    def run() -> None:
+        for hook in hooks:
+            hook(models, directory)
+
+    over_group().round("hooks", run, lambda brought: brought() and None)
+    of = enumerate(accelerator._models)
+    return [at for at, one in of if fsdp or any(one is left for left in models)]
+
+
+def _keep_last(accelerator: Any, count: int, newest: int) -> None:
+    """Remove older checkpoints, with what hooks wrote into their directories."""
+    run = _run(accelerator)
+    before = {one.path: one.metadata.get(_HOOKED) or {} for one in run.all()}
+    keep_last(run, count, newest)
+    left = {one.path for one in run.all()}
+    for path, hooked in before.items():
+        if path not in left:
+            remove_stale(path, {name: tuple(stamp) for name, stamp in hooked.items()})
+            with suppress(OSError):  # the user has files there
+                os.rmdir(path)
 
 
 def merge_fsdp_weights(
@@ -244,29 +344,39 @@ def load_state(
             remedy="leave it out",
         )
     else:
-        target = {**_live(accelerator), "files": b"", "own_files": b""}
-        smckpt.load(target, checkpoint_id=directory, **arguments)
+        hooks = accelerator._load_model_state_pre_hook.values()
+        wanted = list(range(len(accelerator._models)))
+        if hooks:
+            wanted = _left_by_hooks(accelerator, hooks, directory)
+        target = {**_live(accelerator, wanted), "files": b"", "own_files": b""}
+        matched: Any = "target" if hooks else True  # a hook may leave what the checkpoint has, too
+        smckpt.load(target, checkpoint_id=directory, check_keys_matched=matched, **arguments)
         with _rest_alone(accelerator), tempfile.TemporaryDirectory() as folder:
             for name in ("files", "own_files"):  # files of the second replace those of the first
                 with zipfile.ZipFile(io.BytesIO(target[name])) as packed:
                     packed.extractall(folder)
             stock(folder, load_kwargs)
     if accelerator._optimizers:
-        get_memory(lambda: _live(accelerator), None, [smckpt.SaveOptions()])
+        every = range(len(accelerator._models))
+        get_memory(lambda: _live(accelerator, every), None, [smckpt.SaveOptions()])
 
 
 # -- what is saved -----------------------------------------------------------------------------
 
 
-def _live(accelerator: Any) -> dict[str, Any]:
-    """The state under the names of accelerate's files: model, model_1, optimizer, optimizer_1."""
+def _live(accelerator: Any, wanted: Sequence[int]) -> dict[str, Any]:
+    """The state under the names of accelerate's files: model, model_1, optimizer, optimizer_1.
+
+    Args:
+        wanted: the numbers of the models.
+    """
     state: dict[str, Any] = {}
     models = accelerator._models
     with ExitStack() as stack:
         for model in models:
             stack.enter_context(smckpt.sm_state_dict_type(model, smckpt.SHARDED))
-        for index, model in enumerate(models):
-            state[f"model_{index}" if index else "model"] = model.state_dict()
+        for index in wanted:
+            state[f"model_{index}" if index else "model"] = models[index].state_dict()
         for index, optimizer in enumerate(accelerator._optimizers):
             key = f"optimizer_{index}" if index else "optimizer"
             state[key] = optimizer_state(optimizer, models)
@@ -275,17 +385,20 @@ def _live(accelerator: Any) -> dict[str, Any]:
 
 @contextmanager
 def _rest_alone(accelerator: Any) -> Iterator[None]:
-    """accelerate's own methods see no models and no optimizers, and use the folder that they are
-    given."""
+    """accelerate's own methods see no models, optimizers and hooks, and use the folder that they
+    are given."""
     models, optimizers = accelerator._models, accelerator._optimizers
+    hooks = accelerator._save_model_state_pre_hook, accelerator._load_model_state_pre_hook
     configuration = accelerator.project_configuration
     named = configuration.automatic_checkpoint_naming
     accelerator._models, accelerator._optimizers = [], []
+    accelerator._save_model_state_pre_hook = accelerator._load_model_state_pre_hook = {}
     configuration.automatic_checkpoint_naming = False
     try:
         yield
     finally:
         accelerator._models, accelerator._optimizers = models, optimizers
+        accelerator._save_model_state_pre_hook, accelerator._load_model_state_pre_hook = hooks
         configuration.automatic_checkpoint_naming = named
 
 
@@ -339,10 +452,10 @@ def _to_load(accelerator: Any, input_dir: Any) -> tuple[str, bool]:
         at = f"{_folder(accelerator)}/checkpoint_{number or 0}"
     if at and _is_committed(at, _arguments(accelerator)):
         return at, True
-    # whether a local directory has nothing but files of a save of smckpt
-    begun = os.path.isdir(at) and all(
-        name.startswith(".") or parse_name(name) is not None for name in os.listdir(at)
-    )
+    # whether a local directory has files of a save of smckpt, and nothing but what hooks write
+    names = os.listdir(at) if os.path.isdir(at) else []
+    ours = [name.startswith(".") or parse_name(name) is not None for name in names]
+    begun = os.path.isdir(at) and (all(ours) or (any(ours) and not stock_files(at)))
     if at and (not is_local(at) or begun):
         above = os.path.dirname(at.rstrip("/") if not is_local(at) else os.path.abspath(at))
         beside = smckpt.find_checkpoints(above, sure=True, **_arguments(accelerator))[-1:]
@@ -354,15 +467,6 @@ def _to_load(accelerator: Any, input_dir: Any) -> tuple[str, bool]:
             path=at,
         )
     return at, False
-
-
-def refuse_hook(accelerator: Any, hook: Callable[..., None]) -> NoReturn:
-    """In place of accelerate's methods that register one."""
-    raise UsageError(
-        "hooks of register_save_state_pre_hook and register_load_state_pre_hook are not honoured: "
-        "their files would not belong to the checkpoint",
-        remedy="register an object with register_for_checkpointing instead",
-    )
 
 
 def _refuse(accelerator: Any, kwargs: dict[str, Any], what: str) -> None:

@@ -249,12 +249,7 @@ def put_accelerate(provided: Provided, shadow: bool) -> None:
     from accelerate.utils import fsdp_utils
 
     import smckpt
-    from smckpt.integrations.accelerate import (
-        load_state,
-        merge_fsdp_weights,
-        refuse_hook,
-        save_state,
-    )
+    from smckpt.integrations.accelerate import load_state, merge_fsdp_weights, save_state
 
     kind = accelerate.Accelerator
     stock = {name: getattr(kind, name) for name in ("save_state", "load_state", "end_training")}
@@ -272,8 +267,6 @@ def put_accelerate(provided: Provided, shadow: bool) -> None:
     provided.attribute(kind, "save_state", save, "saves in the background, in one commit")
     provided.attribute(kind, "load_state", load, "loads committed checkpoints")
     provided.attribute(kind, "end_training", end, "waits for the last commit")
-    for name in ("register_save_state_pre_hook", "register_load_state_pre_hook"):
-        provided.attribute(kind, name, refuse_hook, "is refused")
     for owner in (accelerate.utils, fsdp_utils, merge):
         effect = "merges committed checkpoints"
         provided.attribute(owner, "merge_fsdp_weights", merge_fsdp_weights, effect)

@@ -11,6 +11,7 @@ import dataclasses
 import logging
 import re
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from types import MappingProxyType
 from typing import Any
 
@@ -222,9 +223,11 @@ class SmckptCheckpointManager(CheckpointManager):  # type: ignore[misc]
             self.dcp_load(target, directory, from_hf=from_hf, from_quantized=quantized)
             return
         arguments = {} if directory.startswith("keeper://") else self._arguments
-        saved = {}
+        saved: Mapping[str, Any] = {}
         if initial or _step_of(directory) == 0:  # perhaps in an `export_dtype`, which DCP converts
-            saved = open_any(access_to(directory, **arguments).open(directory)).logical
+            catalogue = open_any(access_to(directory, **arguments).open(directory))
+            with closing(catalogue.readers):
+                saved = catalogue.logical
         other = {
             key: torch.empty_like(value, dtype=getattr(torch, saved[key].dtype))
             for key, value in target.items()

@@ -6,9 +6,11 @@ import collections
 import functools
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -36,6 +38,7 @@ from smckpt.meeting.keys import Keys
 from smckpt.run import provide
 from tests.support.frameworks.lightning_state import checkpoint, same
 from tests.support.launch import run_ranks
+from tests.support.limits import seconds
 
 
 @dataclass
@@ -226,6 +229,31 @@ def each_saves_alone(folder: str) -> list[int]:
 def test_loads_end_where_each_rank_saves_alone(tmp_path: Path) -> None:
     found = run_ranks(each_saves_alone, 2, str(tmp_path))
     assert [one[rank] for rank, one in enumerate(found)] == [2, 2]
+
+
+def test_a_save_is_announced_while_another_one_still_connects(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The host of the job's store may be out of reach for half a minute."""
+    store, connects, announced = dist.HashStore(), threading.Event(), threading.Event()
+
+    def connected(given: Any) -> Any:
+        if not connects.is_set():
+            connects.set()
+            assert announced.wait(seconds(10))
+        return given
+
+    group = SimpleNamespace(world_size=2, rank=0, store=store)
+    monkeypatch.setattr(alone, "client_of", connected)
+    monkeypatch.setattr(alone, "group_of", lambda _: group)
+    announcements = alone.Announcements()
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(announcements.begin, "first")
+        assert connects.wait(seconds(10))
+        announcements.begin("second")()
+        announced.set()
+        first.result()()
+    assert Keys(store, "smckpt/lightning").peek("saver")[2:] == [2, "first"]
 
 
 def test_what_lightning_itself_wrote_is_loaded_and_removed(tmp_path: Path) -> None:

@@ -47,11 +47,13 @@ class Announcements:
                     keys.count(_count_of("ended", process))
 
         try:
+            known = self._keys
+            if known is None or known[0] is not group.store:
+                # not under the lock: to connect may take half a minute
+                self._keys = known = group.store, Keys(client_of(group.store), _KEYS)
             with self._lock:
-                if self._keys is None or self._keys[0] is not group.store:
-                    self._keys = group.store, Keys(client_of(group.store), _KEYS)
-                begun = self._keys[1].count(_count_of("begun", process))
-                keys = self._keys[1]  # it counts, so its end will
+                begun = known[1].count(_count_of("begun", process))
+                keys = known[1]  # it counts, so its end will
                 keys.set("saver", [group.rank, _listed(process), begun, path])
         except CheckpointError as error:
             log.info("other ranks do not hear of the save of %s: %s", path, error)

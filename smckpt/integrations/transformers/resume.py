@@ -9,6 +9,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Collection, Mapping
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -129,9 +130,10 @@ class Checkpoints:
             return None
         try:
             catalogue = open_catalogue(self.storage(directory))
-            found = {str(tensor.path[0]) for tensor in catalogue.logical.values()}
-            for path, _ in catalogue.objects(min(catalogue.object_ranks)).values():
-                found.add(str(path[0]))
+            with closing(catalogue.readers):
+                found = {str(tensor.path[0]) for tensor in catalogue.logical.values()}
+                for path, _ in catalogue.objects(min(catalogue.object_ranks)).values():
+                    found.add(str(path[0]))
         except CheckpointNotFoundError:
             return None
         except (CorruptCheckpointError, FormatVersionError) as error:
@@ -141,7 +143,9 @@ class Checkpoints:
 
     def ranks(self, directory: str) -> int:
         """How many ranks have saved what is committed."""
-        return len(open_catalogue(self.storage(directory)).object_ranks)
+        catalogue = open_catalogue(self.storage(directory))
+        with closing(catalogue.readers):
+            return len(catalogue.object_ranks)
 
     def _begun_by_us(self, directory: str) -> bool:
         names = self.storage(directory).names() if os.path.isdir(directory) else ()

@@ -35,8 +35,13 @@ def steps(folder: Path) -> list[int | None]:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return train(tmp_path_factory.mktemp("whole"))
+def whole_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("whole")
+
+
+@pytest.fixture(scope="module")
+def whole(whole_folder: Path) -> Run:
+    return train(whole_folder)
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +65,21 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
 
 def test_it_is_short() -> None:  # and exact: tests/test_proven_programs.py
     assert len(printed_program().splitlines()) <= 48
+
+
+def test_it_says_what_it_saves_and_records_the_loss_of_the_job(
+    whole_folder: Path, whole: Run
+) -> None:
+    assert whole.status == 0 and len(whole.losses) == 4 * 50, whole.said
+    for step in range(10, 51, 10):
+        assert whole.said.count(f"committed step {step}: ") == 2, whole.said  # by each group
+    assert "warn" not in whole.said.lower()
+    found = find_checkpoints(whole_folder / "checkpoints")
+    for one in found:
+        ranks = [float(whole.losses[rank, one.step or 0]) for rank in range(4)]
+        assert one.metadata["metrics"]["loss"] == pytest.approx(sum(ranks) / 4)
+        assert max(ranks) - min(ranks) > 1e-3
+    assert len(found) == 2
 
 
 @pytest.mark.long

@@ -65,6 +65,7 @@ from smckpt import (
     latest_checkpoint,
     load,
     maybe_finalize_async_calls,
+    prewarm,
     sm_state_dict_type,
 )
 
@@ -109,6 +110,8 @@ def train(run: Run, checkpoints: str | None, accident: Accident | None) -> None:
     job = new_job(run)
     if checkpoints:
         resume(run, job, checkpoints)
+        # else the first save would wait for its worker to start, and the second one for the first
+        prewarm(process_group=run.group)
     attempt = len(run.log.events("start"))
     dist.barrier()  # all ranks have read the log
     say(f"{phase}: steps {job.step} to {args.steps}")

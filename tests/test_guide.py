@@ -58,6 +58,22 @@ def test_the_readmes_examples_run(tmp_path: Path) -> None:
     assert "checkpoints/step_20" in said and "topology" not in said and "\nok: " in said
 
 
+def test_the_front_page_shows_what_there_is_and_its_programs_run(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "index.md").read_text()
+    pictures = re.findall(r"!\[[^]]+\]\(([^)]+)\)", page)
+    assert len(pictures) >= 3 and all((ROOT / "docs" / one).is_file() for one in pictures)
+    assert "SageMaker" in page and "(integrations.md)" in page
+    plain, managed = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    plain = plain.replace("/tmp/first-checkpoint", str(tmp_path / "first"))
+    around = (
+        "scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)\n"
+        "def train_one_step():\n    model(torch.ones(8)).sum().backward()\n    optimizer.step()\n"
+    )
+    run_in(tmp_path, sys.executable, "-c", plain + around + managed.replace("10_000", "300"))
+    found = find_checkpoints(tmp_path / "checkpoints")
+    assert [one.step for one in found] == [100, 200, 300]
+
+
 def test_the_guides_program_trains_saves_and_goes_on(tmp_path: Path) -> None:
     (program,) = blocks("docs/guide.md", "A whole program")
     assert len(program.splitlines()) <= 46

@@ -116,6 +116,8 @@ def test_a_link_to_a_step_is_no_other_step(root: Path) -> None:
     assert [one["place"] for one in told(command("doctor", root, "--json"))["steps"]] == [
         "30", "20", "10",
     ]  # fmt: skip
+    listed = [Path(one["path"]).name for one in told(command("ls", root, "--json"))]
+    assert listed == ["30", "20", "10"]
 
 
 @pytest.mark.parametrize("broken", ["removed", "cut"])

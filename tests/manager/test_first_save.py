@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from smckpt import CheckpointManager
+from smckpt import CheckpointManager, find_checkpoints
 from smckpt.engine.api import _RUNTIME
 from smckpt.engine.saving.save import Saver
 from smckpt.errors import StateError
@@ -83,6 +84,26 @@ def test_the_ranks_meet_before_the_first_save_over_one_connection_a_thread(tmp_p
     found = run_ranks(first_and_last, 2, str(tmp_path))
     assert [met for met, _ in found] == [True, True]
     assert found[1][1] == 3  # of two threads, and the one on which nobody waits
+
+
+def cut_short(folder: str) -> None:
+    """A life that is killed as soon as it has asked for a second save."""
+    with CheckpointManager(folder, signals=()) as manager:
+        step = manager.restore(into=objects(0))
+        for number in (step + 1, step + 2):
+            manager.save(number, objects(number))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_a_life_that_is_killed_at_its_second_save_has_gone_forward(
+    tmp_path: Path, world: int
+) -> None:
+    begun = []
+    for _ in range(3):
+        run_ranks(cut_short, world, str(tmp_path), killed=tuple(range(world)))
+        begun.append(max(one.step or 0 for one in find_checkpoints(tmp_path)))
+    assert begun[0] >= 1 and begun[1] > begun[0] and begun[2] > begun[1], begun
 
 
 def trained(step: int) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.core import saving
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
+from torch import nn
 
 import smckpt
 from smckpt.errors import PeerError, SaveFailedError, StateError, UsageError
@@ -73,8 +74,16 @@ def test_objects_that_need_code_are_loaded_as_weights_only_says(tmp_path: Path) 
 
 @pytest.mark.parametrize(
     "odd",
-    [Settings(3.0), torch.eye(3).to_sparse(), np.array(["a", "bc"])],
-    ids=["own", "sparse", "text"],
+    [
+        Settings(3.0),
+        torch.eye(3).to_sparse(),
+        np.array(["a", "bc"]),
+        nn.Parameter(torch.ones(3)),
+        nn.Parameter(torch.ones(3), requires_grad=False),
+        nn.Buffer(torch.ones(3)),
+        torch.ones(3, requires_grad=True),
+    ],
+    ids=["own", "sparse", "text", "parameter", "frozen", "buffer", "grad"],
 )
 def test_a_value_beside_large_tensors_comes_back_and_is_named_once(
     tmp_path: Path, odd: Any, caplog: pytest.LogCaptureFixture
@@ -91,8 +100,10 @@ def test_a_value_beside_large_tensors_comes_back_and_is_named_once(
     assert torch.equal(found["weight"], saved["averaged"]["weight"])
     got = found["with"]
     if isinstance(odd, torch.Tensor):
-        assert got.layout == odd.layout
-        odd, got = odd.to_dense(), got.to_dense()
+        assert (got.layout, got.requires_grad) == (odd.layout, odd.requires_grad)
+        assert isinstance(got, nn.Buffer) == isinstance(odd, nn.Buffer)
+        assert isinstance(got, nn.Parameter) == isinstance(odd, nn.Parameter)
+        odd, got = odd.detach().to_dense(), got.detach().to_dense()
     assert type(got) is type(odd) and np.all(np.asarray(got == odd))
 
 

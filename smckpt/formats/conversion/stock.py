@@ -34,6 +34,7 @@ from smckpt.formats.conversion.new_target import NewTarget
 from smckpt.formats.conversion.whole_state import Placeholder, WholeState
 from smckpt.layout.entries import DTYPES
 from smckpt.layout.image import METADATA
+from smckpt.state_dict.tensors import flags_of
 from smckpt.storage import Storage
 
 __all__ = [
@@ -120,6 +121,10 @@ def _stored(key: str, value: Any) -> tuple[str, Any]:
         if large:
             if any(one.layout != torch.strided or one.is_quantized for one in tensors):
                 raise StateError("not dense", remedy="pickle it")
+            if any(flags_of(one) or isinstance(one, torch.nn.Buffer) for one in tensors):
+                raise StateError(
+                    "more than values", remedy="pickle it"
+                )  # that come back as tensors
             encode_object([one for one in leaves if not isinstance(one, torch.Tensor)], path=key)
             return "tensors", value
         encoded = encode_object(value, path=key)

@@ -100,7 +100,8 @@ class Saves:
                 self._pickled.add(key)
                 log.warning(
                     "the checkpoint's %r is pickled as one (%d MB) while training waits, since it "
-                    "holds objects beside its tensors: put them under a key of their own",
+                    "holds more than plain tensors (objects, parameters): put those under a key of "
+                    "their own, or detach() them",
                     key,
                     len(values[key]) // _MB,
                 )

@@ -265,7 +265,7 @@ def _facts_of_files(source: RankFilesFound, pattern: str | None) -> dict[str, An
     from smckpt.translate.ranks.pipeline import open_ranks
 
     degrees, pp = Degrees.of(source.tp or 1, source.ep or 1), source.pp or 1
-    reader = open_ranks(source, degrees, pp, None, None, equal_ranks=True)
+    reader, _ = open_ranks(source, degrees, pp, None, None, equal_ranks=True)
     held = "" if degrees.ranks == 1 else f"by each of {degrees.ranks}"
     sizes = {name: record.nbytes for name, record in source.files.items()}
     return {

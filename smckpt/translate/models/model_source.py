@@ -343,15 +343,15 @@ class _Opener:
         ]
         for stage in stages:
             stage.refuse_unlike_replicas()
-        if not given.allow_equal_ranks:
-            refuse_equal_ranks(stages, degrees)
+        notes = () if given.allow_equal_ranks else refuse_equal_ranks(stages, degrees)
         reader: TensorReader = stages[0]
         if pp > 1:
             reader = merged(stages, _layers(self.settings), given.vpp, catalogue.url)
         cut = cut or pp == 1 or degrees.ranks > 1
         return ModelSource(
-            reader, degrees, given, cut=cut, facts=facts, identity=identity, step=catalogue.step
-        )
+            reader, degrees, given, cut=cut, facts=facts, identity=identity, notes=notes,
+            step=catalogue.step,
+        )  # fmt: skip
 
     def foreign(self, found: ForeignCheckpoint) -> ModelSource:
         """A checkpoint that others wrote, with tensors of all ranks."""
@@ -398,7 +398,7 @@ class _Opener:
         degrees, pp = given.degrees, given.pp or 1
         if pp == 1 or files.alone:
             given.refuse_chunks(files.url)
-        reader = open_ranks(
+        reader, notes = open_ranks(
             files,
             degrees,
             pp,
@@ -407,7 +407,7 @@ class _Opener:
             equal_ranks=given.allow_equal_ranks,
         )
         cut = degrees.ranks > 1 or self._is_layout(reader.held, files.url)
-        notes = () if files.order_is_known else (_UNKNOWN_ORDER,)
+        notes += () if files.order_is_known else (_UNKNOWN_ORDER,)
         return ModelSource(
             reader, degrees, given, files.format, cut, files.facts, notes=notes, step=files.step
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ _COMPARED = 64 << 10  # bytes of a tensor that are read before all of it
 _BEGINNING = 4 << 10  # of a tensor of a layer, and of each place of a file
 _SAMPLES = 8  # places of a file that are compared before all of it
 _AT_ONCE = 16  # reads
+_TELLING = 96  # bytes: eight constants in turn, as of a fused tensor, need fewer, compressed
 _OF_EXPERTS = re.compile(r"(?<!shared_)experts")
 _OWN = "fetch each rank's own file, or save each rank's own part; "
 _ALLOWED = "pass allow_equal_ranks=True (--allow-equal-ranks)"
@@ -51,18 +53,21 @@ class _Rank:
 
 def refuse_equal_ranks(
     stages: Sequence[TensorReader], degrees: Degrees, names: Sequence[str] = ()
-) -> None:
+) -> tuple[str, ...]:
     """Compare the ranks of all pipeline stages, as far as they hold tensors of the same names and
     shapes. Most differ in the first bytes of their largest tensor.
 
     Args:
         names: the ranks' files, tensor-parallel ranks innermost.
 
+    Returns:
+        a note on ranks that are equal because all that they have of their own is constant.
+
     Raises:
         UsageError: all tensors of two ranks are equal.
     """
     if any(held.whole is not None for stage in stages for held in stage.held.values()):
-        return  # what is cut is distributed; each rank has copies of the rest
+        return ()  # what is cut is distributed; each rank has copies of the rest
     alike: dict[object, list[_Rank]] = {}
     for number, stage in enumerate(stages):
         for coordinates in sorted({p for held in stage.held.values() for p in held.shards}):
@@ -76,6 +81,7 @@ def refuse_equal_ranks(
             shapes = frozenset((n, t.dtype, tuple(t.shape)) for n, t in tensors.items())
             alike.setdefault(shapes, []).append(_Rank(at, number, parts_of, tensors))
     sources = [TranslatedSource(stage) for stage in stages]
+    constant: list[str] = []
     for group in alike.values():
         # parts of several ranks each whose tensors all begin alike
         largest = sorted(group[0].tensors, key=lambda n: (-math.prod(group[0].tensors[n].shape), n))
@@ -95,7 +101,15 @@ def refuse_equal_ranks(
                 if first.stage == other.stage and not _has_own(first, other):
                     continue
                 if (first.stage, first.parts) != (other.stage, other.parts):
-                    _refuse_equal(sources, first, other, names, stages[other.stage].url)
+                    url = stages[other.stage].url
+                    constant += _refuse_equal(sources, first, other, names, url)
+    if not constant:
+        return ()
+    more = f" and {len(constant) - 8} more" if constant[8:] else ""
+    return (
+        f"all tensors of some ranks are equal, but each holds one number: {'; '.join(constant[:8])}"
+        f"{more}: whether one is a copy of the other cannot be told",
+    )
 
 
 def _has_own(one: _Rank, two: _Rank) -> bool:
@@ -116,16 +130,21 @@ def _elements(source: TranslatedSource, tensor: Translated, start: int, most: in
 
 def _refuse_equal(
     sources: Sequence[TranslatedSource], one: _Rank, two: _Rank, names: Sequence[str], url: str
-) -> None:
-    for name, tensor in one.tensors.items():
-        step = CHUNK // DTYPES[tensor.source_dtype].itemsize
-        for start in range(0, math.prod(tensor.shape), step):
-            if _elements(sources[one.stage], tensor, start, CHUNK) != _elements(
-                sources[two.stage], two.tensors[name], start, CHUNK
-            ):
-                return
-    first, second = (names[rank.number] if names else f"rank {rank.number}" for rank in (one, two))
+) -> list[str]:
+    """Returns: the two, if they are equal, but nothing that is their own tells of a copy."""
     experts = one.stage == two.stage and one.parts[0] == two.parts[0]
+    tells = False
+    for name, tensor in one.tensors.items():
+        itemsize = DTYPES[tensor.source_dtype].itemsize
+        for start in range(0, math.prod(tensor.shape), CHUNK // itemsize):
+            held = _elements(sources[one.stage], tensor, start, CHUNK)
+            if held != _elements(sources[two.stage], two.tensors[name], start, CHUNK):
+                return []
+            own = len(tensor.shape) > 1 and (not experts or _OF_EXPERTS.search(name))
+            tells = tells or bool(own and _tells(held[:_BEGINNING]))
+    first, second = (names[rank.number] if names else f"rank {rank.number}" for rank in (one, two))
+    if not tells:
+        return [f"{first} and {second}"]
     raise UsageError(
         f"all tensors of {second} are those of {first}, so it is a copy of another rank's",
         remedy=_OWN + (EQUAL_EXPERTS if experts else _MADE_SO),
@@ -138,7 +157,7 @@ def refuse_equal_files(tensors: Iterable[SavedTensor], source: SourceFiles) -> N
     parts have no names in them, and each may have the right checksum.
 
     Raises:
-        UsageError: two are equal, and hold more than one number.
+        UsageError: two are equal, and hold more than constants.
     """
     boxes: dict[str, dict[str, SavedBox]] = {}
     for tensor in tensors:
@@ -163,7 +182,7 @@ def refuse_equal_files(tensors: Iterable[SavedTensor], source: SourceFiles) -> N
         for other in others:
             common = boxes[first.path].keys() & boxes[other.path].keys()
             if common and _are_equal(source, first, other) and any(
-                _box_varies(source, boxes[first.path][name]) for name in sorted(common)
+                _box_tells(source, boxes[first.path][name]) for name in sorted(common)
             ):  # fmt: skip
                 raise UsageError(
                     f"the file is byte for byte {first.path}, but each should hold a part of its "
@@ -177,13 +196,13 @@ def _are_equal(source: SourceFiles, one: ArchiveRecord, two: ArchiveRecord) -> b
     return all(source.read(one, *each) == source.read(two, *each) for each in ranges)
 
 
-def _box_varies(source: SourceFiles, saved: SavedBox) -> bool:
-    """Whether there are several numbers in the first bytes of what a box lies in."""
+def _box_tells(source: SourceFiles, saved: SavedBox) -> bool:
+    """Whether there are more than constants in the first bytes of what a box lies in."""
     stored = saved.find()
     size = DTYPES[stored.dtype].itemsize
     low = stored.start * size
     begins = source.read(stored.record, low, min(low + _BEGINNING, stored.record.nbytes))
-    return _varies(begins, size)
+    return _tells(begins)
 
 
 # of the experts of one layer, the first tells whether to look at the others
@@ -193,7 +212,7 @@ _SHARED = frozenset({"k", "v"})  # roles whose heads a model may have several ti
 
 def refuse_equal_layers(reader: TensorReader, side: Side) -> tuple[str, ...]:
     """Compare what ranks have of their own in each layer: matrices that are cut, and experts. One
-    that begins with a single number, such as zeros, tells nothing.
+    that begins with constants, such as zeros, tells nothing.
 
     Returns:
         notes on matrices that two ranks hold alike, and on layers that are equal: one of a pipeline
@@ -225,14 +244,13 @@ def refuse_equal_layers(reader: TensorReader, side: Side) -> tuple[str, ...]:
             for name, keys in names.items()
             for key in keys
         }
-        size_of = {name: DTYPES[dtype_of[name]].itemsize for name in names}
         pairs: dict[tuple[TensorKey, TensorKey], None] = {}  # in order
         of_first: list[bytes] = []
         for name in sampled[tower, layer]:
             begin_alike: dict[bytes, TensorKey] = {}
             for key in sorted(names[name]):
                 begins = beginnings[key]
-                if _varies(begins, size_of[name]):
+                if _tells(begins):
                     of_first += [] if begin_alike else [begins]
                     first = begin_alike.setdefault(begins, key)
                     if first is not key:
@@ -245,7 +263,7 @@ def refuse_equal_layers(reader: TensorReader, side: Side) -> tuple[str, ...]:
             for first, second in (pair for pair in both if tensors.keys() >= {*pair}):
                 begins = _elements(source, tensors[first], 0, _BEGINNING)
                 if equal(source, tensors[first], tensors[second]):
-                    same += [first.name] if _varies(begins, size_of[first.name]) else []
+                    same += [first.name] if _tells(begins) else []
                 else:
                     all_same = False
             where = f"(tp, ep) {one[1:]} and {two[1:]}"
@@ -289,6 +307,7 @@ def _beginnings(reader: TensorReader, keys: Sequence[TensorKey]) -> list[bytes]:
     return list(map(bytes, memory))
 
 
-def _varies(begins: bytes, itemsize: int) -> bool:
-    """Whether there are several numbers."""
-    return begins != begins[:itemsize] * (len(begins) // itemsize)
+def _tells(begins: bytes) -> bool:
+    """Whether equal bytes tell of a copy. Constants do not, such as zeros, also if several are in
+    one tensor: a fused one has those of each of its parts."""
+    return len(zlib.compress(begins)) > _TELLING

@@ -320,20 +320,19 @@ def stages_of_ranks(layout: TensorLayout, dims: Dims, ep: int, pp: int) -> list[
 def open_ranks(
     found: RankFilesFound, degrees: Degrees, pp: int, layers: int | None, vpp: int | None,
     *, equal_ranks: bool = False,
-) -> TensorReader:  # fmt: skip
-    """A reader of the files of `pp` stages. layers, vpp: as of `merged`. equal_ranks: ranks may
-    hold the same.
+) -> tuple[TensorReader, tuple[str, ...]]:  # fmt: skip
+    """A reader of the files of `pp` stages, and notes. layers, vpp: as of `merged`. equal_ranks:
+    ranks may hold the same.
 
     Raises:
         as `open_files`, `refuse_equal_ranks` and `merged`.
     """
     stages = open_stages(found.states, degrees, pp, found.source, found.alone)
     refuse_other_ranks([(file, state.facts) for file, state in found.states.items()], degrees, pp)
-    if not equal_ranks:
-        refuse_equal_ranks(stages, degrees, [*found.states])
+    notes = () if equal_ranks else refuse_equal_ranks(stages, degrees, [*found.states])
     if pp == 1:
-        return stages[0]
+        return stages[0], notes
     if found.alone:
-        return by_name(stages)
+        return by_name(stages), notes
     stated = None if layers is None else found.degree(VPP)  # what is shown may be of any model
-    return merged(stages, layers, vpp, found.url, stated)
+    return merged(stages, layers, vpp, found.url, stated), notes

@@ -331,6 +331,44 @@ def test_ranks_whose_tensors_are_alike_by_design_are_no_obstacle(tmp_path, made,
     assert not any("equal" in note for note in report.notes), report.notes
 
 
+@pytest.mark.parametrize("kind", ["safetensors", "pt", "checkpoint"])
+@pytest.mark.parametrize(
+    ("family", "degrees"),
+    [("llama", {"pp": 4}), ("llama", {"tp": 2}), ("mixtral", {"ep": 2}),
+     ("mixtral", {"tp": 2, "ep": 2})],
+)  # fmt: skip
+@pytest.mark.parametrize("constant", ["zeros", "one for each tensor", "layers"])
+def test_a_model_of_constants_is_no_copy(tmp_path, kind, family, degrees, constant):
+    """Equal constants tell nothing of a copy, also where a fused tensor holds several of them."""
+    model = ref.model(family, num_hidden_layers=4)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if constant == "zeros" or (constant == "layers" and ".layers." in name):
+                parameter.zero_()
+            elif constant == "one for each tensor":
+                number = sorted({re.sub(r"\d+", "#", n) for n, _ in model.named_parameters()})
+                parameter.fill_(0.01 * number.index(re.sub(r"\d+", "#", name)))
+    state = ref.on_disk(model, tmp_path / "own")
+    tp, ep = degrees.get("tp", 1), degrees.get("ep", 1)
+    cuts = of_stages(state, 4) if "pp" in degrees else cuts_of(family, state, tp, ep)
+    given: Any = [tmp_path / f"rank{number}.{kind}" for number in range(len(cuts))]
+    if kind != "checkpoint":
+        for path, cut in zip(given, cuts, strict=True):
+            write(cut, path)
+    else:
+        topology = ParallelState(
+            len(cuts), tensor_parallel_degree=tp, expert_parallel_degree=ep,
+            pipeline_parallel_degree=degrees.get("pp", 1),
+        ).to_json()  # fmt: skip
+        given = shards.write(
+            tmp_path / "ck", len(cuts), lambda r: list(plain(cuts, r)), topology=topology
+        )
+    report = export_hf(given, tmp_path / "hf", config=model.config, parallel=Parallel(**degrees))
+    assert_same(tmp_path / "hf", state)
+    noted = [note for note in report.notes if "whether one is a copy" in note]
+    assert len(noted) == (family == "mixtral" or "pp" in degrees), report.notes
+
+
 def test_what_ranks_have_is_compared_before_a_byte_of_it_is_checked(tmp_path, made, monkeypatch):
     """Or each byte of a model would be fetched twice: a CRC is of a whole tensor."""
     model, state = made("llama")

@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import pytest
 from click.testing import CliRunner
 
 import smckpt
@@ -43,6 +44,7 @@ print(step, flush=True)
 COUNT = int(os.environ.get("SMCKPT_COMMANDS", "60"))
 
 
+@pytest.mark.timeout(COUNT + 300)
 def test_no_command_is_wrong_or_disturbs_a_job_that_saves_and_deletes(tmp_path: Path) -> None:
     seed = int(os.environ.get("SMCKPT_SEED", str(random.randrange(1 << 30))))
     print("seed", seed)

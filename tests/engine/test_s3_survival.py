@@ -50,7 +50,9 @@ def saved_under_fire(where: str, endpoint: str, saves: int) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("saves", [8, pytest.param(200, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "saves", [8, pytest.param(200, marks=[pytest.mark.long, pytest.mark.timeout(3600)])]
+)
 def test_nothing_is_lost_when_one_request_in_ten_fails(
     s3_root: str, s3_server: Server, saves: int
 ) -> None:

@@ -36,7 +36,8 @@ EXAMPLES = int(os.environ.get("SMCKPT_FUZZ_EXAMPLES", "25"))
 LONG = int(os.environ.get("SMCKPT_FUZZ_LONG", "1000"))
 MEMORY = 1 << 30
 at_length = pytest.mark.parametrize(
-    "examples", [EXAMPLES, pytest.param(LONG, marks=pytest.mark.long)]
+    "examples",
+    [EXAMPLES, pytest.param(LONG, marks=[pytest.mark.long, pytest.mark.timeout(2 * LONG + 300)])],
 )
 
 LEAVES = st.one_of(

@@ -206,6 +206,8 @@ def _scanned(model: Storage) -> dict[str, PublishedFile]:
             try:
                 found = strict_json(model.read(INDEX, most=_MAX_INDEX).decode())["weight_map"]
                 missing = sorted({*found.values()} - {*infos})
+                if not all(isinstance(name, str) for name in missing):
+                    raise TypeError(missing)
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
                 missing = ["a weight_map in its index"]
         if missing:

@@ -600,7 +600,8 @@ def test_half_of_an_export_in_several_files_is_refused(served: Served) -> None:
     index.write_text(json.dumps(where))
     with pytest.raises(errors.UsageError, match="it lacks model-00002-of-00002"):
         served.publish()
-    for text in ("{", "[]", json.dumps({"weight_map": [1]})):
+    no_names = [{"weight_map": {"a": no}} for no in (0, None, True, 1.5, [], {"b": 1})]
+    for text in ("{", "[]", json.dumps({"weight_map": [1]}), *map(json.dumps, no_names)):
         index.write_text(text)
         with pytest.raises(errors.UsageError, match="it lacks a weight_map"):
             served.publish()

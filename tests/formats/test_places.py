@@ -56,6 +56,24 @@ def test_a_model_that_is_an_attribute_is_found(tmp_path, llama, place, against, 
     assert not any(told.values()), told
 
 
+@pytest.mark.parametrize("odd", ["a further one", "another place", "another word"])
+def test_names_that_the_family_has_not_are_noted_without_the_comparison(tmp_path, llama, odd):
+    """They are refused with it."""
+    model, state = llama
+    if odd == "a further one":
+        state = {**state, "foo.weight": torch.ones(3)}
+    elif odd == "another place":  # and one beside it, so that it is no place of the model
+        state = {**below("x.y", state), "z.weight": torch.ones(3)}
+    else:
+        state = {name.replace(".layers.", ".blocks."): tensor for name, tensor in state.items()}
+    torch.save(state, tmp_path / "model.pt")
+    with pytest.raises(errors.KeysMismatchError, match="is (unexpected|missing)"):
+        export_hf(tmp_path / "model.pt", tmp_path / "no", config=model.config)
+    options = ExportOptions(against_model=False)
+    report = export_hf(tmp_path / "model.pt", tmp_path / "hf", config=model.config, options=options)
+    assert any("is not the LlamaForCausalLM" in note for note in report.notes), report.notes
+
+
 def test_two_models_are_listed_and_each_is_taken_by_its_prefix(tmp_path, llama):
     model, state = llama
     both = {**below("student", state), **below("teacher.inner", other(state))}

@@ -288,6 +288,15 @@ def test_writer_and_reader_name_one_save(tmp_path: Path, planner: Any) -> None:
     assert seen[0] != seen[1]
 
 
+def test_a_planner_sees_the_version_of_metadata_that_dcp_writes(tmp_path: Path) -> None:
+    for save, load, at in ((dcp.save, dcp.load, "dcp"), (calls.save, calls.load, "ours")):
+        save({"w": torch.ones(2)}, checkpoint_id=tmp_path / at)
+        seen = DefaultLoadPlanner()
+        load({"w": torch.zeros(2)}, checkpoint_id=tmp_path / at, planner=seen)
+        assert seen.metadata is not None
+        assert seen.metadata.version == dcp.filesystem.CURRENT_DCP_VERSION
+
+
 @pytest.mark.parametrize("planner", [None, DefaultSavePlanner(dedup_save_to_lowest_rank=True)])
 def test_one_writer_and_reader_serve_the_directories_of_many_saves(
     tmp_path: Path, planner: Any

@@ -16,6 +16,7 @@ from uuid import uuid4
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -262,7 +263,7 @@ class DistributedFileSystemReader(StorageReader):
                 entries[name] = BytesStorageMetadata()
                 paths[name] = path
                 self._objects[name] = value
-        return Metadata(
+        found = Metadata(
             entries,
             planner_data=paths,
             storage_data=catalogue.identity,
@@ -272,6 +273,9 @@ class DistributedFileSystemReader(StorageReader):
                 load_id=self.load_id,
             ),
         )
+        if (version := vars(filesystem).get("CURRENT_DCP_VERSION")) is not None:
+            found.version = version  # a planner may ask; an older torch knows no version
+        return found
 
     def _flat_objects(self, catalogue: CommittedCatalogue) -> Iterator[tuple[Path, Any]]:
         """This rank's values, cut as DCP cuts a nested state dict. After them those of the lowest

@@ -165,7 +165,7 @@ def run_file(checkout: Path, name: str, way: str, only: str | None) -> dict[str,
             "SMCKPT_TORCH_WAY": way,
             "PYTHONPATH": os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")]),
             "SMCKPT_TORCH_REPORT": str(report),
-            "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": "60",
+            "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": str(int(seconds(60))),
         }
         command = [sys.executable, "-m", "pytest", "-q", str(copy)]
         command += ["-p", "tests.support.frameworks.torch_suite_report", "-p", "no:cacheprovider"]

@@ -116,12 +116,11 @@ class FileSystemReader(DistributedFileSystemReader):
     holds what DCP wrote.
 
     Args:
-        path: as in DCP.
+        path, _extension_registry: as in DCP.
         more: arguments of `DistributedFileSystemReader`.
 
     Raises:
-        UsageError: extensions are given, which only DCP's own reader knows; or both DCP and smckpt
-            have saved there, and nothing tells which is newer.
+        UsageError: both DCP and smckpt have saved there, and nothing tells which is newer.
     """
 
     def __new__(
@@ -134,12 +133,7 @@ class FileSystemReader(DistributedFileSystemReader):
     def __init__(
         self, path: str | os.PathLike[str], _extension_registry: Any = None, **more: Any
     ) -> None:
-        if _extension_registry is not None:
-            raise UsageError(
-                "_extension_registry is not honoured",
-                remedy="leave it out: smckpt wrote this checkpoint without extensions",
-                path=os.fspath(path),
-            )
+        del _extension_registry  # smckpt writes without extensions, so none is looked up
         super().__init__(path, **more)
 
 

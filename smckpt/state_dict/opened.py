@@ -44,7 +44,7 @@ from smckpt.state_dict.tags import (
     set_tag,
     tag_of,
 )
-from smckpt.state_dict.tensors import dtensor_parts, is_dtensor, is_sharded_tensor
+from smckpt.state_dict.tensors import cuts_itself, dtensor_parts, is_dtensor
 
 __all__ = ["Materialised", "Opened"]
 
@@ -78,8 +78,8 @@ class Opened:
 
     def _open(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            # a ShardedTensor of several shards does not tell their places
-            meta = not is_sharded_tensor(value) and value.is_meta
+            # one of several shards does not tell their places
+            meta = not cuts_itself(value) and value.is_meta
             if not meta:
                 return value
             if (model := model_of(value)) is not None:

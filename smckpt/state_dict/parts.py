@@ -24,7 +24,14 @@ from smckpt.layout.entries import ObjectLeaf, Path, dotted
 from smckpt.registry import Registry
 from smckpt.state_dict.of_optimizers.bindings import Binding, optimizer_dicts
 from smckpt.state_dict.tags import Tag, clear_tag, set_tag, tag_of
-from smckpt.state_dict.tensors import PLAIN, dtensor_parts, is_dtensor, is_flattening, unwrapped
+from smckpt.state_dict.tensors import (
+    PLAIN,
+    cuts_itself,
+    dtensor_parts,
+    is_dtensor,
+    is_flattening,
+    unwrapped,
+)
 
 __all__ = [
     "joined",
@@ -405,6 +412,8 @@ def _own_attributes(tensor: torch.Tensor) -> list[str]:
     kind, kept = type(tensor), vars(tensor)
     if kind not in PLAIN:
         if kind.__module__.split(".")[0] in _LIBRARIES or is_flattening(tensor):
+            return []
+        if cuts_itself(tensor):  # DCP, too, gives its memory alone back
             return []
         slots = [vars(each).get("__slots__", ()) for each in kind.__mro__]
         names = [n for of in slots for n in ((of,) if isinstance(of, str) else of)]

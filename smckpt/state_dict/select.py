@@ -20,7 +20,7 @@ from smckpt.layout.containers import (
     text_of_key,
 )
 from smckpt.layout.entries import DTYPES, Entry, ObjectLeaf, Path, dotted
-from smckpt.layout.geometry import Geometry, MeshGeometry, PerRankGeometry
+from smckpt.layout.geometry import BoxGeometry, Geometry, MeshGeometry, PerRankGeometry
 from smckpt.layout.mesh import Mesh
 from smckpt.state_dict.model_views import names_in_state
 from smckpt.state_dict.modes import neutral
@@ -45,7 +45,7 @@ from smckpt.state_dict.tags import (
 )
 from smckpt.state_dict.tensors import (
     PLAIN,
-    box_geometry,
+    cuts_itself,
     dtensor_parts,
     dtype_name,
     flags_of,
@@ -57,6 +57,7 @@ from smckpt.state_dict.tensors import (
     mesh_of,
     order_of,
     placement_of,
+    shards_of,
 )
 
 __all__ = ["Selection", "Selector", "geometry_of"]
@@ -239,7 +240,8 @@ class Selector:
         if type(value) is dict:  # the common case, without the slow check of abstract classes
             return self._children(value, value.items(), path, walk)
         if isinstance(value, torch.Tensor):
-            if type(value) in PLAIN or (parts := self._parts(value, path)) is None:
+            whole = type(value) in PLAIN or cuts_itself(value)
+            if whole or (parts := self._parts(value, path)) is None:
                 walk.tensors.append((path, value))
                 return True
             inner, facts = parts
@@ -370,8 +372,8 @@ class Selector:
     def _entry(
         self, path: Path, tensor: torch.Tensor, tag: Tag | None
     ) -> tuple[Entry | None, torch.Tensor]:
-        """None for a tensor of a mesh without this rank."""
-        local, placed = local_of(tensor)
+        """None for a tensor of which this rank has no part by its mesh or class."""
+        local, placed = local_of(tensor, path, self._rank)
         if local.dim() != 1 and tag is not None and tag.geometry is not None and tag.geometry.flat:
             local = flattened(local, path, self._rank)
         signature = (
@@ -381,6 +383,8 @@ class Selector:
         if known is not None and known[0] == signature:
             return known[1], local
         outside = is_dtensor(tensor) and dtensor_parts(tensor)[1].get_coordinate() is None
+        if cuts_itself(tensor) and not is_sharded_tensor(tensor):
+            outside = outside or not placed[1]  # without a box it does not say its dtype either
         entry = None if outside else self._make(path, tensor, local, tag)
         self._known[path] = (signature, entry)
         return entry, local
@@ -414,8 +418,9 @@ class Selector:
     def _geometry(
         self, tensor: Any, local: torch.Tensor, fqns: tuple[str, ...], path: Path
     ) -> Geometry:
-        if is_sharded_tensor(tensor):
-            return box_geometry(tensor, fqns[0], self._rank)
+        if cuts_itself(tensor):
+            shape, shards = shards_of(tensor, path, self._rank)
+            return BoxGeometry(fqns[0], shape, tuple(box for box, _ in shards), (self._rank,))
         if is_dtensor(tensor):
             _, mesh, placements, shape = dtensor_parts(tensor)
             # A parameter's state has the placement of the parameter.

@@ -18,7 +18,14 @@ from torch import nn
 
 from smckpt.layout.entries import Path
 from smckpt.layout.geometry import Geometry
-from smckpt.state_dict.tensors import dtensor_parts, fill, is_dtensor, is_sharded_tensor, unwrapped
+from smckpt.state_dict.tensors import (
+    cuts_itself,
+    dtensor_parts,
+    fill,
+    is_dtensor,
+    shards_of,
+    unwrapped,
+)
 
 __all__ = [
     "FullStateDict",
@@ -267,21 +274,19 @@ class ParamGroups(list):  # type: ignore[type-arg]
         return copy.deepcopy(list(self), memo)
 
 
-def local_of(tensor: Any) -> tuple[torch.Tensor, Any]:
+def local_of(tensor: Any, path: Path, rank: int) -> tuple[torch.Tensor, Any]:
     """The local array, and the values to compare to see whether the placement is unchanged."""
-    if is_dtensor(tensor):
-        local, mesh, placements, shape = dtensor_parts(tensor)
-        return unwrapped(local), (mesh, placements, shape)
-    if is_sharded_tensor(tensor):
-        shards = tensor.local_shards()
-        boxes = tuple(
-            (tuple(s.metadata.shard_offsets), tuple(s.metadata.shard_sizes)) for s in shards
-        )
+    if cuts_itself(tensor):
+        shape, shards = shards_of(tensor, path, rank)
+        placed = shape, [box for box, _ in shards]
         if len(shards) == 1:
-            return shards[0].tensor.detach(), boxes
-        parts = [s.tensor.detach() for s in shards]
+            return shards[0][1], placed
+        parts = [part for _, part in shards]
         empty = torch.empty(0, dtype=tensor.dtype, device="cpu")
         local = torch.cat([part.reshape(-1) for part in parts]) if parts else empty
         set_parts(local, parts)
-        return local, boxes
+        return local, placed
+    if is_dtensor(tensor):
+        local, mesh, placements, shape = dtensor_parts(tensor)
+        return unwrapped(local), (mesh, placements, shape)
     return unwrapped(tensor.detach() if tensor.requires_grad else tensor), None

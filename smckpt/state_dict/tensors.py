@@ -14,13 +14,12 @@ from torch import nn
 
 from smckpt.errors import StateError
 from smckpt.layout.entries import Path, dotted
-from smckpt.layout.geometry import BoxGeometry
 from smckpt.layout.mesh import Mesh, Placement
 from smckpt.layout.strided import Box
 
 __all__ = [
     "PLAIN",
-    "box_geometry",
+    "cuts_itself",
     "detached",
     "dtensor_parts",
     "dtype_name",
@@ -38,6 +37,7 @@ __all__ = [
     "order_of",
     "placement_of",
     "same_bits",
+    "shards_of",
     "unwrapped",
     "zeros_on_mesh",
 ]
@@ -231,12 +231,46 @@ def flattened(local: torch.Tensor, path: Path, rank: int) -> torch.Tensor:
         ) from error
 
 
-def box_geometry(tensor: Any, fqn: str, rank: int) -> BoxGeometry:
-    boxes = tuple(
-        Box(tuple(s.metadata.shard_offsets), tuple(s.metadata.shard_sizes))
-        for s in tensor.local_shards()
-    )
-    return BoxGeometry(fqn, tuple(tensor.size()), boxes, (rank,))
+def cuts_itself(value: Any) -> bool:
+    """Whether a tensor says which boxes of it this rank has: a ShardedTensor, or one that DCP asks
+    for its items, also as the local tensor of a DTensor."""
+    kind = type(value)
+    if kind in PLAIN:
+        return False
+    if is_dtensor(value):
+        kind = type(dtensor_parts(value)[0])
+    return hasattr(kind, "__create_write_items__") or is_sharded_tensor(value)
+
+
+def shards_of(
+    value: Any, path: Path, rank: int
+) -> tuple[tuple[int, ...], tuple[tuple[Box, torch.Tensor], ...]]:
+    """The whole shape, and this rank's boxes with their memory, of a value that cuts itself.
+
+    Raises:
+        StateError: it does not say this of a tensor.
+    """
+    if is_sharded_tensor(value):
+        held = [
+            (s.metadata.shard_offsets, s.metadata.shard_sizes, s.tensor)
+            for s in value.local_shards()
+        ]
+        shape = value.size()
+    else:
+        items = value.__create_write_items__(dotted(path), value)
+        said = [item.tensor_data for item in items]
+        if None in said:
+            raise StateError(
+                f"{dotted(path)} is a {type(value).__name__}, whose items are no boxes of a tensor",
+                remedy="leave it out, or put what it holds into the state",
+                rank=rank,
+            )
+        shape = said[0].size if said else value.shape
+        held = [
+            (data.chunk.offsets, data.chunk.sizes, value.__get_tensor_shard__(item.index))
+            for item, data in zip(items, said, strict=True)
+        ]
+    return tuple(shape), tuple((Box(tuple(at), tuple(of)), t.detach()) for at, of, t in held)
 
 
 def mesh_of(mesh: Any) -> Mesh:

@@ -15,12 +15,23 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
 from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
-from torch.distributed.checkpoint.planner import LoadPlan
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import StateDictType, fully_shard
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 
 import smckpt
 from smckpt import DistributedFileSystemReader as Reader
@@ -508,6 +519,92 @@ def fsdp1_by_planners_and_writers(folder: str) -> dict[str, list[bool]]:
 def test_sharded_tensors_of_fsdp1_are_saved_with_a_planner_and_a_writer(tmp_path: Path) -> None:
     for told in run_ranks(fsdp1_by_planners_and_writers, 2, str(tmp_path)):
         assert len(told) == 4 and all(len(same) == 4 and all(same) for same in told.values()), told
+
+
+class Rows(torch.Tensor):
+    """Says itself which rows of a tensor this rank has, by the names that DCP asks for."""
+
+    held: dict[int, torch.Tensor]
+
+    @staticmethod
+    def __new__(cls, size: tuple[int, int], held: dict[int, torch.Tensor]) -> Rows:
+        made: Rows = torch.Tensor._make_wrapper_subclass(cls, size)
+        made.held = held
+        return made
+
+    def __init__(self, size: Any, held: Any) -> None: ...
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError(func)
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(torch.Size((r, 0)), t.size()) for r, t in self.held.items()]
+
+    def __create_write_items__(self, fqn: str, value: Any) -> list[WriteItem]:
+        return [
+            WriteItem(
+                MetadataIndex(fqn, chunk.offsets),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk, TensorProperties.create_from_tensor(held), self.size()
+                ),
+            )
+            for chunk, held in zip(self.__create_chunk_list__(), self.held.values(), strict=True)
+        ]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        assert index.offset is not None
+        return self.held[index.offset[0]]
+
+
+def rows_that_say_where_they_are(folder: str) -> list[str]:
+    """By each call, saved in one cut and loaded into another; stock beside ours."""
+    full = torch.arange(24.0).view(8, 3)
+    mesh = init_device_mesh("cpu", (2,))
+
+    def wrapped(held: dict[int, torch.Tensor]) -> DTensor:
+        inner = LocalShardsWrapper(list(held.values()), [(row, 0) for row in held])
+        out: DTensor = DTensor.from_local(
+            inner, mesh, [Shard(0)], run_check=False, shape=torch.Size((8, 3)), stride=(3, 1)
+        )
+        return out
+
+    ours = {"save": calls.save, "smckpt": smckpt.save, "async_save": calls.async_save}
+    wrong = []
+    for of in (lambda held: Rows((8, 3), held), wrapped):
+        for name, save in {"stock": dcp.save, **ours}.items():
+            load = dcp.load if name == "stock" else calls.load
+            for saved, loaded in (  # each rank's first rows and their numbers
+                ([{0: 3}, {3: 5}], [{0: 6}, {6: 2}]),
+                ([{0: 2, 4: 2}, {2: 2, 6: 2}], [{0: 3, 5: 3}, {3: 2}]),
+                ([{0: 8}, {}], [{}, {0: 8}]),
+                ([{0: 8}, {0: 8}], [{2: 1}, {7: 1}]),
+            ):
+                for dtype in (torch.float32, torch.bfloat16):
+                    place = f"{folder}/{of is wrapped}-{name}-{saved}-{dtype}"
+                    cut = {r: full[r : r + n].to(dtype) for r, n in saved[dist.get_rank()].items()}
+                    begun = save({"table": {"w": of(cut)}}, checkpoint_id=place)
+                    if name == "async_save":
+                        begun.result()  # type: ignore[union-attr]
+                    mine = loaded[dist.get_rank()]
+                    into = {r: torch.zeros(n, 3, dtype=dtype) for r, n in mine.items()}
+                    target: Any = {"table": {"w": of(into)}}
+                    kept = target["table"]["w"]
+                    load(target, checkpoint_id=place)
+                    same = all(
+                        torch.equal(t, full[r : r + len(t)].to(dtype)) for r, t in into.items()
+                    )
+                    whole = {"table": {"w": torch.zeros(8, 3, dtype=dtype)}}
+                    load(whole, checkpoint_id=place)
+                    same = same and torch.equal(whole["table"]["w"], full.to(dtype))
+                    if not same or target["table"]["w"] is not kept:
+                        wrong.append(place)
+    return wrong
+
+
+def test_tensors_that_say_which_boxes_they_have_are_saved_and_loaded(tmp_path: Path) -> None:
+    assert run_ranks(rows_that_say_where_they_are, 2, str(tmp_path)) == [[], []]
 
 
 def alone(folder: str) -> list[float]:

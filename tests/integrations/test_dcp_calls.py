@@ -611,7 +611,8 @@ def test_torchs_own_tests_pass_with_ours_in_dcps_place() -> None:
     done = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=seconds(600), check=True
     )
-    assert "stock: 6 of 6\ncalls: 6 of 6\nstorage: 6 of 6" in done.stdout, done.stdout
+    counts = r"stock: ([1-9]\d*) of \1\ncalls: \1 of \1\nstorage: \1 of \1\n"  # by torch's version
+    assert re.search(counts, done.stdout), done.stdout
 
 
 def test_a_load_with_a_planner_reads_what_dcp_wrote(tmp_path: Path, s3_root: str) -> None:

@@ -9,7 +9,8 @@ its tests run once as they are (`stock`), once with all names that `smckpt run -
 `FileSystemWriter` (`storage`), and once with `sm_state_dict_type` in place of
 `FSDP.state_dict_type` (`kinds`). Only tests that stock torch passes here count.
 
-It needs the package expecttest. Ranks are forked, so a test takes seconds.
+It needs the packages expecttest and, for tests of extensions, zstandard. Ranks are forked, so a
+test takes seconds.
 """
 
 from __future__ import annotations
@@ -34,8 +35,10 @@ FILES = (
     "checkpoint/e2e/test_fine_tuning.py",
     "checkpoint/e2e/test_fsdp_ep.py",
     "checkpoint/fsdp/test_fsdp_dsd.py",
+    "checkpoint/test_async_process_executor.py",
     "checkpoint/test_checkpoint.py",
     "checkpoint/test_compatibility.py",
+    "checkpoint/test_consolidate_hf_safetensors.py",
     "checkpoint/test_dedup_tensors.py",
     "checkpoint/test_dtensor_checkpoint.py",
     "checkpoint/test_dtensor_resharding.py",
@@ -46,11 +49,15 @@ FILES = (
     "checkpoint/test_fsdp_optim_state.py",
     "checkpoint/test_fsdp_tp_checkpoint_conversion.py",
     "checkpoint/test_fsspec.py",
+    "checkpoint/test_hf_safetensor_e2e.py",
+    "checkpoint/test_hf_storage.py",
     "checkpoint/test_hsdp_checkpoint.py",
     "checkpoint/test_nested_dict.py",
     "checkpoint/test_planner.py",
+    "checkpoint/test_quantized_hf_storage.py",
     "checkpoint/test_save_load_api.py",
     "checkpoint/test_state_dict.py",
+    "checkpoint/test_state_dict_stager.py",
     "checkpoint/test_state_dict_utils.py",
     "checkpoint/test_tp_checkpoint.py",
     "checkpoint/test_traverse.py",
@@ -64,10 +71,11 @@ _CALLED = r"\((?:[^()]|\([^()]*\))*\)"  # with arguments that are calls, too
 # On a machine without CUDA. Order matters.
 _CPU = (
     (r"@skip_if_lt_x_gpu\(\d+\)", ""),
-    (r"@requires_nccl\(\)", ""),
+    (rf"@requires_(nccl|accelerator_dist_backend){_CALLED}", ""),
     (r"@skip_but_pass_in_sandcastle_if\(not TEST_MULTIGPU[^\n]*", ""),
     (r"@with_comms\(init_rpc=False\)", '@with_comms(init_rpc=False, backend="gloo")'),
     (r'"cpu:gloo,cuda:nccl"', '"gloo"'),
+    (r'f"cpu:gloo,\{self\.device_type\}:\{curr_backend\}"', '"gloo"'),
     (r'backend="nccl"', 'backend="gloo"'),
     (rf"torch\.cuda\.set_device{_CALLED}", "None"),
     (r"torch\.cuda\.(synchronize|empty_cache)\(\)", "None"),
@@ -75,6 +83,7 @@ _CPU = (
     (r"torch\.cuda\.current_device\(\)", '"cpu"'),
     (r"torch\.cuda\.is_available\(\)", "True"),
     (rf"\.cuda{_CALLED}", '.to("cpu")'),
+    (r"\.to\((dist\.get_rank\(\)|self\.rank)\)", '.to("cpu")'),
     (r'f"cuda:\{[^}]*\}"', '"cpu"'),
     (r'f"rank:\{(\w+)\}/cuda:\{[^}]*\}"', r'f"rank:{\1}/cpu"'),
     (r"rank:(\d)/cuda:\d", r"rank:\1/cpu"),

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
 from torch.distributed.checkpoint.planner import (
     LoadPlan,
+    SavePlan,
     TensorWriteData,
     WriteItem,
     WriteItemType,
@@ -420,14 +421,45 @@ def test_an_object_that_would_run_code_is_refused_by_name(tmp_path: Path) -> Non
     assert list(tmp_path.glob("manifest-*")) == list(tmp_path.glob("data-*")) == []
 
 
-def test_a_cached_plan_is_refused_and_the_first_save_stands(tmp_path: Path) -> None:
-    planner = DefaultSavePlanner(enable_plan_caching=True)
+class Caching(DefaultSavePlanner):
+    """Says at its second save that its plan has not changed."""
+
+    made = False
+
+    def create_local_plan(self) -> SavePlan:
+        made, self.made = self.made, True
+        return SavePlan([], usable=False) if made else super().create_local_plan()
+
+
+def test_a_plan_of_a_planners_own_cache_is_refused_and_the_first_save_stands(
+    tmp_path: Path,
+) -> None:
+    planner = Caching()
     dcp.save({"w": torch.ones(2)}, storage_writer=Writer(tmp_path), planner=planner)
-    with pytest.raises(CheckpointException, match="enable_plan_caching=False"):
+    with pytest.raises(CheckpointException, match="cache of its own"):
         dcp.save({"w": torch.zeros(2)}, storage_writer=Writer(tmp_path), planner=planner)
     target = {"w": torch.zeros(2)}
     smckpt.load(target, checkpoint_id=tmp_path)
     assert target["w"].tolist() == [1.0, 1.0]
+
+
+def cached_by_turns(folder: str) -> list[float]:
+    """Saves of DCP's writer and ours, with planners that share DCP's cache of plans."""
+    mesh = init_device_mesh("cpu", (2,))
+    found = []
+    for number in range(6):
+        place = f"{folder}/{number}"
+        state = {"w": distribute_tensor(torch.full((4,), float(number)), mesh, [Shard(0)])}
+        writer = Writer(place) if number in (1, 2, 4) else dcp.FileSystemWriter(place)
+        dcp.save(state, storage_writer=writer, planner=DefaultSavePlanner(enable_plan_caching=True))
+        smckpt.load(target := {"w": torch.zeros(4)}, checkpoint_id=place)
+        found += target["w"].unique().tolist()
+    return found
+
+
+def test_planners_that_cache_plans_serve_our_writer_and_dcps_by_turns(tmp_path: Path) -> None:
+    told = run_ranks(cached_by_turns, 2, str(tmp_path))
+    assert told == [[0.0, 1.0, 2.0, 3.0, 4.0, 5.0]] * 2
 
 
 def test_saving_without_coordination_is_refused(tmp_path: Path) -> None:

@@ -186,6 +186,7 @@ class DistributedFileSystemWriter(StorageWriter):
                 remedy="leave it True, or call smckpt.async_save, which runs no collective",
                 path=self.checkpoint_id,
             )
+        _forget_cached_plans()  # the planner then makes whole plans
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Called by DCP on each rank."""
@@ -198,7 +199,7 @@ class DistributedFileSystemWriter(StorageWriter):
         """Called by DCP on the coordinator: opens the attempt and takes the lease of the directory.
 
         Raises:
-            UsageError: a plan comes from the planner's cache, or `overwrite` is False and a
+            UsageError: a plan comes from a planner's own cache, or `overwrite` is False and a
                 checkpoint is committed there.
             StorageError: the directory cannot be used.
         """
@@ -241,6 +242,7 @@ class DistributedFileSystemWriter(StorageWriter):
             StateError: a value cannot be stored safely; names it.
             StorageError: the store refused; the files written so far are removed.
         """
+        _forget_cached_plans()  # another writer would not know this one's
         ticket = plan.storage_data
         if not isinstance(ticket, _Ticket):
             raise UsageError(
@@ -338,8 +340,8 @@ class DistributedFileSystemWriter(StorageWriter):
     def _refuse_cached(self, plans: Iterable[SavePlan]) -> None:
         if not all(getattr(plan, "usable", True) for plan in plans):
             raise UsageError(
-                "the planner caches plans, and a cached plan names an earlier attempt's files",
-                remedy="pass a planner with enable_plan_caching=False",
+                "the planner has a cache of its own, whose plans name an earlier attempt's files",
+                remedy="let it make a plan for each save; DCP's planners may cache",
                 path=self.checkpoint_id,
             )
 
@@ -420,6 +422,14 @@ class DistributedFileSystemWriter(StorageWriter):
         finally:
             if arena is not None:
                 arena.close()
+
+
+def _forget_cached_plans() -> None:
+    """Empty what DCP's planners cache in their class: such a plan names the files of an earlier
+    save, or of another writer's."""
+    for name, cache in vars(SavePlanner).items():
+        if name.startswith("_cached_") and isinstance(cache, dict):
+            cache.clear()
 
 
 def _path_of(fqn: str, paths: Mapping[str, Path]) -> Path:

@@ -87,6 +87,8 @@ _CPU = (
     (r'f"cuda:\{[^}]*\}"', '"cpu"'),
     (r'f"rank:\{(\w+)\}/cuda:\{[^}]*\}"', r'f"rank:{\1}/cpu"'),
     (r"rank:(\d)/cuda:\d", r"rank:\1/cpu"),
+    (r"(rank:(\d|\{[^}]*\})/)\{device_type\}:(\d|\{[^}]*\})", r"\1cpu"),
+    (r'f"\{device_type\}:(\d|\{[^}]*\})"', '"cpu"'),
     (r", device=\'cuda:\d\'", ""),
     (r'torch\.device\("cuda", [^)]*\)', 'torch.device("cpu")'),
     (r'"cuda(:\d)?"', '"cpu"'),

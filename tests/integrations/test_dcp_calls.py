@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -288,6 +289,16 @@ def test_writer_and_reader_name_one_save(tmp_path: Path, planner: Any) -> None:
         assert meta.save_id == writer.save_id and meta.load_id == reader.load_id
         seen.append(meta.save_id)
     assert seen[0] != seen[1]
+
+
+def test_writer_and_reader_go_to_other_processes(tmp_path: Path) -> None:
+    """DCP's `AsyncCheckpointerType.PROCESS` sends the writer to the process that saves."""
+    writer = pickle.loads(pickle.dumps(calls.FileSystemWriter(tmp_path, thread_count=2)))
+    dcp.save({"w": torch.ones(2)}, storage_writer=writer)
+    reader = pickle.loads(pickle.dumps(calls.FileSystemReader(tmp_path)))
+    dcp.load(target := {"w": torch.zeros(2)}, storage_reader=reader)
+    assert target["w"].tolist() == [1.0, 1.0]
+    assert reader.read_metadata().storage_meta.save_id == writer.save_id
 
 
 def test_a_planner_sees_the_version_of_metadata_that_dcp_writes(tmp_path: Path) -> None:

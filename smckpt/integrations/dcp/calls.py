@@ -110,6 +110,9 @@ class FileSystemWriter(DistributedFileSystemWriter):
             )
         super().__init__(path, threads=thread_count, overwrite=overwrite, **more)
 
+    def __reduce__(self) -> Any:
+        return object.__new__, (type(self),), vars(self)  # DCP may save in a process of its own
+
 
 class FileSystemReader(DistributedFileSystemReader):
     """Our reader in the place of DCP's `FileSystemReader`: it is DCP's own where the directory
@@ -135,6 +138,9 @@ class FileSystemReader(DistributedFileSystemReader):
     ) -> None:
         del _extension_registry  # smckpt writes without extensions, so none is looked up
         super().__init__(path, **more)
+
+    def __reduce__(self) -> Any:
+        return object.__new__, (type(self),), vars(self)  # `__new__` needs a path
 
 
 def save(

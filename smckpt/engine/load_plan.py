@@ -297,7 +297,6 @@ def _read_plan(
         selection.entries,
         rank=rank,
         group_ranks=ranks,
-        strict=False,
         coordinates=coordinates,
     )
     if request.strict and plan.missing:

@@ -146,9 +146,6 @@ class FlatGeometry(GeometryDefaults):
     def named_coordinate(self, rank: int) -> tuple[tuple[str, int, int], ...]:
         return self.mesh.named_coordinate(rank)
 
-    def of_member(self, number: int) -> FlatGeometry:
-        return FlatGeometry(self.unit, self.mesh, number)
-
     def sharding(self) -> Hashable:
         return id(self.mesh), "flat"
 

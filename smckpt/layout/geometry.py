@@ -83,9 +83,6 @@ class Geometry(Protocol):
     def named_coordinate(self, rank: int) -> tuple[tuple[str, int, int], ...]:
         """Name, size and the rank's index of each dimension of the mesh; () without one."""
 
-    def of_member(self, number: int) -> Geometry:
-        """The geometry of the array's part that belongs to its tensor `number`."""
-
     def over(self, mesh: Mesh) -> Geometry:
         """The rule of the same tensors on a mesh (replicate, shard): cut along the first dimension,
         or whole if they are not cut here. A flat parameter is cut as FSDP1 cuts it."""
@@ -123,10 +120,6 @@ class GeometryDefaults:
 
     def named(self, name: Callable[[str], str]) -> Any:
         return replace(self, fqn=name(self.fqn))  # type: ignore[attr-defined,type-var]
-
-    def of_member(self, number: int) -> Any:
-        del number
-        return self
 
     def sharding(self) -> Hashable:
         return id(self)

@@ -42,9 +42,7 @@ def catalogue(fixture: Path) -> Catalogue:
 
 def read(catalogue: Catalogue, entries: list[Entry], rank: int, *, local: bool) -> list[bytes]:
     plan = plan_local if local else plan_logical
-    found = plan(
-        catalogue, entries, rank=rank, group_ranks=make_fixture.GROUPS[rank % 2], strict=local
-    )
+    found = plan(catalogue, entries, rank=rank, group_ranks=make_fixture.GROUPS[rank % 2])
     buffers = [bytearray(entry.nbytes) for entry in entries]
     execute(found, [memoryview(buffer) for buffer in buffers], catalogue.readers, threads=2)
     return [bytes(buffer) for buffer in buffers]

@@ -67,7 +67,7 @@ def loads(at: Path, geometry: str) -> bool:
             for path, dtype, shape in Planner(catalogue, **of).tensors():
                 rule = BoxGeometry(str(path[-1]), shape, (Box.whole(shape),), (rank,))
                 entry = Entry(path, dtype, rule, path[:-1], (), (rank,))
-                plan_logical(catalogue, [entry], strict=False, **of)
+                plan_logical(catalogue, [entry], **of)
     except CheckpointError:
         return False
     return True

@@ -17,6 +17,7 @@ import numpy as np
 from smckpt.checkpoint.commits.commit import publish_record, take_lease
 from smckpt.checkpoint.reading.catalogue import Catalogue
 from smckpt.checkpoint.reading.plan import ReadPlan, plan_local, plan_logical
+from smckpt.checkpoint.reading.plan_local import refuse_names
 from smckpt.checkpoint.reading.read import execute
 from smckpt.checkpoint.records.format import GroupManifest, record_name
 from smckpt.layout.entries import DTYPES, Entry
@@ -235,8 +236,12 @@ def load(
     **how: Any,
 ) -> Loaded:
     """Plan and read, as a rank would."""
-    make = plan_local if local else plan_logical
-    plan = make(catalogue, entries, rank=rank, group_ranks=ranks, strict=strict)
+    if local:
+        plan = plan_local(catalogue, entries, rank=rank, group_ranks=ranks, strict=strict)
+    else:
+        plan = plan_logical(catalogue, entries, rank=rank, group_ranks=ranks)
+    if strict:
+        refuse_names(plan.missing, plan.unexpected, catalogue.url, rank)
     data = {entry.key: bytearray(b"\xee" * entry.nbytes) for entry in entries}
     execute(plan, [memoryview(data[entry.key]) for entry in entries], catalogue.readers, **how)
     return Loaded(plan, data)

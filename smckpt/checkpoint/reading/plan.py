@@ -17,7 +17,6 @@ from smckpt.checkpoint.reading.plan_local import (
     ambiguous,
     other_tensor,
     plan_local,
-    refuse_names,
     uncovered,
 )
 from smckpt.checkpoint.reading.read import ReadPlan, StoredCopy, same_bytes
@@ -35,10 +34,10 @@ def plan_logical(
     *,
     rank: int,
     group_ranks: Sequence[int],
-    strict: bool = True,
     coordinates: ParallelCoordinates = ANYWHERE,
 ) -> ReadPlan:
-    """Plan to fill entries by logical name, from any mesh that they were saved on.
+    """Plan to fill entries by logical name, from any mesh that they were saved on. The plan lists
+    the names that are in only one of checkpoint and target.
 
     A per-rank tensor is taken from one saved rank (`followed_rank`).
 
@@ -46,13 +45,11 @@ def plan_logical(
         entries: this rank's arrays, the targets.
         rank: this global rank.
         group_ranks: the ranks that load together.
-        strict: refuse names that are in only one of checkpoint and target. If False, the plan
-            lists them.
         coordinates: which saved ranks to take a tensor from, if ranks saved their own under
             one name.
 
     Raises:
-        KeysMismatchError, TensorMismatchError: names, or global shapes and dtypes, differ.
+        TensorMismatchError: global shapes or dtypes differ.
         TopologyError: several saved tensors have one name, and nothing says which one is meant.
         CorruptCheckpointError: an element would not be written, or a header is damaged.
     """
@@ -61,8 +58,6 @@ def plan_logical(
         missing=tuple(sorted(here - catalogue.logical.keys())),
         unexpected=tuple(sorted(catalogue.logical.keys() - here)),
     )
-    if strict:
-        refuse_names(plan.missing, plan.unexpected, catalogue.url, rank)
     planner = Planner(catalogue, rank=rank, group_ranks=group_ranks, coordinates=coordinates)
     plan.copies = planner.copies(entries)
     return plan

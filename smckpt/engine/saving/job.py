@@ -31,6 +31,7 @@ __all__ = [
     "SaveJob",
     "SaveOptions",
     "SaveRequest",
+    "SavesOfGroup",
     "Timings",
     "bytes_text",
     "options_of",
@@ -314,6 +315,69 @@ class SaveHandle(concurrent.futures.Future[Timings]):
             remedy="raise SMCKPT_EXIT_TIMEOUT, or call maybe_finalize_async_calls at the end",
         )
         return lost
+
+
+class SavesOfGroup:
+    """The saves of one group, in order: the last one, and what no call has heard yet of those that
+    have ended."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self.flying: SaveHandle | None = None
+        self._unreported: list[SaveHandle] = []
+        self._committed: list[int] = []
+        self._lock = threading.Lock()
+        self._pid = os.getpid()
+
+    @property
+    def failed(self) -> list[SaveHandle]:
+        """Saves that failed and whose failure nobody has seen."""
+        with self._lock:
+            return self._unseen()
+
+    def finalize(self, blocking: bool, timeout: float | None = None) -> list[int]:
+        """Return the numbers of the saves committed since the last call. Raise if a save failed.
+
+        With `blocking` it waits for the save in flight. Runs no collective.
+        """
+        flying = self.flying
+        if blocking and flying is not None and not flying.ended(timeout):
+            raise SaveFailedError(
+                f"save {flying.number} did not finish within {timeout} s",
+                remedy="wait longer, or read the logs of the other ranks",
+                path=flying.checkpoint_id,
+                rank=self.group.rank,
+            )
+        self._raise_failures()
+        with self._lock:
+            committed, self._committed = self._committed, []
+        return committed
+
+    def close(self, timeout: float) -> list[SaveHandle]:
+        """Wait at most `timeout` seconds for the save in flight, and end.
+
+        Returns:
+            The saves whose failure nobody has seen: those that failed and the one that was given
+            up.
+        """
+        if os.getpid() != self._pid:  # a forked child owns nothing here
+            return []
+        flying = self.flying
+        late = flying is not None and not flying.ended(timeout)
+        return self.failed + ([flying.given_up(timeout)] if flying is not None and late else [])
+
+    def _unseen(self) -> list[SaveHandle]:
+        return [handle for handle in self._unreported if not handle.failure_seen]
+
+    def _raise_failures(self) -> None:
+        """Raise failures, even if later saves succeeded. Each failure is raised once, by its handle
+        or here."""
+        with self._lock:
+            failed, self._unreported = self._unseen(), []
+        for handle in failed[:-1]:
+            log.error("%s", handle.failure())
+        if failed:
+            raise failed[-1].failure()
 
 
 @dataclass

@@ -17,10 +17,17 @@ from smckpt.engine.background.worker_client import Worker
 from smckpt.engine.events import SaveEvent, Sinks, telling
 from smckpt.engine.groups import Partition
 from smckpt.engine.saving.commit import Committed, Committer, Written
-from smckpt.engine.saving.job import SaveHandle, SaveJob, SaveOptions, SaveRequest, bytes_text
+from smckpt.engine.saving.job import (
+    SaveHandle,
+    SaveJob,
+    SaveOptions,
+    SaveRequest,
+    SavesOfGroup,
+    bytes_text,
+)
 from smckpt.engine.saving.moment import Moment, moment_read, ranks_text, refuse_different
 from smckpt.engine.saving.save import Saver
-from smckpt.errors import CheckpointError, SaveFailedError, UsageError, as_checkpoint_error
+from smckpt.errors import CheckpointError, UsageError, as_checkpoint_error
 from smckpt.meeting.group import Membership
 from smckpt.meeting.round import Round
 from smckpt.staging.arena import beside_captures
@@ -37,7 +44,7 @@ log = logging.getLogger("smckpt")
 _Staged = tuple[SaveJob, Callable[[], Committed]]
 
 
-class SaveQueue:
+class SaveQueue(SavesOfGroup):
     """The saves of one group, in order. One save is in flight at a time.
 
     It owns its thread, its worker process and its arena, and closes them.
@@ -51,7 +58,8 @@ class SaveQueue:
     def __init__(
         self, membership: Membership, name: str, since: int, sinks: Sinks, overlap: Overlap
     ) -> None:
-        self.group = group = membership.group
+        group = membership.group
+        super().__init__(group)
         self.name = name
         self.membership = membership
         self._sinks = sinks
@@ -64,17 +72,12 @@ class SaveQueue:
         self._meets: float | None = None  # seconds in which ranks meet before the first save
         self._job: SaveJob | None = None  # that the thread works on
         self._failures = 0
-        self._unreported: list[SaveHandle] = []
-        self._committed: list[int] = []
         self._durable: float | None = None  # when the state of the newest committed save was taken
-        self.flying: SaveHandle | None = None
-        self._lock = threading.Lock()
         self._front = threading.Lock()  # only one thread uses the arena at a time
         self._inbox: queue.SimpleQueue[_Staged | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._reserving: threading.Thread | None = None
         self._pinning = threading.Lock()  # held while its thread calls CUDA
-        self._pid = os.getpid()
 
     # -- the front: called by the training thread -------------------------------------------
 
@@ -195,27 +198,12 @@ class SaveQueue:
             raise
 
     def finalize(self, blocking: bool, timeout: float | None = None) -> list[int]:
-        """Return the numbers of the saves committed since the last call. Raise if a save failed.
-
-        With `blocking` it waits for the save in flight. Runs no collective.
-        """
         if threading.current_thread() is self._thread:
             raise UsageError(
                 "on_commit called maybe_finalize_async_calls, which would wait for itself",
                 remedy="call it from the training loop",
             )
-        flying = self.flying
-        if blocking and flying is not None and not flying.ended(timeout):
-            raise SaveFailedError(
-                f"save {flying.number} did not finish within {timeout} s",
-                remedy="wait longer, or read the logs of the other ranks",
-                path=flying.checkpoint_id,
-                rank=self.group.rank,
-            )
-        self._raise_failures()
-        with self._lock:
-            committed, self._committed = self._committed, []
-        return committed
+        return super().finalize(blocking, timeout)
 
     def close(self, timeout: float, *, announce: bool = True) -> list[SaveHandle]:
         """Wait at most `timeout` seconds for the save in flight. Then stop the thread and the
@@ -259,15 +247,6 @@ class SaveQueue:
         with self._lock:
             self._unreported += failed
 
-    @property
-    def failed(self) -> list[SaveHandle]:
-        """Saves that failed and whose failure nobody has seen."""
-        with self._lock:
-            return self._unseen()
-
-    def _unseen(self) -> list[SaveHandle]:
-        return [handle for handle in self._unreported if not handle.failure_seen]
-
     def _wait_for_room(self, job: SaveJob) -> None:
         flying = self.flying
         if flying is None or flying.done():
@@ -278,17 +257,6 @@ class SaveQueue:
         flying.ended()
         job.waited = time.perf_counter() - began
         log.info("waited %.2f s for save %d", job.waited, flying.number)
-
-    def _raise_failures(self) -> None:
-        """Raise failures, even if later saves succeeded. Each failure is raised once, by its handle
-        or here."""
-        with self._lock:
-            failed, self._unreported = self._unseen(), []
-        if not failed:
-            return
-        for handle in failed[:-1]:
-            log.error("%s", handle.failure())
-        raise failed[-1].failure()
 
     # -- the thread --------------------------------------------------------------------------
 

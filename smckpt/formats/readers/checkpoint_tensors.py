@@ -353,7 +353,7 @@ class LogicalTensors:
             shape = tuple(tensor.shape)
             geometry = BoxGeometry(tensor.name, shape, (Box.whole(shape),), (0,))
             entries.append(Entry((name,), tensor.dtype, geometry, (), (), (0,)))
-        found = plan_logical(self._catalogue, entries, rank=0, group_ranks=(0,), strict=False)
+        found = plan_logical(self._catalogue, entries, rank=0, group_ranks=(0,))
         self._stored |= {name: [] for name in wanted}
         for stored in found.copies:
             name = wanted[stored.target]

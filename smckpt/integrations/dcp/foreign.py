@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
-from smckpt.engine.saving.job import SaveHandle, Timings
+from smckpt.engine.saving.job import SaveHandle, SavesOfGroup, Timings
 from smckpt.errors import CheckpointError, SaveFailedError, StateError, UsageError
 from smckpt.integrations.dcp.reader import DistributedFileSystemReader
 from smckpt.layout.entries import dotted
@@ -44,22 +44,14 @@ __all__ = ["CopyStager", "ForeignQueue", "load_with_dcp", "set_whole_values"]
 log = logging.getLogger("smckpt")
 
 
-class ForeignQueue:
-    """The saves of one group that DCP plans, in order, one in flight.
-
-    Finalized, closed and asked for failures like a `SaveQueue`.
-    """
+class ForeignQueue(SavesOfGroup):
+    """The saves of one group that DCP plans, in order, one in flight."""
 
     def __init__(self, group: Group) -> None:
-        self.group = group
+        super().__init__(group)
         self._process_group: Any = None
         self._world: Any = None
         self._numbers = 0
-        self.flying: SaveHandle | None = None
-        self._unreported: list[SaveHandle] = []
-        self._committed: list[int] = []
-        self._lock = threading.Lock()
-        self._pid = os.getpid()
 
     # -- the front: called by the training thread -------------------------------------------
 
@@ -117,46 +109,6 @@ class ForeignQueue:
             raise refused
         self._raise_failures()
         return handle
-
-    def finalize(self, blocking: bool, timeout: float | None = None) -> list[int]:
-        """The numbers of the saves committed since the last call; raises a failed save's error."""
-        flying = self.flying
-        if blocking and flying is not None and not flying.ended(timeout):
-            raise SaveFailedError(
-                f"save {flying.number} by DCP is still under way after {timeout} s",
-                remedy="wait longer, or look at the logs of the other ranks",
-                path=flying.checkpoint_id,
-                rank=self.group.rank,
-            )
-        self._raise_failures()
-        with self._lock:
-            committed, self._committed = self._committed, []
-        return committed
-
-    def close(self, timeout: float) -> list[SaveHandle]:
-        """Wait for the save in flight; returns failures not yet raised, as `SaveQueue.close`."""
-        if os.getpid() != self._pid:
-            return []
-        flying = self.flying
-        late = flying is not None and not flying.ended(timeout)
-        return self.failed + ([flying.given_up(timeout)] if flying is not None and late else [])
-
-    @property
-    def failed(self) -> list[SaveHandle]:
-        """Failed saves whose error was not raised yet."""
-        with self._lock:
-            return self._unseen()
-
-    def _unseen(self) -> list[SaveHandle]:
-        return [handle for handle in self._unreported if not handle.failure_seen]
-
-    def _raise_failures(self) -> None:
-        with self._lock:
-            failed, self._unreported = self._unseen(), []
-        for handle in failed[:-1]:
-            log.error("%s", handle.failure())
-        if failed:
-            raise failed[-1].failure()
 
     # -- the thread --------------------------------------------------------------------------
 

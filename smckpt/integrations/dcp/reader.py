@@ -327,7 +327,7 @@ class DistributedFileSystemReader(StorageReader):
                 late.append((target, memory))
             data: Any = memory.reshape(-1).view(torch.uint8).numpy()
             buffers.append(memoryview(data))
-        plan = plan_logical(catalogue, entries, rank=0, group_ranks=(0,), strict=False)
+        plan = plan_logical(catalogue, entries, rank=0, group_ranks=(0,))
         if plan.missing:
             raise CorruptCheckpointError(
                 f"not in the checkpoint: {sorted(plan.missing)[:8]}",

@@ -56,7 +56,7 @@ def readers(disk: Counting) -> list[BlockReader]:
         records.append((name, file, beside))
     writer.finish({})
     return [
-        BlockReader(disk, SavedFile(disk.url, FileRecord(n, SIZE, f.crc64, b), 0), True, Scratch())
+        BlockReader(disk, SavedFile(disk.url, FileRecord(n, SIZE, f.crc64, b), 0), Scratch())
         for n, f, b in records
     ]
 

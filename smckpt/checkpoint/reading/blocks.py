@@ -134,12 +134,11 @@ class _WrongBytesError(CorruptCheckpointError):
 class BlockReader:
     """Reads one file and checks it block by block. Thread-safe."""
 
-    def __init__(self, storage: Storage, file: SavedFile, verify: bool, scratch: Scratch) -> None:
+    def __init__(self, storage: Storage, file: SavedFile, scratch: Scratch) -> None:
         self.storage = storage
         self.file = file
         self.size = file.record.size
         self.scratch = scratch
-        self._verify = verify
         self.fetched = 0  # bytes of the file that the store was asked for
         self._counting = threading.Lock()
         self._lock = threading.Lock()
@@ -152,20 +151,11 @@ class BlockReader:
         Raises:
             CorruptCheckpointError: a block differs; names file and offset.
         """
-        if not self._verify:
-            if not segments:
-                return
-            low, high = segments[0].offset, segments[-1].end
         for tries_left in reversed(range(1 + self.storage.rereads)):
-            with self._counting:
-                self.fetched += high - low
-            sums = _BlockSums(low, self._compare, self._compare_run) if self._verify else None
-            pieces, seen = self._pieces(low, high, segments), sums.add if sums else None
+            sums = _BlockSums(low, self._compare, self._compare_run)
             try:
-                with not_missing(self.file.path):
-                    self.storage.read_into(self.file.record.name, low, pieces, seen)
-                if sums is not None:
-                    sums.end()
+                self._fetch(low, high, segments, sums.add)
+                sums.end()
                 return
             except _WrongBytesError as error:
                 if not tries_left:
@@ -222,7 +212,16 @@ class BlockReader:
                 known = self._sums = self._sums or self._load_sums()
         return known
 
-    def _pieces(self, low: int, high: int, segments: Sequence[Destination]) -> list[memoryview]:
+    def _fetch(
+        self,
+        low: int,
+        high: int,
+        segments: Sequence[Destination],
+        seen: Callable[[memoryview], None] | None = None,
+    ) -> None:
+        """Read as `fill` does, and compare nothing; `seen` gets what was read."""
+        with self._counting:
+            self.fetched += high - low
         wanted = sum(len(segment.buffer) for segment in segments)
         spare = self.scratch.take("gaps", high - low - wanted)
         pieces: list[memoryview] = []
@@ -237,7 +236,8 @@ class BlockReader:
             at = segment.end
         if at < high:
             pieces.append(spare[used:])
-        return pieces
+        with not_missing(self.file.path):
+            self.storage.read_into(self.file.record.name, low, pieces, seen)
 
     def _compare(self, block: int, value: int) -> None:
         if value == self.stored_sum(block):
@@ -283,9 +283,8 @@ class BlockReader:
 class Readers:
     """One reader for each file, one storage for each directory. Thread-safe."""
 
-    def __init__(self, access: Access, verify: bool = True) -> None:
+    def __init__(self, access: Access) -> None:
         self.access = access
-        self.verify = verify
         self.scratch = Scratch()
         self._lock = threading.Lock()
         self._storages: dict[str, Storage] = {}
@@ -298,8 +297,7 @@ class Readers:
     def of(self, file: SavedFile) -> BlockReader:
         with self._lock:
             if file not in self._readers:
-                storage = self._storage(file.directory)
-                self._readers[file] = BlockReader(storage, file, self.verify, self.scratch)
+                self._readers[file] = self._reader(self._storage(file.directory), file)
             return self._readers[file]
 
     @property
@@ -320,6 +318,9 @@ class Readers:
         with self._lock:
             for storage in self._storages.values():
                 storage.close()
+
+    def _reader(self, storage: Storage, file: SavedFile) -> BlockReader:
+        return BlockReader(storage, file, self.scratch)
 
     def _storage(self, directory: str) -> Storage:
         if directory not in self._storages:

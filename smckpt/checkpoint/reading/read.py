@@ -133,8 +133,7 @@ def execute(
     Args:
         plan: made by `plan_local` or `plan_logical`.
         buffers: the writable, contiguous bytes of each target's local array.
-        readers: read the plan's files, and know whether to compare blocks with their checksums.
-            They stay open.
+        readers: read the plan's files, and compare their blocks. They stay open.
         threads: how many threads read and check.
         preverify: check all needed blocks first, so that a bad block leaves the targets untouched.
         progress: called with (requests done, requests in all), one call at a time.
@@ -149,8 +148,7 @@ def execute(
     reads = Reads(plan, buffers) if shared is None else shared.reads
     fetched = readers.fetched
     if preverify:
-        checking = readers if readers.verify else Readers(readers.access)
-        _run(list(reads.checks(checking)), threads)
+        _run(list(reads.checks(readers)), threads)
     reads.fill(readers, threads, progress, ring, shared)
     return ReadStats(reads.nbytes, readers.fetched - fetched, time.perf_counter() - began)
 

@@ -194,7 +194,7 @@ def damages_of(
             found += _of_part(storage, group, part, donors)
             for file in part.files:
                 saved = SavedFile(storage.url, file, part.rank)
-                readers[BlockReader(storage, saved, True, scratch)] = group
+                readers[BlockReader(storage, saved, scratch)] = group
     scanned = _Scanned()
     scan(readers, [scanned], threads=threads, progress=progress)
     with ThreadPoolExecutor(threads, "smckpt-repair") as pool:

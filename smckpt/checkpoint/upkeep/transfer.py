@@ -270,9 +270,7 @@ class _GroupCopy:
         self.to = spread_over(target, [group.manifest.spread if target.shards_prefixes else None])
         scratch = Scratch()
         self.files = [
-            _FileCopy(
-                self, BlockReader(store, SavedFile(store.url, file, part.rank), True, scratch)
-            )
+            _FileCopy(self, BlockReader(store, SavedFile(store.url, file, part.rank), scratch))
             for part in group.manifest.parts
             for file in part.files
             for store in [group.storage.holder(file.name)]

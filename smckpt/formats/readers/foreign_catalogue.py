@@ -220,12 +220,8 @@ class _ForeignReaders(Readers):
         self._guard = threading.Lock()
         self._spool: str | None = None
 
-    def of(self, file: SavedFile) -> BlockReader:
-        with self._lock:
-            if file not in self._readers:
-                storage = self._storage(file.directory)
-                self._readers[file] = _Reader(storage, file, self._records, self.scratch)
-            return self._readers[file]
+    def _reader(self, storage: Storage, file: SavedFile) -> BlockReader:
+        return _Reader(storage, file, self._records, self.scratch)
 
     def stored(self, tensor: SavedTensor, saved: SavedBox) -> Stored:
         """Where the elements of a part are, row-major.
@@ -333,15 +329,15 @@ class _Reader(BlockReader):
     """Reads a file of others."""
 
     def __init__(self, storage: Storage, file: SavedFile, records: _Records, scratch: Any) -> None:
-        super().__init__(storage, file, False, scratch)
+        super().__init__(storage, file, scratch)
         self._records = records
-        self._at = file.path
 
     def fill(self, low: int, high: int, segments: Sequence[Destination]) -> None:
         if segments:
             low, high = segments[0].offset, segments[-1].end
-        self._records.check(self._at, low, high)
-        super().fill(low, high, segments)
+        self._records.check(self.file.path, low, high)
+        if segments:
+            self._fetch(low, high, segments)
 
 
 _AT_ONCE = 64 << 20  # bytes

@@ -20,7 +20,7 @@ from smckpt.cli.output import (
 from smckpt.cli.statistics import statistics
 from smckpt.decoding import SENSELESS
 from smckpt.errors import CheckpointError, count_text
-from smckpt.layout.entries import DTYPES, dotted
+from smckpt.layout.entries import DTYPES
 from smckpt.layout.geometry import PerRankGeometry
 from smckpt.storage.urls import relative_url
 
@@ -49,7 +49,7 @@ def describe(
     entries: dict[str, list[Entry]] = {}
     for row in catalogue.rows:
         for fqn in row.fqns:
-            entries.setdefault(dotted(row.logical_path(fqn)), []).append(row)
+            entries.setdefault(row.logical_name(fqn), []).append(row)
     tensors = []
     for name, tensor in sorted(catalogue.logical.items()):
         if not picked(name, pattern):

@@ -131,6 +131,6 @@ class ObjectLeaf:
     path: Path
     value: Any
 
-    @property
+    @remembered
     def key(self) -> str:
         return dotted(self.path)

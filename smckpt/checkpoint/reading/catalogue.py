@@ -19,7 +19,7 @@ from smckpt.checkpoint.records.objects import decode_object
 from smckpt.decoding import SENSELESS
 from smckpt.errors import CheckpointError, CorruptCheckpointError, UsageError
 from smckpt.layout.containers import made_again
-from smckpt.layout.entries import Entry, Path, dotted
+from smckpt.layout.entries import Entry, Path
 from smckpt.layout.geometry import Geometry
 from smckpt.layout.mesh import Shape
 from smckpt.layout.strided import Box, Piece
@@ -47,7 +47,7 @@ class SavedPieces:
         self._divided: dict[tuple[Path, str], list[Entry]] = {}
         for row in rows:
             for fqn in row.fqns:
-                self.by_name.setdefault(dotted(row.logical_path(fqn)), []).append((row, fqn))
+                self.by_name.setdefault(row.logical_name(fqn), []).append((row, fqn))
                 if not row.geometry.per_rank:
                     self._divided.setdefault((row.before, fqn), []).append(row)
         # Keys contain ids of objects that the rows keep alive.

@@ -91,6 +91,7 @@ class Planner:
         self._pieces = catalogue.pieces
         self._same_ranks = set(catalogue.object_ranks) <= set(group_ranks)
         self._metadata_only = False
+        self._ranks: dict[str, int] = {}  # by name, what `_followed` found
         self._slots: dict[tuple[int, tuple[int, ...]], list[Stored]] = {}
         self._cuts: dict[tuple[Box, tuple[Box, ...]], list[tuple[int, Box]] | None] = {}
 
@@ -150,32 +151,34 @@ class Planner:
     def _copies(self, entry: Entry) -> list[tuple[SavedPiece, Copy]]:
         """The copies that fill those tensors of the entry whose names the checkpoint has."""
         known = self._catalogue.logical
+        names = {fqn: entry.logical_name(fqn) for fqn in entry.geometry.fqns}
         pieces = entry.geometry.pieces(self._rank)
         here = {piece.name for piece in pieces}
-        for fqn in entry.geometry.fqns:
-            if fqn not in here and entry.logical_name(fqn) in known:
-                self._candidates(entry, fqn)  # this checks shape and dtype
-        pieces = [p for p in pieces if entry.logical_name(p.name) in known]
+        for fqn, name in names.items():
+            if fqn not in here and name in known:
+                self._candidates(entry, fqn, name)  # this checks shape and dtype
+        pieces = [piece for piece in pieces if names[piece.name] in known]
         if entry.geometry.per_rank:
             pieces = pieces[:1]  # one value serves any number of names
         out = []
         for piece in pieces:
-            if not piece.box.numel:
-                self._candidates(entry, piece.name)
-                continue
-            for source, box in self._cover(entry, piece):
-                out.append((source, Copy(source.piece.part(box), piece.part(box))))
+            name = names[piece.name]
+            rows = self._candidates(entry, piece.name, name)
+            if piece.box.numel:
+                for source, box in self._cover(entry, piece, name, rows):
+                    out.append((source, Copy(source.piece.part(box), piece.part(box))))
         return out
 
-    def _cover(self, entry: Entry, piece: Piece) -> list[tuple[SavedPiece, Box]]:
-        name = entry.logical_name(piece.name)
+    def _cover(
+        self, entry: Entry, piece: Piece, name: str, rows: Sequence[tuple[Entry, str]]
+    ) -> list[tuple[SavedPiece, Box]]:
         sources = [
             source
-            for row, fqn in self._candidates(entry, piece.name)
+            for row, fqn in rows
             for source in self._pieces.meeting(row, fqn, piece.box)
             if not row.geometry.per_rank or source.holders == (self._followed(name),)
         ]
-        self._refuse_ambiguous(entry, piece, sources)
+        self._refuse_ambiguous(entry, piece, name, sources)
         # Prefer files that this rank wrote: they may still be in its host's page cache. Of several
         # meshes take only this rank's own: two meshes may hold the experts of two ranks.
         sources.sort(
@@ -201,10 +204,10 @@ class Planner:
             raise uncovered(name, piece, left, self._catalogue, self._rank)
         return [(sources[number], part) for number, part in shares]
 
-    def _candidates(self, entry: Entry, wanted: str) -> list[tuple[Entry, str]]:
-        """The rows that may hold a tensor. All have its shape and dtype."""
-        name, whole = entry.logical_name(wanted), entry.geometry.shape_of(wanted)
-        rows = self._rows(name)
+    def _candidates(self, entry: Entry, wanted: str, name: str) -> list[tuple[Entry, str]]:
+        """The rows that may hold a tensor: the entry's `wanted`, by its logical name. All have its
+        shape and dtype."""
+        whole, rows = entry.geometry.shape_of(wanted), self._rows(name)
         fqns = {id(row): fqn for row, fqn in rows}
         ours = self._pieces.own_family(entry.geometry, [row for row, _ in rows])
         rows = [(row, fqns[id(row)]) for row in ours]
@@ -236,20 +239,24 @@ class Planner:
 
     def _followed(self, name: str) -> int:
         """The saved rank whose per-rank value of this name is taken."""
+        if name in self._ranks:
+            return self._ranks[name]
         rows = [(row, fqn) for row, fqn in self._pieces.by_name[name] if row.geometry.per_rank]
         saved = {rank for row, _ in rows for rank in row.ranks}
         filled = {rank for row, fqn in rows for rank in self._pieces.filled(row, fqn)}
         own = self._coordinates.of_own(saved & filled or saved)
-        return followed_rank(own, self._rank, self._group_ranks)
+        self._ranks[name] = followed_rank(own, self._rank, self._group_ranks)
+        return self._ranks[name]
 
-    def _refuse_ambiguous(self, entry: Entry, piece: Piece, sources: list[SavedPiece]) -> None:
+    def _refuse_ambiguous(
+        self, entry: Entry, piece: Piece, name: str, sources: list[SavedPiece]
+    ) -> None:
         """
         Raises:
             TopologyError: sources overlap, and it is not known whether they are copies.
         """
-        rows = {id(source.row): source.row for source in sources}
-        first = next(iter(rows.values()), None)
-        if first is None or all(self._one_tensor(first, row) for row in rows.values()):
+        rows = [*{id(source.row): source.row for source in sources}.values()]
+        if all(self._one_tensor(rows[0], row) for row in rows[1:]):
             return
         if entry.geometry.explicit and self._same_ranks:
             saved = (source.piece.box for source in sources if self._rank in source.holders)
@@ -261,7 +268,7 @@ class Planner:
         for source in sources:
             like = boxes.setdefault(source.piece.box, source)
             if not self._one_tensor(like.row, source.row) and not self._same_values(like, source):
-                raise self._ambiguous(entry, piece, like, source)
+                raise self._ambiguous(name, like, source)
         common = {box: box.intersect(piece.box) for box in boxes}
         if sum(part.numel for part in common.values() if part is not None) == piece.box.numel:
             return  # they do not overlap, or leave a hole, which the proof finds later
@@ -269,12 +276,9 @@ class Planner:
             part = common[one.piece.box]
             overlap = part is not None and part.intersect(other.piece.box) is not None
             if overlap and not self._one_tensor(one.row, other.row):
-                raise self._ambiguous(entry, piece, one, other)
+                raise self._ambiguous(name, one, other)
 
-    def _ambiguous(
-        self, entry: Entry, piece: Piece, one: SavedPiece, other: SavedPiece
-    ) -> TopologyError:
-        name = entry.logical_name(piece.name)
+    def _ambiguous(self, name: str, one: SavedPiece, other: SavedPiece) -> TopologyError:
         return ambiguous(name, one.row, other.row, self._catalogue.url, self._rank)
 
     def _one_tensor(self, one: Entry, other: Entry) -> bool:

@@ -24,7 +24,7 @@ from smckpt.errors import (
     TensorMismatchError,
     TopologyError,
 )
-from smckpt.layout.entries import Entry, Path, dotted
+from smckpt.layout.entries import Entry, Path
 from smckpt.layout.geometry import Geometry
 from smckpt.layout.mesh import Shape
 from smckpt.layout.strided import Box, Copy, Piece, Strided
@@ -94,8 +94,9 @@ class ParallelCoordinates:
         Raises:
             TopologyError: it is not known which saved rank's weights to take.
         """
-        weights = row.dtype.startswith(("float", "bfloat")) and row.shape
-        if self.unknown and weights and row.geometry.per_rank and len(row.ranks) > 1:
+        if not self.unknown or not row.geometry.per_rank or len(row.ranks) < 2:
+            return
+        if row.dtype.startswith(("float", "bfloat")) and row.shape:
             raise TopologyError(
                 f"{row.key}: each rank saved a tensor of its own, and it is not known whose "
                 f"tensor this rank needs: {self.unknown}",
@@ -273,7 +274,7 @@ def _refuse_other_parameter(
     if any(not set(live).isdisjoint(row.fqns) for row in rows):
         return
     known = any(entry.logical_name(fqn) in catalogue.logical for fqn in live)
-    theirs = {dotted(row.logical_path(fqn)) for row in rows for fqn in row.fqns}
+    theirs = {row.logical_name(fqn) for row in rows for fqn in row.fqns}
     if known or any(e.logical_name(f) in theirs for e in entries for f in e.geometry.fqns):
         raise KeysMismatchError(
             f"{entry.key!r} is the state of {list(live)[:4]} here, but of "

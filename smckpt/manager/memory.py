@@ -36,7 +36,7 @@ from smckpt.errors import (
     as_checkpoint_error,
 )
 from smckpt.manager.record import not_abandoned
-from smckpt.manager.retention import Newest, Retention, Rivals
+from smckpt.manager.retention import Newest, Retention, Rivals, refuse_count
 from smckpt.manager.schedule import Interval, Schedule, refused
 from smckpt.manager.state import Failed
 from smckpt.meeting.group import Membership
@@ -88,14 +88,10 @@ class Memory:
 
     def __post_init__(self) -> None:
         refused(self.interval)
-        for name, least in (("keep", 1), ("replicas", 0), ("budget", 1)):
-            value = getattr(self, name)
-            if name == "budget" and value is None:
-                continue
-            if type(value) is not int or value < least:
-                raise UsageError(
-                    f"{name} of Memory is {value!r}", remedy=f"give a whole number from {least}"
-                )
+        refuse_count("keep of Memory", self.keep, 1)
+        refuse_count("replicas of Memory", self.replicas, 0)
+        if self.budget is not None:
+            refuse_count("budget of Memory", self.budget, 1)
         if self.domain is not None and not (isinstance(self.domain, str) and self.domain):
             raise UsageError(
                 f"domain of Memory is {self.domain!r}", remedy="give the name of a rack or zone"

@@ -26,7 +26,7 @@ from smckpt.checkpoint.commits.run_directory import RetentionPolicy, RunDirector
 from smckpt.errors import CheckpointError, StorageError, UsageError
 from smckpt.manager.record import claim_of, mark_of
 
-__all__ = ["Best", "Every", "Newest", "Retention", "Rivals", "policies_of"]
+__all__ = ["Best", "Every", "Newest", "Retention", "Rivals", "policies_of", "refuse_count"]
 
 log = logging.getLogger("smckpt")
 
@@ -44,7 +44,7 @@ class Newest:
     count: int
 
     def __post_init__(self) -> None:
-        _refuse_count("Newest", self.count, 1)
+        refuse_count("Newest", self.count, 1)
 
     def kept(self, steps: Sequence[FoundCheckpoint], whole: Whole) -> list[FoundCheckpoint]:
         by_step = sorted(steps, key=lambda one: (one.step or 0, one.committed_at))
@@ -61,7 +61,7 @@ class Every:
     steps: int
 
     def __post_init__(self) -> None:
-        _refuse_count("Every", self.steps, 1)
+        refuse_count("Every", self.steps, 1)
 
     def kept(self, steps: Sequence[FoundCheckpoint], _: Whole) -> list[FoundCheckpoint]:
         return [one for one in steps if (one.step or 0) % self.steps == 0]
@@ -82,7 +82,7 @@ class Best:
                 f"the policy is {self!r}",
                 remedy='give the metric, how many, and "min" or "max", such as Best("loss", 3)',
             )
-        _refuse_count("Best", self.count, 1)
+        refuse_count("Best", self.count, 1)
 
     def kept(self, steps: Sequence[FoundCheckpoint], whole: Whole) -> list[FoundCheckpoint]:
         return _first(self.ranked(steps), self.count, whole)
@@ -110,7 +110,7 @@ def _first(found: Sequence[FoundCheckpoint], count: int, whole: Whole) -> list[F
     return stay
 
 
-def _refuse_count(name: str, value: object, least: int) -> None:
+def refuse_count(name: str, value: object, least: int) -> None:
     if type(value) is not int or value < least:
         raise UsageError(f"{name} is {value!r}", remedy=f"give a whole number from {least}")
 
@@ -131,7 +131,7 @@ def policies_of(
                 remedy='give policies in a tuple, such as (Every(1000), Best("loss", 3))',
             )
     if keep_last_n is not None:
-        _refuse_count("keep_last_n", keep_last_n, 0)
+        refuse_count("keep_last_n", keep_last_n, 0)
         return (Newest(max(keep_last_n, 1)), *keep)  # no rule deletes the newest
     if given:
         raise UsageError(

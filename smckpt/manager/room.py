@@ -23,7 +23,6 @@ from smckpt.storage.disk import lustre
 from smckpt.topology import ParallelState
 
 __all__ = [
-    "Outlook",
     "Room",
     "check_room",
     "degrees_text",
@@ -45,20 +44,6 @@ class Room:
 
     nbytes: int
     of: str
-
-
-@dataclass(frozen=True)
-class Outlook:
-    """degrees: as text. save_seconds: those of the run's last save until its commit, if known."""
-
-    degrees: str
-    save_seconds: float | None
-
-    @property
-    def time(self) -> str:
-        if self.save_seconds is None:
-            return "the first commit will tell the time of a save"
-        return f"a save takes about {self.save_seconds:.3g} s, as the run's last one"
 
 
 class _Quota(ctypes.Structure):
@@ -155,7 +140,8 @@ def check_room(
     replicas: int,
     policies: Sequence[RetentionPolicy],
     saved: Callable[[], int],
-    outlook: Outlook,
+    degrees: str = "",
+    save_seconds: float | None = None,
 ) -> None:
     """Log the size of a step, and check that it fits. One rank calls it.
 
@@ -165,17 +151,20 @@ def check_room(
         policies: those that keep steps; without any, all stay.
         saved: bytes of the steps that this run has saved already, all of which the policies may
             let go one day.
-        outlook: for the line in the log.
+        degrees: as text. save_seconds: those of the run's last save until its commit, if known.
 
     Raises:
         StorageError: not even one step fits.
     """
     ranks, step = len(bytes_of_ranks), sum(bytes_of_ranks.values())
+    time = "the first commit will tell the time of a save"
+    if save_seconds is not None:
+        time = f"a save takes about {save_seconds:.3g} s, as the run's last one"
     line = (
-        f"saves to {root.url}: {count_text(ranks, 'rank')}{outlook.degrees}, "
+        f"saves to {root.url}: {count_text(ranks, 'rank')}{degrees}, "
         f"{count_text(ranks // replicas, 'group')} of {replicas}; "
         f"{bytes_text(step)} a step, up to {bytes_text(max(bytes_of_ranks.values()))} a rank; "
-        f"{outlook.time}"
+        f"{time}"
     )
     room = room_at(root)
     if room is None:
@@ -260,7 +249,7 @@ def meet_about_room(
         found = brought()
         text = degrees_text(degrees, [name for _, name in found.values()])
         sizes = {rank: size for rank, (size, _) in found.items()}
-        check_room(root, sizes, len(group.ranks), policies, saved, Outlook(text, save_seconds))
+        check_room(root, sizes, len(group.ranks), policies, saved, text, save_seconds)
 
     meeting.round(point, mine, decide, timeout=timeout)
 

@@ -16,7 +16,7 @@ from smckpt import CheckpointManager, ParallelState, find_checkpoints
 from smckpt.errors import StorageError
 from smckpt.manager import room
 from smckpt.manager.retention import Best, Every, Newest
-from smckpt.manager.room import Outlook, Room, degrees_text, room_at
+from smckpt.manager.room import Room, degrees_text, room_at
 from smckpt.storage import open_storage
 from tests.support.launch import run_ranks
 
@@ -61,9 +61,9 @@ def test_what_the_rules_keep_must_fit_too(tmp_path: Path, left: Any, caplog: Any
 def test_the_best_are_kept_too_and_what_this_run_has_saved_may_go(caplog: Any, left: Any) -> None:
     left(100)
     keep = (Newest(2), Best("loss", 3), Every(1000))
-    room.check_room(open_storage("/run"), {0: 20, 1: 10}, 2, keep, lambda: 80, Outlook("", None))
+    room.check_room(open_storage("/run"), {0: 20, 1: 10}, 2, keep, lambda: 80)
     assert not caplog.records
-    room.check_room(open_storage("/run"), {0: 20, 1: 10}, 2, keep, lambda: 79, Outlook("", None))
+    room.check_room(open_storage("/run"), {0: 20, 1: 10}, 2, keep, lambda: 79)
     assert "keep up to 5 steps, and those of Every(steps=1000), and one more" in caplog.text
 
 

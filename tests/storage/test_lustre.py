@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from smckpt.manager import room
-from smckpt.manager.room import Outlook, Room, room_at
+from smckpt.manager.room import Room, room_at
 from smckpt.storage import open_storage
 from smckpt.storage.disk import lustre
 from smckpt.storage.disk.lustre import LustreTarget, quotas_left, targets
@@ -78,9 +78,9 @@ def test_each_target_is_told_and_those_that_do_not_answer_are_left_out(
 def test_a_full_target_is_named_with_what_to_do(lfs: Answers, tmp_path: Path, caplog: Any) -> None:
     lfs(df=DF)
     root = open_storage(tmp_path / "run" / "not" / "there")
-    room.check_room(root, {0: 500_000, 1: 1_000_000}, 1, (), lambda: 0, Outlook("", None))
+    room.check_room(root, {0: 500_000, 1: 1_000_000}, 1, (), lambda: 0)
     assert not caplog.records  # each has room for a rank
-    room.check_room(root, {0: 500_000, 1: 2_000_000}, 1, (), lambda: 0, Outlook("", None))
+    room.check_room(root, {0: 500_000, 1: 2_000_000}, 1, (), lambda: 0)
     (warned,) = (one for one in caplog.records if one.levelno == logging.WARNING)
     said = warned.getMessage()
     assert "1 of 3 Lustre targets" in said and "scratch-OST0001 (1.0 MB left)" in said

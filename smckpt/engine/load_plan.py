@@ -354,8 +354,10 @@ def refuse_spare(planned: LoadPlan, agreed: Common, request: LoadRequest, group:
 
 
 def _refuse_numbered(state: Any, spare: Sequence[str], url: str, rank: int) -> None:
-    for above in _numbered(state):
-        if any(name.startswith(f"{above}state.") for name in spare):
+    for path, tree, _ in optimizer_dicts(state) if spare else ():
+        above = "".join(f"{key}." for key in path)
+        numbered = all(type(key) is int for key in tree["state"])
+        if numbered and any(name.startswith(f"{above}state.") for name in spare):
             raise KeysMismatchError(
                 f"the state of {above[:-1] or 'the optimizer'} was saved by the names of its "
                 "parameters, and the target has it by their numbers",
@@ -364,18 +366,6 @@ def _refuse_numbered(state: Any, spare: Sequence[str], url: str, rank: int) -> N
                 path=url,
                 rank=rank,
             )
-
-
-def _numbered(state: Any, above: str = "") -> Iterator[str]:
-    """Where optimizers' own dicts are in a state: what comes before the names in them."""
-    if not isinstance(state, Mapping):
-        return
-    if {"state", "param_groups"} <= state.keys() and isinstance(state["state"], Mapping):
-        if all(type(key) is int for key in state["state"]):
-            yield above
-        return
-    for key, value in state.items():
-        yield from _numbered(value, f"{above}{key}.")
 
 
 def _under(path: Path, tops: Sequence[str]) -> bool:

@@ -87,14 +87,13 @@ class Opened:
             return self.memory.twin(value)
         if type(value) is not dict and is_stateful(value):
             return self._taken(value)
-        if is_optimizer_dict(value) and bound(value) is None and self._objects:
-            return self._given(value)
         if isinstance(value, MutableMapping):
+            of_optimizer = is_optimizer_dict(value) and bound(value) is None
+            if of_optimizer and self._objects:
+                return self._given(value)
             items = {key: self._open(value[key]) for key in sorted(value, key=str)}
-            if is_optimizer_dict(value) and bound(value) is None:
-                owner = owner_of(value)
-                if owner is not None:
-                    return self._copy(stock(owner, {key: items[key] for key in value}), value)
+            if of_optimizer and (owner := owner_of(value)) is not None:
+                return self._copy(stock(owner, {key: items[key] for key in value}), value)
             same = all(items[key] is child for key, child in value.items())
             if same and getattr(value, "reads", None) is None:
                 return value
@@ -145,7 +144,7 @@ class Opened:
             inner.reads = read_by(value) if is_module else lambda _: True
         return inner
 
-    def _given(self, value: dict[str, Any]) -> StatefulStateDict:
+    def _given(self, value: MutableMapping[str, Any]) -> StatefulStateDict:
         """A copy of an optimizer's dict that an object gave and will load."""
         made = StatefulStateDict(
             {

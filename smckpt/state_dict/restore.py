@@ -15,6 +15,7 @@ from smckpt.layout.entries import Path, dotted
 from smckpt.state_dict.modes import is_extra_state
 from smckpt.state_dict.of_optimizers.bindings import (
     bound,
+    inside,
     is_optimizer_dict,
     optimizer_dicts,
     stock_record,
@@ -112,10 +113,9 @@ def gathered_parts(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Callable[
 def _model_dicts(tree: Any) -> Iterator[ModelStateDict]:
     if isinstance(tree, ModelStateDict):
         yield tree
-    elif isinstance(tree, (dict, list, tuple)):
-        for child in tree.values() if isinstance(tree, dict) else tree:
-            if isinstance(child, (dict, list, tuple)):  # not a generator for each number of a list
-                yield from _model_dicts(child)
+    else:
+        for _, child in inside(tree):
+            yield from _model_dicts(child)
 
 
 def put(tree: Any, path: Path, value: Any) -> bool:
@@ -220,7 +220,7 @@ def _reading(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
     for at, value in _apart(tree) if is_object else held:
         if not isinstance(value, dict):
             yield (*path, *at), value
-    for at, value in _apart(tree) if is_object else _inside(tree):
+    for at, value in _apart(tree) if is_object else inside(tree):
         yield from _reading(value, (*path, *at))
 
 
@@ -228,20 +228,13 @@ def _apart(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
     """What other objects inside gave, and the dicts of an optimizer."""
     holds = getattr(tree, "holds", ())
     yield from (((*path, key), tree[key]) for key in holds)
-    for at, value in _inside(tree, path):
+    for at, value in inside(tree, path):
         if at[-1] in holds:
             continue
         if isinstance(value, StatefulStateDict) or is_optimizer_dict(value):
             yield at, value
         else:
             yield from _apart(value, at)
-
-
-def _inside(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    pairs = tree.items() if isinstance(tree, dict) else ()
-    for key, value in enumerate(tree) if isinstance(tree, (list, tuple)) else pairs:
-        if isinstance(value, (dict, list, tuple)):  # not a generator for each number of a list
-            yield (*path, key), value
 
 
 def _has_tensors(value: Any) -> bool:

@@ -37,6 +37,7 @@ __all__ = [
     "bind",
     "bound",
     "has_no_elements",
+    "inside",
     "is_optimizer_dict",
     "live_optimizers",
     "optimizer_dicts",
@@ -333,16 +334,18 @@ def optimizer_dicts(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any, Bin
     if is_optimizer_dict(tree):
         yield path, tree, bound(tree)
         # a wrapper's dict may hold that of the optimizer inside
-        items: Any = [(k, v) for k, v in tree.items() if k not in ("state", "param_groups")]
-    elif isinstance(tree, dict):
-        items = tree.items()
-    elif isinstance(tree, (list, tuple)):
-        items = enumerate(tree)
-    else:
-        items = ()
-    for key, value in items:
-        if isinstance(value, (dict, list, tuple)):  # not a generator for each number of a list
-            yield from optimizer_dicts(value, (*path, key))
+        tree = {k: v for k, v in tree.items() if k not in ("state", "param_groups")}
+    for at, child in inside(tree, path):
+        yield from optimizer_dicts(child, at)
+
+
+def inside(tree: Any, path: Path = ()) -> list[tuple[Path, Any]]:
+    """The containers directly in one, each with its path. A walk calls no function for each number
+    of a list."""
+    pairs: Any = tree.items() if isinstance(tree, dict) else ()
+    if isinstance(tree, (list, tuple)):
+        pairs = enumerate(tree)
+    return [((*path, k), v) for k, v in pairs if isinstance(v, (dict, list, tuple))]
 
 
 def stock_record(tree: Mapping[str, Any]) -> dict[str, Any] | None:

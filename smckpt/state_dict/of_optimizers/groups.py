@@ -11,7 +11,7 @@ import torch
 
 from smckpt.errors import KeysMismatchError, StateError
 from smckpt.layout.entries import Path, dotted
-from smckpt.state_dict.of_optimizers.bindings import Binding, bound, is_optimizer_dict
+from smckpt.state_dict.of_optimizers.bindings import Binding, bound, inside, is_optimizer_dict
 from smckpt.state_dict.of_optimizers.slots import ABSENT, SavedSlot
 from smckpt.state_dict.tags import RememberingDict
 from smckpt.state_dict.tensors import same_bits
@@ -257,10 +257,9 @@ def _numbered(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any, Sequence[
         yield path, tree, tree.names
     elif binding is not None and binding.held and binding.by_id:
         yield path, tree, [binding.names(p, n) for n, p in enumerate(binding.parameters())]
-    elif isinstance(tree, (dict, list, tuple)):
-        for key, child in tree.items() if isinstance(tree, dict) else enumerate(tree):
-            if isinstance(child, (dict, list, tuple)):
-                yield from _numbered(child, (*path, key))
+    else:
+        for at, child in inside(tree, path):
+            yield from _numbered(child, at)
 
 
 def _order(

@@ -24,6 +24,7 @@ from smckpt.state_dict.of_optimizers.bindings import (
     Binding,
     bound,
     has_no_elements,
+    inside,
     is_optimizer_dict,
     optimizer_dicts,
 )
@@ -158,14 +159,8 @@ def _given_by_optimizers(tree: Any, path: Path = ()) -> Iterator[tuple[Path, dic
         return
     if is_optimizer_dict(tree) and bound(tree) is not None:
         yield path, tree
-    pairs: Any = ()
-    if isinstance(tree, dict):
-        pairs = tree.items()
-    elif isinstance(tree, (list, tuple)):
-        pairs = enumerate(tree)
-    for key, value in pairs:
-        if isinstance(value, (dict, list, tuple)):
-            yield from _given_by_optimizers(value, (*path, key))
+    for at, child in inside(tree, path):
+        yield from _given_by_optimizers(child, at)
 
 
 def _parameters_of(given: Any) -> list[torch.Tensor]:

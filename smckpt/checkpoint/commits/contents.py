@@ -12,8 +12,9 @@ import errno
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
-from smckpt.checkpoint.commits.choose import choose_commit
+from smckpt.checkpoint.commits.choose import Commit, choose_commit
 from smckpt.checkpoint.records.format import FileRecord, Manifest, order_of
 from smckpt.checkpoint.records.prefixes import files_of
 from smckpt.errors import (
@@ -24,12 +25,13 @@ from smckpt.errors import (
     causes,
 )
 from smckpt.storage import Storage
-from smckpt.storage.urls import join_url, parent_url
+from smckpt.storage.urls import join_url, parent_url, relative_url
 
 __all__ = [
     "Contents",
     "GroupContents",
     "contents_of",
+    "groups_of",
     "noticing_replacement",
     "replacement",
     "what_is_missing",
@@ -100,26 +102,38 @@ def contents_of(storage: Storage, name: str | None = None) -> Contents:
         UsageError: this is one group of a step, which is not a checkpoint without the other groups.
     """
     commit = choose_commit(storage, name=name)
-    storage = storage.reading_from(storage.url)
-    if commit.through_record:
-        groups = (
-            GroupContents(
-                group.directory, group.manifest, group.crc64, manifest,
-                files_of(storage.join(group.directory), manifest),
-            )
-            for group, (_, manifest) in zip(commit.groups, commit.manifests, strict=True)
-        )  # fmt: skip
-        return Contents(storage, commit.identity, tuple(groups))
-    ((directory, manifest),) = commit.manifests
-    if manifest.record is not None:
-        above = parent_url(join_url(directory, manifest.record))
+    where, first = commit.manifests[0]
+    if first.record is not None and not commit.through_record:
+        above = parent_url(join_url(where, first.record))
         raise UsageError(
             "this is one group of a step, which is not a checkpoint without the other groups",
             remedy=f"pass the directory of the step, {above}",
             path=storage.url,
         )
-    files = files_of(storage, manifest)
-    return Contents(storage, None, (GroupContents("", commit.identity, None, manifest, files),))
+    strict, groups = groups_of(storage, commit)
+    return Contents(strict, commit.identity if commit.through_record else None, groups)
+
+
+def groups_of(storage: Storage, commit: Commit) -> tuple[Storage, tuple[GroupContents, ...]]:
+    """The directory of a commit, as a store that reads through no link below it, nor where its
+    groups' files are; and those groups."""
+    tops = []
+    for where, manifest in commit.manifests:
+        record, spread = manifest.record, manifest.spread
+        tops.append(where if record is None else parent_url(join_url(where, record)))
+        tops += [] if spread is None else [spread.root(where)]
+    strict = storage.reading_from(*tops)
+    groups = (
+        GroupContents(
+            relative_url(where, strict.url),
+            commit.identity if named is None else named.manifest,
+            None if named is None else named.crc64,
+            manifest,
+            files_of(strict.at(where), manifest),
+        )
+        for (where, manifest), named in zip_longest(commit.manifests, commit.groups)
+    )
+    return strict, tuple(groups)
 
 
 def what_is_missing(storage: Storage, identity: str | None = None) -> str:

@@ -136,10 +136,12 @@ def holds_dcp(names: Iterable[str]) -> bool:
 def checksum_of_dcp(storage: Storage) -> str | None:
     """Of the metadata of DCP's checkpoint here, which is another one for each save; None: there is
     none."""
-    storage = storage.with_links()  # files of others
     found = [n for n in storage.names(_METADATA, _OF_RANK_0) if n in (_METADATA, _OF_RANK_0)]
+    if not found:
+        return None
+    storage = storage.with_links()  # files of others
     try:
-        return hex64(crc64(b"".join(storage.read(name) for name in found))) if found else None
+        return hex64(crc64(b"".join(storage.read(name) for name in found)))
     except CheckpointNotFoundError:  # deleted since
         return None
 

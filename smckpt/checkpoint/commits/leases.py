@@ -51,6 +51,7 @@ __all__ = [
     "probe",
     "raise_fence",
     "release",
+    "scope_of",
     "sessions_at",
     "take_lease",
     "taken_over",
@@ -401,4 +402,9 @@ def _scope_of(storage: Storage, name: str) -> frozenset[str]:
         record = read_file(Record, storage, name)
     except CheckpointNotFoundError:
         return frozenset()
+    return scope_of(storage, record)
+
+
+def scope_of(storage: Storage, record: Record) -> frozenset[str]:
+    """The directories of the groups that a record here commits."""
     return frozenset(join_url(storage.url, group.directory) for group in record.groups)

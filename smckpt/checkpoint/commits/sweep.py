@@ -18,6 +18,7 @@ from smckpt.checkpoint.commits.leases import (
     later_run,
     leases_at,
     raise_fence,
+    scope_of,
 )
 from smckpt.checkpoint.records.crc import crc64, hex64
 from smckpt.checkpoint.records.files import read_file
@@ -143,7 +144,7 @@ def sweep_records(access: Access, directory: str, keep: Sequence[str], fencing_t
     """
     storage = access.open(directory)
     kept = [read_file(Record, storage, name) for name in keep]
-    scope = frozenset(url for record in kept for url in _urls(storage, record))
+    scope = frozenset(url for record in kept for url in scope_of(storage, record))
     if not kept or later_run(storage, fencing_token, scope) is not None:
         return 0
     newest = max((record.fencing_token, record.number) for record in kept)
@@ -152,7 +153,7 @@ def sweep_records(access: Access, directory: str, keep: Sequence[str], fencing_t
         parsed = parse_name(info.name)
         if parsed is None or info.name in keep or (parsed.fencing_token, parsed.number) >= newest:
             continue
-        if _urls(storage, read_file(Record, storage, info.name)) & scope:
+        if scope_of(storage, read_file(Record, storage, info.name)) & scope:
             doomed.append((parsed.kind, info.name))
     doomed += [
         ("lease", lease.name)
@@ -339,10 +340,6 @@ def _not_kept(what: str, path: str) -> CorruptCheckpointError:
         remedy="run `smckpt verify` on the directory",
         path=path,
     )
-
-
-def _urls(storage: Storage, record: Record) -> frozenset[str]:
-    return frozenset(join_url(storage.url, group.directory) for group in record.groups)
 
 
 def _delete(storage: Storage, doomed: Iterable[tuple[str, str]]) -> int:

@@ -10,13 +10,13 @@ from functools import cached_property
 from typing import Any
 
 from smckpt.checkpoint.commits.choose import Commit, choose_commit, read_part
+from smckpt.checkpoint.commits.contents import GroupContents, groups_of
 from smckpt.checkpoint.commits.foreign import refuse_newer_dcp
 from smckpt.checkpoint.reading.blocks import BlockReader, Readers, SavedFile, not_missing
 from smckpt.checkpoint.reading.catalogue import Catalogue, SavedPieces, Stored
 from smckpt.checkpoint.records.files import FILES_AT_ONCE
 from smckpt.checkpoint.records.format import Manifest, PartRecord, parse_name
 from smckpt.checkpoint.records.headers import Header, read_header
-from smckpt.checkpoint.records.prefixes import files_of
 from smckpt.checkpoint.records.rows import decode_containers, rows_of_groups
 from smckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
 from smckpt.layout.entries import DTYPES, Entry, Path
@@ -39,15 +39,14 @@ class CommittedCatalogue(Catalogue):
     """
 
     def __init__(
-        self, url: str, commit: Commit, groups: Sequence[tuple[Manifest, Storage]], readers: Readers
+        self, url: str, commit: Commit, groups: Sequence[GroupContents], readers: Readers
     ) -> None:
-        """`groups`: each group's manifest, and the store of its ranks' files."""
         self.url = url
         self.commit = commit
-        self.manifests = tuple(manifest for manifest, _ in groups)
+        self.manifests = tuple(group.manifest for group in groups)
         self._groups = groups
         self._readers = readers
-        tables = ((manifest.layout, manifest.group_ranks, files.url) for manifest, files in groups)
+        tables = ((g.manifest.layout, g.manifest.group_ranks, g.storage.url) for g in groups)
         self._rows = tuple(rows_of_groups(tables))
         self._files: dict[int, list[SavedFile]] = {}
         self._headers: dict[SavedFile, Header] = {}
@@ -67,7 +66,7 @@ class CommittedCatalogue(Catalogue):
         record = self._first.record
         if record is None or self.commit.through_record:
             return self.url
-        return parent_url(join_url(self._groups[0][1].url, record))
+        return parent_url(join_url(self._groups[0].storage.url, record))
 
     @property
     def ours(self) -> bool:
@@ -136,9 +135,9 @@ class CommittedCatalogue(Catalogue):
     def parts(self) -> dict[int, tuple[str, PartRecord]]:
         """Rank → the directory of its files, and its part."""
         return {
-            part.rank: (files.holder(part.name).url, part)
-            for manifest, files in self._groups
-            for part in manifest.parts
+            part.rank: (group.storage.holder(part.name).url, part)
+            for group in self._groups
+            for part in group.manifest.parts
         }
 
     @property
@@ -302,18 +301,10 @@ def open_catalogue(
 
 def catalogue_of(storage: Storage, commit: Commit) -> CommittedCatalogue:
     """The catalogue of a commit in a directory, which was read or is about to be made."""
-    tops = []  # the directories below which all files of the commit are
-    for where, manifest in commit.manifests:
-        record, spread = manifest.record, manifest.spread
-        tops.append(where if record is None else parent_url(join_url(where, record)))
-        tops += [] if spread is None else [spread.root(where)]
-    storage = storage.reading_from(*tops)
-    groups = [
-        (manifest, files_of(storage.at(where), manifest)) for where, manifest in commit.manifests
-    ]
+    storage, groups = groups_of(storage, commit)
     # All ranks read at once, from all prefixes, so this rank takes its share of all prefixes'
     # requests.
-    spreads = [files.spread for _, files in groups]
+    spreads = [group.storage.spread for group in groups]
     share = storage.access.share.times(min(s.prefixes if s else 1 for s in spreads))
     readers = Readers(storage.access.holding(share))
     return CommittedCatalogue(storage.url, commit, groups, readers)

@@ -111,6 +111,17 @@ class GeometryDefaults:
 
     per_rank = explicit = flat = False
 
+    fqn: str
+    shape: Shape
+
+    @property
+    def whole_shape(self) -> Shape:
+        return self.shape
+
+    def shape_of(self, fqn: str) -> Shape:
+        del fqn
+        return self.shape
+
     def cuts(self) -> tuple[tuple[Mesh, Shape], ...]:
         return ()
 
@@ -119,7 +130,7 @@ class GeometryDefaults:
         return ()
 
     def named(self, name: Callable[[str], str]) -> Any:
-        return replace(self, fqn=name(self.fqn))  # type: ignore[attr-defined,type-var]
+        return replace(self, fqn=name(self.fqn))  # type: ignore[type-var]
 
     def sharding(self) -> Hashable:
         return id(self)
@@ -153,14 +164,6 @@ class MeshGeometry(GeometryDefaults):
     @property
     def fqns(self) -> tuple[str, ...]:
         return (self.fqn,)
-
-    @property
-    def whole_shape(self) -> Shape:
-        return self.shape
-
-    def shape_of(self, fqn: str) -> Shape:
-        del fqn
-        return self.shape
 
     @remembered
     def shard_dims(self) -> tuple[int, ...]:
@@ -317,14 +320,6 @@ class BoxGeometry(GeometryDefaults):
     def ranks(self) -> tuple[int, ...]:
         return self.holders
 
-    @property
-    def whole_shape(self) -> Shape:
-        return self.shape
-
-    def shape_of(self, fqn: str) -> Shape:
-        del fqn
-        return self.shape
-
     def coordinate(self, rank: int) -> Shape:
         return tuple(itertools.chain.from_iterable(b.offsets + b.sizes for b in self.boxes))
 
@@ -378,14 +373,6 @@ class PerRankGeometry(GeometryDefaults):
 
     def named(self, name: Callable[[str], str]) -> PerRankGeometry:
         return replace(self, fqns=tuple(map(name, self.fqns)))
-
-    @property
-    def whole_shape(self) -> Shape:
-        return self.shape
-
-    def shape_of(self, fqn: str) -> Shape:
-        del fqn
-        return self.shape
 
     def coordinate(self, rank: int) -> Shape:
         return (rank,)

@@ -6,7 +6,8 @@ error.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -252,7 +253,7 @@ def _fsdp1_full_state(
     )
     out: dict[str, Any] = {}
     numbers, tensors, flags = _of_all_ranks(view, optimizer)
-    with kind, _stock_optimizers():
+    with kind:
         stock = stock_optimizer_state(optimizer)
         # One state tensor after the other: with use_orig_params=True torch gathers all state
         # tensors of a unit into one buffer and returns views of it, so each would have the bits of
@@ -361,18 +362,6 @@ def _refuse_odd(optimizer: torch.optim.Optimizer) -> None:
             )
 
 
-class _stock_optimizers:
-    """Restores the stock `state_dict` for a block: torch's gathering calls it."""
-
-    def __enter__(self) -> None:
-        kind = torch.optim.Optimizer
-        self._patched = kind.state_dict
-        kind.state_dict = stock_optimizer_state  # type: ignore[method-assign,assignment]
-
-    def __exit__(self, *_: object) -> None:
-        torch.optim.Optimizer.state_dict = self._patched  # type: ignore[method-assign]
-
-
 def stock_optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """What torch's own `optimizer.state_dict()` gives, also inside a block."""
     numbers: dict[int, int] = {}
@@ -414,25 +403,21 @@ def _refuse_missing(view: ModelView, given: Mapping[str, Any]) -> None:
         )
 
 
-class _own_methods:
+@contextmanager
+def _own_methods(model: nn.Module) -> Iterator[None]:
     """Undoes the replacement of the model's `state_dict` and `load_state_dict` for a block. torch
     calls the latter by keywords; one of the user's class need not have those names."""
+    names = ("state_dict", "load_state_dict")
+    kept = {n: model.__dict__.pop(n) for n in names if n in model.__dict__}
+    own: Any = type(model).load_state_dict
+    if own is not nn.Module.load_state_dict:
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
+        def by_position(state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+            return own(model, state_dict, strict, **({"assign": True} if assign else {}))
 
-    def __enter__(self) -> None:
-        model = self._model
-        names = ("state_dict", "load_state_dict")
-        self._kept = {n: model.__dict__.pop(n) for n in names if n in model.__dict__}
-        own: Any = type(model).load_state_dict
-        if own is not nn.Module.load_state_dict:
-
-            def by_position(state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-                return own(model, state_dict, strict, **({"assign": True} if assign else {}))
-
-            model.__dict__["load_state_dict"] = by_position
-
-    def __exit__(self, *_: object) -> None:
-        self._model.__dict__.pop("load_state_dict", None)
-        self._model.__dict__.update(self._kept)
+        model.__dict__["load_state_dict"] = by_position
+    try:
+        yield
+    finally:
+        model.__dict__.pop("load_state_dict", None)
+        model.__dict__.update(kept)

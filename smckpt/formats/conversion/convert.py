@@ -106,11 +106,7 @@ def convert(
         raise UsageError(f"to={to!r}", remedy=f"pass one of {', '.join(FORMATS)}")
     access = access_to(source, target, storage=storage)
     catalogue = open_any(access.open(source))
-    if not catalogue.whole:
-        raise UsageError(
-            "this is one group of a step, which is not a checkpoint without the other groups",
-            remedy=f"pass the directory of the step, {catalogue.above}", path=catalogue.url,
-        )  # fmt: skip
+    catalogue.refuse_one_group()
     work = _Work(catalogue, tuple(ignore), threads, progress)
     try:
         if to == "smckpt":

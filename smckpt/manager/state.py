@@ -51,8 +51,9 @@ def taken(state: Mapping[str, Any], kind: SMStateDictType) -> dict[str, Any]:
     """The state of the objects in `state`: a save writes it, a load fills it. No collective runs.
 
     A model gives its state dict of this kind. An optimizer is taken with the model whose parameters
-    it has. Any other object with `state_dict` and `load_state_dict` gives its own state dict. The
-    tensors are the live ones.
+    it has. Any other object with `state_dict` and `load_state_dict` stays itself: a save takes its
+    state, and a load gives it exactly what was saved, of whatever form. The tensors are the live
+    ones.
 
     Raises:
         UsageError: an optimizer has parameters of none of the models, or of several.
@@ -67,7 +68,7 @@ def taken(state: Mapping[str, Any], kind: SMStateDictType) -> dict[str, Any]:
             with sm_state_dict_type(model, kind):
                 return value.state_dict()
         if is_stateful(value):
-            return value.state_dict()
+            return value
         if isinstance(value, Mapping):
             return {key: take(child) for key, child in value.items()}
         if type(value) in (list, tuple):
@@ -101,17 +102,14 @@ def run_state(state: Mapping[str, Any], step: int, random: bool) -> dict[str, An
 
 
 def give_back(state: MutableMapping[str, Any], loaded: Mapping[str, Any]) -> None:
-    """After a load: give objects their state, and put values into `state`. Models and optimizers
-    have theirs already, since the load filled their live tensors."""
+    """After a load: put values into `state`. Its objects have their state: the load filled live
+    tensors, and gave the rest."""
     for key, value in list(state.items()):
         state[key] = _given(value, loaded[key])
 
 
 def _given(value: Any, loaded: Any) -> Any:
-    if isinstance(value, (nn.Module, torch.optim.Optimizer)):
-        return value
-    if is_stateful(value):
-        value.load_state_dict(loaded)
+    if isinstance(value, (nn.Module, torch.optim.Optimizer)) or is_stateful(value):
         return value
     if isinstance(value, MutableMapping) and isinstance(loaded, Mapping):
         for key in [key for key in value if key not in loaded]:

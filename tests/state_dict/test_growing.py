@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections import OrderedDict, deque
 from contextlib import nullcontext
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import smckpt
@@ -257,3 +259,45 @@ def test_a_parameter_of_another_size_is_refused_before_anything_is_changed(tmp_p
     with pytest.raises(errors.TensorMismatchError, match=r"1\.weight"):
         smckpt.load({"model": target}, checkpoint_id=tmp_path)
     assert plain(target.state_dict()) == plain(before)
+
+
+def test_a_manager_restores_exactly_the_state_that_was_saved(tmp_path: Path) -> None:
+    def state(of: int) -> tuple[dict[str, Any], dict[str, Kept]]:
+        made, held = {}, {}
+        for name, pair in STATES.items():
+            for at, wrap in enumerate(WRAPS):
+                one = held[f"{name} {at}"] = Kept(copy.deepcopy(pair[of]))
+                made[f"{name} {at}"] = wrap(one)
+        return made, held
+
+    with smckpt.CheckpointManager(tmp_path, signals=()) as manager:
+        saved, expected = state(1)
+        manager.save(1, saved).wait()
+    with smckpt.CheckpointManager(tmp_path, signals=()) as manager:
+        fresh, found = state(0)
+        assert manager.restore(into=fresh) == 1
+    assert {name: plain(one.value) for name, one in found.items()} == {
+        name: plain(one.value) for name, one in expected.items()
+    }
+
+
+def one_rank_finds_the_newest_damaged(folder: str) -> tuple[int, Any]:
+    kept = Kept({"all": [T]})
+    with smckpt.CheckpointManager(folder, signals=()) as manager:
+        for step in (1, 2):
+            kept.value = {"all": [T] * step, "rank": dist.get_rank()}
+            manager.save(step, {"o": kept, "own": torch.full((4,), float(dist.get_rank()))}).wait()
+        dist.barrier()
+        if dist.get_rank() == 1:
+            (data,) = Path(folder, "2").glob("data-*-r00001-0.safetensors")
+            with data.open("r+b") as file:
+                file.seek(-1, os.SEEK_END)
+                file.write(b"\xff")
+        dist.barrier()
+        other = Kept({})
+        return manager.restore(into={"o": other, "own": torch.zeros(4)}), plain(other.value)
+
+
+def test_objects_have_the_state_of_the_step_that_all_ranks_take(tmp_path: Path) -> None:
+    told = run_ranks(one_rank_finds_the_newest_damaged, 2, str(tmp_path))
+    assert told == [(1, plain({"all": [T], "rank": rank})) for rank in (0, 1)]

@@ -336,8 +336,8 @@ class CheckpointManager:
         found = resumed.found
         self._memory.restored(0 if found is None else found.step or 0)
         self._schedule.goes_on(self._steps.root, found)
+        self._begins = into if found is None else None
         if found is None:
-            self._begins = into
             if self._rank == 0:
                 log.info("no checkpoint below %s: the run starts from step 0", self.root)
             return 0
@@ -446,7 +446,7 @@ class CheckpointManager:
             self._end(self._timeout)
 
     def _end(self, timeout: float) -> None:
-        self._closed = True
+        self._closed, self._begins = True, None
         if os.getpid() != self._pid:  # a forked child that unwinds owns nothing here
             return
         self._watch.close()

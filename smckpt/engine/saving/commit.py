@@ -208,7 +208,8 @@ class Committer:
             self._unshared = StorageError(
                 "the directory is not shared by all hosts of the group: "
                 f"{socket.gethostname()} does not see what host {wrote} writes",
-                remedy="mount one file system on all hosts, or use an s3:// checkpoint_id",
+                remedy="mount one file system on all hosts, or use an s3:// checkpoint_id; then "
+                "start the job again",
                 path=path,
             )
 

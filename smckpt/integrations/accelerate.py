@@ -336,6 +336,7 @@ def load_state(
     arguments = _arguments(accelerator)
     smckpt.maybe_finalize_async_calls()  # the newest may be in flight
     directory, ours = _on_main(lambda: _to_load(accelerator, input_dir))
+    wanted = list(range(len(accelerator._models)))  # those that no hook takes
     if not ours:
         stock(directory or input_dir, load_kwargs, **kwargs)
     elif kwargs:
@@ -345,7 +346,6 @@ def load_state(
         )
     else:
         hooks = accelerator._load_model_state_pre_hook.values()
-        wanted = list(range(len(accelerator._models)))
         if hooks:
             wanted = _left_by_hooks(accelerator, hooks, directory)
         target = {**_live(accelerator, wanted), "files": b"", "own_files": b""}
@@ -357,8 +357,7 @@ def load_state(
                     packed.extractall(folder)
             stock(folder, load_kwargs)
     if accelerator._optimizers:
-        every = range(len(accelerator._models))
-        get_memory(lambda: _live(accelerator, every), None, [smckpt.SaveOptions()])
+        get_memory(lambda: _live(accelerator, wanted), None, [smckpt.SaveOptions()])
 
 
 # -- what is saved -----------------------------------------------------------------------------

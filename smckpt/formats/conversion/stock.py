@@ -122,9 +122,7 @@ def _stored(key: str, value: Any) -> tuple[str, Any]:
             if any(one.layout != torch.strided or one.is_quantized for one in tensors):
                 raise StateError("not dense", remedy="pickle it")
             if any(flags_of(one) or isinstance(one, torch.nn.Buffer) for one in tensors):
-                raise StateError(
-                    "more than values", remedy="pickle it"
-                )  # that come back as tensors
+                raise StateError("parameters come back as tensors", remedy="pickle it")
             encode_object([one for one in leaves if not isinstance(one, torch.Tensor)], path=key)
             return "tensors", value
         encoded = encode_object(value, path=key)

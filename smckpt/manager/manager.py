@@ -156,6 +156,7 @@ class CheckpointManager:
         self._groups: ReplicationGroup | None = None
         self._rounds = count(1)  # the ranks call it alike
         self._begins: Mapping[str, Any] | None = None  # of a new run, until its first save is due
+        self._nbytes: int | None = None  # of a step on this rank, where `prewarm` has found it
         self._prepared = self._timed = False  # there is room; the first save
         self._closed = self._announced = False
         self._pid = os.getpid()
@@ -232,7 +233,7 @@ class CheckpointManager:
             meeting, point = self._membership.meeting(self._timeout), f"room/{next(self._rounds)}"
             run = self._steps.root, self._policies, self._retention.nbytes, self._degrees
             line = self._watch.save_seconds, self._options, self._timeout
-            meet_about_room(meeting, point, live, group, *run, *line)
+            meet_about_room(meeting, point, self._nbytes, live, group, *run, *line)
             self._prepared = True
         number = step if type(step) is int else None
         save = partial(async_save, process_group=group.process_group, step=number)
@@ -362,8 +363,8 @@ class CheckpointManager:
         return step
 
     def _get_memory(self, take: Callable[[], Mapping[str, Any]]) -> None:
-        memory = [self._memory.options] if self._memory.root else []
-        get_memory(take, self._group(None).process_group, [self._options, *memory])
+        queues = [self._options, *([self._memory.options] if self._memory.root else [])]
+        self._nbytes = get_memory(take, self._group(None).process_group, queues)
 
     def _filled(
         self, found: FoundCheckpoint, into: Mapping[str, Any], group: ReplicationGroup, load: Any

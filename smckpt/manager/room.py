@@ -223,6 +223,7 @@ def _warn_of_full_targets(folder: str, rank: int) -> None:
 def meet_about_room(
     meeting: Meeting,
     point: str,
+    nbytes: int | None,
     live: Mapping[str, Any],
     group: ReplicationGroup,
     root: Storage,
@@ -235,13 +236,17 @@ def meet_about_room(
 ) -> None:
     """Before a manager's first save, on all ranks: is there room for the steps that stay?
 
+    Args:
+        nbytes: that this rank writes of a step. None: those of the state `live`.
+
     Raises:
         StorageError: not for one. All ranks raise it.
     """
 
     def mine() -> list[Any]:
         try:
-            return [bytes_of(live, group.process_group, options), group.name]
+            found = bytes_of(live, group.process_group, options) if nbytes is None else nbytes
+            return [found, group.name]
         except Exception:  # async_save finds it too, and tells the peers
             return [0, group.name]
 
@@ -256,12 +261,13 @@ def meet_about_room(
 
 def get_memory(
     take: Callable[[], Mapping[str, Any] | None], process_group: Any, queues: Sequence[SaveOptions]
-) -> None:
+) -> int | None:
     """`prewarm` for the first saves of a training whose state `take` gives. What fails here fails
-    those saves, or nothing."""
+    those saves, or nothing. Returns what it returns for the first of the queues."""
     try:
         state = take()
-        for options in queues:
-            prewarm(state, process_group=process_group, options=options)
+        first, *_ = [prewarm(state, process_group=process_group, options=one) for one in queues]
+        return first
     except Exception as error:
         log.info("the first save gets its memory itself: %s", error)
+        return None

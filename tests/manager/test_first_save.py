@@ -118,8 +118,10 @@ class Mean:
 
     def __init__(self) -> None:
         self.weights = torch.zeros(1 << 18)
+        self.asked = 0
 
     def state_dict(self) -> dict[str, Any]:
+        self.asked += 1
         return {"weights": self.weights}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -173,6 +175,20 @@ def test_a_new_run_gets_the_memory_of_its_first_save_after_the_first_step(
         assert not before  # an optimizer that has not stepped has no state
         assert sum(after.values()) >= (8 << 18) // ranks
         assert last == after
+
+
+@pytest.mark.parametrize("restored", [False, True])
+def test_a_first_save_takes_the_state_of_each_object_once(tmp_path: Path, restored: bool) -> None:
+    state = trained(1) | {"mean": Mean()}
+    if restored:
+        with CheckpointManager(tmp_path, signals=()) as manager:
+            manager.save(1, state).wait()
+    with CheckpointManager(tmp_path, signals=()) as manager:
+        assert manager.restore(into=state) == int(restored)
+        manager.should_save(2)
+        before = state["mean"].asked
+        manager.save(2, state).wait()
+        assert state["mean"].asked == before + 1
 
 
 def test_a_program_without_an_optimizer_gets_no_memory(tmp_path: Path) -> None:

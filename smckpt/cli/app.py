@@ -207,8 +207,9 @@ def rm(checkpoint: str, yes: bool, as_json: bool) -> None:
 
     top = open_storage(checkpoint)
     contents = contents_of(top)
-    step = "" if contents.step is None else f" of step {contents.step}"
-    size = f"{count_text(contents.files, 'file')}, {bytes_text(contents.nbytes)}"
+    known = contents.commit.first.step
+    step = "" if known is None else f" of step {known}"
+    size = f"{count_text(contents.files, 'file')}, {bytes_text(contents.commit.nbytes)}"
     if not yes:
         click.confirm(
             f"Remove the checkpoint{step} at {contents.url} ({size})?", abort=True, err=True

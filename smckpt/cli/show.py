@@ -67,14 +67,14 @@ def describe(
         "identity": catalogue.identity,
         "kind": catalogue.kind,
         "step": catalogue.step,
-        "fencing_token": catalogue.fencing_token,
-        "number": catalogue.number,
-        "committed_at": catalogue.committed_at,
+        "fencing_token": first.fencing_token,
+        "number": first.number,
+        "committed_at": catalogue.commit.committed_at,
         "format": list(first.format),
         "versions": first.versions,
         "topology": catalogue.topology,
         "metadata": catalogue.metadata,
-        "bytes": sum(file.record.size for file in catalogue.files),
+        "bytes": catalogue.nbytes,
         "groups": [list(manifest.group_ranks) for manifest in catalogue.manifests],
         "writers": [
             {

@@ -67,7 +67,27 @@ class Commit:
     manifests: tuple[tuple[str, Manifest], ...]
     through_record: bool = False  # opened in the record's directory, so all groups are here
     groups: tuple[GroupManifest, ...] = ()
-    replaces: str | None = None  # what DCP had written here before, see `replaces.py`
+    replaces: str | None = None  # what DCP had written here before, see `foreign.py`
+
+    @property
+    def first(self) -> Manifest:
+        """The manifest that tells what all groups of the step have alike."""
+        return self.manifests[0][1]
+
+    @property
+    def whole(self) -> bool:
+        """Whether all groups of the step are here, and not one group of several."""
+        return self.through_record or self.first.record is None
+
+    @property
+    def above(self) -> str:
+        """The directory of the record that commits the manifests."""
+        return parent_url(join_url(self.manifests[0][0], self.first.record or ""))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all data files."""
+        return sum(f.size for _, m in self.manifests for p in m.parts for f in p.files)
 
 
 def read_part(storage: Storage, listed: PartRecord, manifest: Manifest) -> dict[str, Any]:

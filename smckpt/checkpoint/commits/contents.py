@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 
 from smckpt.checkpoint.commits.choose import Commit, choose_commit
-from smckpt.checkpoint.records.format import FileRecord, Manifest, order_of
+from smckpt.checkpoint.records.format import Manifest, order_of
 from smckpt.checkpoint.records.prefixes import files_of
 from smckpt.errors import (
     CheckpointError,
@@ -31,8 +31,9 @@ __all__ = [
     "Contents",
     "GroupContents",
     "contents_of",
-    "groups_of",
     "noticing_replacement",
+    "one_group",
+    "opened",
     "replacement",
     "what_is_missing",
 ]
@@ -50,19 +51,13 @@ class GroupContents:
     manifest: Manifest
     storage: Storage = field(repr=False)
 
-    @property
-    def data(self) -> Iterator[FileRecord]:
-        for part in self.manifest.parts:
-            yield from part.files
-
 
 @dataclass(frozen=True)
 class Contents:
-    """A committed checkpoint in the directory `storage`, below which it reads through no link.
-    record: the name of the file that commits several groups."""
+    """A commit and its groups, in the directory `storage`, below which it reads through no link."""
 
     storage: Storage
-    record: str | None
+    commit: Commit
     groups: tuple[GroupContents, ...]
 
     @property
@@ -72,22 +67,18 @@ class Contents:
     @property
     def identity(self) -> str:
         """The name of the file that commits it."""
-        return self.record or self.groups[0].manifest_name
+        return self.commit.identity
 
     @property
-    def step(self) -> int | None:
-        return self.groups[0].manifest.step
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all data files."""
-        return sum(file.size for group in self.groups for file in group.data)
+    def record(self) -> str | None:
+        """The name of the file that commits several groups."""
+        return self.identity if self.commit.through_record else None
 
     @property
     def files(self) -> int:
         """How many files, with commits and checksums."""
         each = (1 + sum(1 + 2 * len(p.files) for p in g.manifest.parts) for g in self.groups)
-        return sum(each) + (self.record is not None)
+        return sum(each) + self.commit.through_record
 
 
 def contents_of(storage: Storage, name: str | None = None) -> Contents:
@@ -102,21 +93,23 @@ def contents_of(storage: Storage, name: str | None = None) -> Contents:
         UsageError: this is one group of a step, which is not a checkpoint without the other groups.
     """
     commit = choose_commit(storage, name=name)
-    where, first = commit.manifests[0]
-    if first.record is not None and not commit.through_record:
-        above = parent_url(join_url(where, first.record))
-        raise UsageError(
-            "this is one group of a step, which is not a checkpoint without the other groups",
-            remedy=f"pass the directory of the step, {above}",
-            path=storage.url,
-        )
-    strict, groups = groups_of(storage, commit)
-    return Contents(strict, commit.identity if commit.through_record else None, groups)
+    if not commit.whole:
+        raise one_group(storage.url, commit.above)
+    return opened(storage, commit)
 
 
-def groups_of(storage: Storage, commit: Commit) -> tuple[Storage, tuple[GroupContents, ...]]:
-    """The directory of a commit, as a store that reads through no link below it, nor where its
-    groups' files are; and those groups."""
+def one_group(url: str, above: str) -> UsageError:
+    """The error where a checkpoint is wanted, and not all groups of the step are there."""
+    return UsageError(
+        "this is one group of a step, which is not a checkpoint without the other groups",
+        remedy=f"pass the directory of the step, {above}",
+        path=url,
+    )
+
+
+def opened(storage: Storage, commit: Commit) -> Contents:
+    """The contents of a commit, read through no link below its directory, nor where its groups'
+    files are."""
     tops = []
     for where, manifest in commit.manifests:
         record, spread = manifest.record, manifest.spread
@@ -133,7 +126,7 @@ def groups_of(storage: Storage, commit: Commit) -> tuple[Storage, tuple[GroupCon
         )
         for (where, manifest), named in zip_longest(commit.manifests, commit.groups)
     )
-    return strict, tuple(groups)
+    return Contents(strict, commit, tuple(groups))
 
 
 def what_is_missing(storage: Storage, identity: str | None = None) -> str:

@@ -214,8 +214,8 @@ def found_at(storage: Storage, *, group: bool = False) -> FoundCheckpoint | None
         return None  # a manifest of a step that was never committed
     if commit is None:
         return None
-    first, url = commit.manifests[0][1], storage.url
-    if not (group or commit.through_record or first.record is None):
+    first, url = commit.first, storage.url
+    if not (group or commit.whole):
         return None  # one group of a step whose record is in another directory
     return FoundCheckpoint(
         path=_as_text(url),
@@ -224,7 +224,7 @@ def found_at(storage: Storage, *, group: bool = False) -> FoundCheckpoint | None
         number=commit.order[1],
         committed_at=commit.committed_at,
         kind=first.kind,
-        nbytes=sum(f.size for _, m in commit.manifests for p in m.parts for f in p.files),
+        nbytes=commit.nbytes,
         groups=tuple(relative_url(at, url) for at, _ in commit.manifests),
         identity=commit.identity,
         metadata=first.metadata,

@@ -418,7 +418,7 @@ def remove_newest(top: Storage) -> RemoveReport:
         last is None or order_of(contents.identity) > order_of(last.identity)
     ):
         remove_checkpoint(contents)
-        identity, files, nbytes = contents.identity, contents.files, contents.nbytes
+        identity, files, nbytes = contents.identity, contents.files, contents.commit.nbytes
     else:
         assert last is not None
         identity, files, nbytes = last.identity, last.files, 0

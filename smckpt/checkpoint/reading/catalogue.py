@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from smckpt.checkpoint.commits.contents import one_group
 from smckpt.checkpoint.reading.blocks import Readers, SavedFile
 from smckpt.checkpoint.records.headers import StoredSlot
 from smckpt.checkpoint.records.objects import decode_object
 from smckpt.decoding import SENSELESS
-from smckpt.errors import CheckpointError, CorruptCheckpointError, UsageError
+from smckpt.errors import CheckpointError, CorruptCheckpointError
 from smckpt.layout.containers import made_again
 from smckpt.layout.entries import Entry, Path
 from smckpt.layout.geometry import Geometry
@@ -205,43 +206,37 @@ class Catalogue(ABC):
     who opened the catalogue closes them.
 
     url: where it is.
+    identity: tells it from others in the same directory. It is the same for all groups of a step.
+    name: the file by which a peer finds it without a list, if there is one.
+    ours: whether smckpt wrote it. Only then it records a step.
+    kind: of state; SHARDED where names are those of whole tensors.
+    whole: whether all groups of the step are here, and not one group of several.
+    above: the directory from which all groups of the step can be opened.
+    topology: the coordinates of the ranks that saved it, if they were recorded.
+    metadata: what the caller of the save gave.
+    nbytes: of all data files. No tensor has more, if all groups are here.
+    readers: of its files, with the checksums and connections that they already have.
+    object_ranks: the ranks that saved values, in order.
+    optimizers: path → the names of its parameters, of each optimizer's state.
     """
 
     url: str
-
-    @property
-    @abstractmethod
-    def identity(self) -> str:
-        """Tells it from others in the same directory. It is the same for all groups of a step."""
-
-    @property
-    def name(self) -> str | None:
-        """The file by which a peer finds it without a list, if there is one."""
-        return None
-
-    @property
-    @abstractmethod
-    def ours(self) -> bool:
-        """Whether smckpt wrote it. Only then it records a step."""
+    identity: str
+    name: str | None = None
+    ours: bool
+    kind: str | None = "SHARDED"
+    whole: bool = True
+    above: str
+    topology: dict[str, Any] | None = None
+    metadata: dict[str, Any]
+    nbytes: int
+    readers: Readers
+    object_ranks: tuple[int, ...]
+    optimizers: dict[str, Any]
 
     @property
     @abstractmethod
     def step(self) -> int | None: ...
-
-    @property
-    def kind(self) -> str | None:
-        """The kind of state; SHARDED where names are those of whole tensors."""
-        return "SHARDED"
-
-    @property
-    def above(self) -> str:
-        """The directory from which all groups of the step can be opened."""
-        return self.url
-
-    @property
-    def whole(self) -> bool:
-        """Whether all groups of the step are here, and not one group of several."""
-        return True
 
     def refuse_one_group(self) -> None:
         """
@@ -249,21 +244,7 @@ class Catalogue(ABC):
             UsageError: not all groups of the step are here.
         """
         if not self.whole:
-            raise UsageError(
-                "this is one group of a step, which is not a checkpoint without the other groups",
-                remedy=f"pass the directory of the step, {self.above}",
-                path=self.url,
-            )
-
-    @property
-    def topology(self) -> dict[str, Any] | None:
-        """The coordinates of the ranks that saved it, if they were recorded."""
-        return None
-
-    @property
-    def metadata(self) -> dict[str, Any]:
-        """What the caller of the save gave."""
-        return {}
+            raise one_group(self.url, self.above)
 
     # -- tensors -------------------------------------------------------------------------------
 
@@ -276,16 +257,6 @@ class Catalogue(ABC):
     @abstractmethod
     def pieces(self) -> SavedPieces:
         """The rows by logical name, and the boxes that ranks hold according to them."""
-
-    @property
-    @abstractmethod
-    def nbytes(self) -> int:
-        """Of all data files. No tensor has more, if all groups are here."""
-
-    @property
-    @abstractmethod
-    def readers(self) -> Readers:
-        """The readers of its files, with the checksums and connections that they already have."""
 
     @abstractmethod
     def read_headers(self, ranks: Iterable[int]) -> None:
@@ -345,11 +316,6 @@ class Catalogue(ABC):
         """Path → kind, for each container above tensors that is not a dict; None if an older writer
         recorded no kinds."""
 
-    @property
-    @abstractmethod
-    def object_ranks(self) -> tuple[int, ...]:
-        """The ranks that saved values, in order."""
-
     @abstractmethod
     def part(self, rank: int) -> dict[str, Any]:
         """What a rank saved beside its tensors, as it is written: "objects" and "optimizers".
@@ -361,11 +327,6 @@ class Catalogue(ABC):
     @abstractmethod
     def part_url(self, rank: int) -> str:
         """The file of that, for errors."""
-
-    @property
-    def optimizers(self) -> dict[str, Any]:
-        """Path → the names of its parameters, of each optimizer's state."""
-        return {}
 
     def optimizers_of(self, rank: int) -> dict[str, Any]:
         """The same, as saved rank `rank` has it. Ranks may number other parameters under one path:

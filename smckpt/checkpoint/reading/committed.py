@@ -10,19 +10,19 @@ from functools import cached_property
 from typing import Any
 
 from smckpt.checkpoint.commits.choose import Commit, choose_commit, read_part
-from smckpt.checkpoint.commits.contents import GroupContents, groups_of
+from smckpt.checkpoint.commits.contents import Contents, opened
 from smckpt.checkpoint.commits.foreign import refuse_newer_dcp
 from smckpt.checkpoint.reading.blocks import BlockReader, Readers, SavedFile, not_missing
 from smckpt.checkpoint.reading.catalogue import Catalogue, SavedPieces, Stored
 from smckpt.checkpoint.records.files import FILES_AT_ONCE
-from smckpt.checkpoint.records.format import Manifest, PartRecord, parse_name
+from smckpt.checkpoint.records.format import PartRecord, parse_name
 from smckpt.checkpoint.records.headers import Header, read_header
 from smckpt.checkpoint.records.rows import decode_containers, rows_of_groups
 from smckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
 from smckpt.layout.entries import DTYPES, Entry, Path
 from smckpt.registry import READERS
 from smckpt.storage import Storage
-from smckpt.storage.urls import file_url, join_url, parent_url
+from smckpt.storage.urls import file_url
 
 __all__ = [
     "CommittedCatalogue",
@@ -38,79 +38,32 @@ class CommittedCatalogue(Catalogue):
     Headers are read when they are needed, and compared with the checksums of their blocks.
     """
 
-    def __init__(
-        self, url: str, commit: Commit, groups: Sequence[GroupContents], readers: Readers
-    ) -> None:
-        self.url = url
-        self.commit = commit
-        self.manifests = tuple(group.manifest for group in groups)
-        self._groups = groups
-        self._readers = readers
-        tables = ((g.manifest.layout, g.manifest.group_ranks, g.storage.url) for g in groups)
+    ours = True
+
+    def __init__(self, contents: Contents, readers: Readers) -> None:
+        commit, self._groups = contents.commit, contents.groups
+        first = commit.first
+        self.url, self.commit, self.readers = contents.url, commit, readers
+        self.identity, self.name, self.whole = commit.identity, commit.name, commit.whole
+        self.above = self.url if commit.whole else commit.above
+        self.kind, self.topology = first.kind, first.topology
+        self.metadata, self.optimizers = first.metadata, first.optimizers
+        self.nbytes = commit.nbytes
+        self.manifests = tuple(group.manifest for group in self._groups)
+        self.object_ranks = tuple(sorted(r for m in self.manifests for r in m.group_ranks))
+        tables = ((g.manifest.layout, g.manifest.group_ranks, g.storage.url) for g in self._groups)
         self._rows = tuple(rows_of_groups(tables))
         self._files: dict[int, list[SavedFile]] = {}
         self._headers: dict[SavedFile, Header] = {}
         self._slots: dict[tuple[int, ...], dict[str, list[Stored]]] = {}
 
     @property
-    def identity(self) -> str:
-        """The name of the file that commits it."""
-        return self.commit.identity
-
-    @property
-    def name(self) -> str:
-        return self.commit.name
-
-    @property
-    def above(self) -> str:
-        record = self._first.record
-        if record is None or self.commit.through_record:
-            return self.url
-        return parent_url(join_url(self._groups[0].storage.url, record))
-
-    @property
-    def ours(self) -> bool:
-        return True
-
-    @property
-    def whole(self) -> bool:
-        return self._first.record is None or self.commit.through_record
-
-    @property
-    def _first(self) -> Manifest:
-        return self.manifests[0]
-
-    @property
-    def kind(self) -> str | None:
-        return self._first.kind
-
-    @property
     def step(self) -> int | None:
-        return self._first.step
+        return self.commit.first.step
 
     @property
-    def fencing_token(self) -> int:
-        return self._first.fencing_token
-
-    @property
-    def number(self) -> int:
-        return self._first.number
-
-    @property
-    def committed_at(self) -> int:
-        return self.commit.committed_at
-
-    @property
-    def topology(self) -> dict[str, Any] | None:
-        return self._first.topology
-
-    @property
-    def metadata(self) -> dict[str, Any]:
-        return self._first.metadata
-
-    @property
-    def optimizers(self) -> dict[str, Any]:
-        return self._first.optimizers
+    def rows(self) -> tuple[Entry, ...]:
+        return self._rows
 
     @cached_property
     def containers(self) -> dict[Path, str] | None:
@@ -119,17 +72,9 @@ class CommittedCatalogue(Catalogue):
             return None
         return {path: kind for kinds in reversed(maps) for path, kind in (kinds or {}).items()}
 
-    @property
-    def rows(self) -> tuple[Entry, ...]:
-        return self._rows
-
     @cached_property
     def pieces(self) -> SavedPieces:
         return SavedPieces(self.rows, (manifest.group_ranks for manifest in self.manifests))
-
-    @cached_property
-    def nbytes(self) -> int:
-        return sum(f.size for m in self.manifests for part in m.parts for f in part.files)
 
     @cached_property
     def parts(self) -> dict[int, tuple[str, PartRecord]]:
@@ -141,20 +86,12 @@ class CommittedCatalogue(Catalogue):
         }
 
     @property
-    def object_ranks(self) -> tuple[int, ...]:
-        return tuple(sorted(self.parts))
-
-    @property
     def files(self) -> list[SavedFile]:
         return [file for rank in self.object_ranks for file in self._files_of(rank)]
 
-    @property
-    def readers(self) -> Readers:
-        return self._readers
-
     def reader(self, file: SavedFile) -> BlockReader:
         """The checking reader of a data file."""
-        return self._readers.of(file)
+        return self.readers.of(file)
 
     def read_headers(self, ranks: Iterable[int]) -> None:
         files = [file for rank in sorted(set(ranks)) for file in self._files_of(rank)]
@@ -252,7 +189,7 @@ class CommittedCatalogue(Catalogue):
         directory, part = self.parts[rank]
         manifest = next(m for m in self.manifests if rank in m.group_ranks)
         with not_missing(file_url(directory, part.name)):
-            return read_part(self._readers.storage(directory), part, manifest)
+            return read_part(self.readers.storage(directory), part, manifest)
 
 
 def open_any(storage: Storage, *, choose: str | None = None, name: str | None = None) -> Catalogue:
@@ -301,10 +238,10 @@ def open_catalogue(
 
 def catalogue_of(storage: Storage, commit: Commit) -> CommittedCatalogue:
     """The catalogue of a commit in a directory, which was read or is about to be made."""
-    storage, groups = groups_of(storage, commit)
+    contents = opened(storage, commit)
     # All ranks read at once, from all prefixes, so this rank takes its share of all prefixes'
     # requests.
-    spreads = [group.storage.spread for group in groups]
-    share = storage.access.share.times(min(s.prefixes if s else 1 for s in spreads))
-    readers = Readers(storage.access.holding(share))
-    return CommittedCatalogue(storage.url, commit, groups, readers)
+    spreads = [group.storage.spread for group in contents.groups]
+    access = contents.storage.access
+    share = access.share.times(min(s.prefixes if s else 1 for s in spreads))
+    return CommittedCatalogue(contents, Readers(access.holding(share)))

@@ -322,7 +322,7 @@ def repair_checkpoint(
         if claimed(group.storage, group.manifest.attempt):
             release(group.storage, group.manifest.attempt)
     return RepairReport(
-        contents.url, dry_run, contents.step, None, False, tuple(mended), tuple(lost)
+        contents.url, dry_run, contents.commit.first.step, None, False, tuple(mended), tuple(lost)
     )
 
 

@@ -122,7 +122,7 @@ def copy_checkpoint(
         target=copy.target.url,
         identity=contents.identity,
         files=contents.files,
-        nbytes=contents.nbytes,
+        nbytes=contents.commit.nbytes,
         files_present=copy.files_present,
         nbytes_present=copy.nbytes_present,
         seconds=time.monotonic() - began,

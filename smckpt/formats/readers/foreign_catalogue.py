@@ -16,7 +16,7 @@ import tempfile
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -78,24 +78,23 @@ def foreign_catalogue(storage: Storage) -> ForeignCatalogue | None:
     for tensor in found.saved.values():
         if tensor.boxes:
             refuse_gaps(tensor, found.url)
-    return ForeignCatalogue(found.url, found, _ForeignReaders(found.source))
+    return ForeignCatalogue(found)
 
 
-@dataclass(frozen=True)
 class ForeignCatalogue(Catalogue):
     """What others wrote; made by `foreign_catalogue`."""
 
-    url: str
-    source: ForeignCheckpoint = field(compare=False, repr=False)
-    _own: _ForeignReaders = field(compare=False, repr=False)
+    ours = False
+    object_ranks = (0,)
 
-    @property
-    def identity(self) -> str:
-        return self.source.format
-
-    @property
-    def ours(self) -> bool:
-        return False
+    def __init__(self, source: ForeignCheckpoint) -> None:
+        self.url = self.above = source.url
+        self.identity, self.source = source.format, source
+        self.readers: _ForeignReaders = _ForeignReaders(source.source)
+        self.metadata, self.optimizers = {}, {}
+        self.nbytes = sum(
+            math.prod(t.shape) * DTYPES[t.dtype].itemsize for t in source.saved.values()
+        )
 
     @cached_property
     def step(self) -> int | None:
@@ -108,18 +107,8 @@ class ForeignCatalogue(Catalogue):
         return None
 
     @property
-    def nbytes(self) -> int:
-        return sum(
-            math.prod(t.shape) * DTYPES[t.dtype].itemsize for t in self.source.saved.values()
-        )
-
-    @property
-    def readers(self) -> Readers:
-        return self._own
-
-    @property
-    def object_ranks(self) -> tuple[int, ...]:
-        return (0,)
+    def containers(self) -> dict[StatePath, str] | None:
+        return dict(self.source.containers)
 
     def refuse_unread(self, left_out: Callable[[str], bool]) -> None:
         unread = [name for name in sorted(self.unread) if not left_out(name)]
@@ -130,10 +119,6 @@ class ForeignCatalogue(Catalogue):
                 f"{', '.join(unread[:8])}{more} hold objects that are not plain data ({why})",
                 remedy="leave them out: ignore=[…]", path=self.url,
             )  # fmt: skip
-
-    @property
-    def containers(self) -> dict[StatePath, str] | None:
-        return dict(self.source.containers)
 
     @cached_property
     def rows(self) -> tuple[Entry, ...]:
@@ -161,7 +146,7 @@ class ForeignCatalogue(Catalogue):
     def slots(self, row: Entry, holders: Sequence[int]) -> list[Stored]:
         tensor = self.source.saved[row.key]
         saved = _boxes(tensor)[holders[0]]
-        return [self._own.stored(tensor, saved)] if saved.box.numel else []
+        return [self.readers.stored(tensor, saved)] if saved.box.numel else []
 
     def part(self, rank: int) -> dict[str, Any]:
         return {"objects": self._encoded[0], "optimizers": {}}

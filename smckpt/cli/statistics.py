@@ -104,11 +104,11 @@ class Elements(Sink):
         raise NotImplementedError
 
     def begin(self, file: ScannedFile) -> WantedBytes | None:
-        spans = self._spans.get(file.reader.file, ())
+        spans = self._spans.get(file.saved, ())
         return WantedBytes([(low, high) for high, low, _ in spans]) if spans else None
 
     def take(self, piece: ScannedPiece) -> None:
-        spans, stop = self._spans[piece.file.reader.file], piece.low + len(piece)
+        spans, stop = self._spans[piece.file.saved], piece.low + len(piece)
         for high, low, name in spans[bisect.bisect_right(spans, (piece.low, stop, "")) :]:
             if low >= stop:
                 break
@@ -180,7 +180,7 @@ class Statistics(Elements):
 
 def scan_for(catalogue: CommittedCatalogue, sink: Sink) -> None:
     """Scan the files of a checkpoint for one sink."""
-    scan(map(catalogue.reader, catalogue.files), [sink])
+    scan(catalogue.files, [sink])
 
 
 def statistics(

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -69,14 +69,6 @@ __all__ = ["Loader"]
 log = logging.getLogger("smckpt")
 
 _TURNS = 3  # how often a load starts, if newer saves sweep its files
-
-
-@dataclass(frozen=True)
-class Chosen:
-    """The commit that a load follows. catalogue: set on the rank that found it."""
-
-    commit: Choice
-    catalogue: Catalogue | None
 
 
 class _Clock:
@@ -147,7 +139,7 @@ class Loader:
                     ended=clock.now(),
                     nbytes=0 if planned is None else sum(map(len, planned.memory.buffers)),
                     begun_anew=clock.begun_anew,
-                    retries=None if planned is None else planned.catalogue.readers.retries,
+                    retries=None if planned is None else planned.catalogue.stores.retries,
                     fetched=clock.fetched,
                     received=clock.received,
                     read_ratio=clock.read_ratio,
@@ -208,15 +200,15 @@ class Loader:
     ) -> LoadPlan:
         """Load from one commit."""
         target, rounds = self.target(selector, state_dict, request, rounds)
-        chosen = self.choose(target, request, rounds)
+        chosen, found = self.choose(target, request, rounds)
         clock.chosen = clock.now()
-        planned = self.plan(target, chosen, request, rounds)
+        planned = self.plan(target, chosen, found, request, rounds)
         clock.planned = clock.now()
 
         passing, needed = share(self.group, planned, request, rounds)
 
         def fill() -> Tally:
-            with passing or nullcontext(), _swept(request, planned.commit):
+            with passing or nullcontext(), _swept(request, planned.catalogue.identity):
                 clock.fetched = self.read(planned, request, passing)
                 self.give_back(planned, request)
                 return Tally(clock.fetched, needed)
@@ -349,7 +341,9 @@ class Loader:
             return None
         return self.membership.of_step(partition.groups, partition.mine, request.options.timeout)
 
-    def choose(self, target: LoadTarget, request: LoadRequest, rounds: Rounds) -> Chosen:
+    def choose(
+        self, target: LoadTarget, request: LoadRequest, rounds: Rounds
+    ) -> tuple[Choice, Catalogue | None]:
         """Choose the commit that this load follows. One rank of the group looks and sends the name
         to the others, which list nothing. That rank also has the catalogue.
 
@@ -365,28 +359,33 @@ class Loader:
             found = early or open_any(request.storage)
             theirs = rounds.chosen(found.identity)
             if theirs != found.identity:
-                with _swept(request, Choice(theirs)):
+                with _swept(request, theirs):
                     found = open_any(request.storage, choose=theirs)
             opened.append(found)
             return Choice(found.identity, found.name, for_all(found, rounds.group.count))
 
         commit = rounds.choose(partial(unless, failure, "load"), look)
-        return Chosen(commit, opened[0] if opened else None)
+        return commit, opened[0] if opened else None
 
     # -- the plan ----------------------------------------------------------------------------
 
     @neutral()
     def plan(
-        self, target: LoadTarget, chosen: Chosen, request: LoadRequest, rounds: Rounds
+        self,
+        target: LoadTarget,
+        chosen: Choice,
+        found: Catalogue | None,
+        request: LoadRequest,
+        rounds: Rounds,
     ) -> LoadPlan:
         """Plan what each rank reads. It succeeds only if structure, shapes, dtypes and coverage are
         right on every rank. No tensor is changed."""
         made: list[LoadPlan] = []
 
         def bring() -> Common:
-            with _swept(request, chosen.commit):
-                catalogue = chosen.catalogue or open_chosen(request.storage, chosen.commit)
-                made.append(plan_of(target, catalogue, chosen.commit, request, self.group))
+            with _swept(request, chosen.choose):
+                catalogue = found or open_chosen(request.storage, chosen)
+                made.append(plan_of(target, catalogue, request, self.group))
             return made[0].agreed
 
         agreed = rounds.hold("plan", bring, in_common, gives=Common)
@@ -416,15 +415,14 @@ class Loader:
             Ring(readers) if on_device else nullcontext() as ring,
         ):
             return execute(
-                planned.plan,
+                planned.plan.copies,
                 planned.memory.buffers,
-                planned.catalogue.readers,
                 threads=threads,
                 preverify=request.options.preverify,
                 progress=progress,
                 ring=ring,
                 shared=passing,
-            ).fetched
+            )
 
     def give_back(self, planned: LoadPlan, request: LoadRequest) -> None:
         """Move tensors from their stand-ins to the targets, and values into the dict and through it
@@ -466,8 +464,8 @@ def _untouched_on_failure(state_dict: Any) -> Iterator[None]:
         raise
 
 
-def _swept(request: LoadRequest, commit: Choice) -> AbstractContextManager[None]:
-    return noticing_replacement(request.storage, commit.choose)
+def _swept(request: LoadRequest, identity: str) -> AbstractContextManager[None]:
+    return noticing_replacement(request.storage, identity)
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from smckpt.checkpoint.reading.blocks import Span
 from smckpt.checkpoint.reading.catalogue import Catalogue
 from smckpt.checkpoint.reading.plan import Planner
 from smckpt.checkpoint.reading.plan_local import ParallelCoordinates
-from smckpt.checkpoint.reading.read import ReadPlan, scattered
+from smckpt.checkpoint.reading.read import StoredCopy, scattered
 from smckpt.checkpoint.reading.whole import kind_of, nested, under_names
 from smckpt.errors import CorruptCheckpointError, KeysMismatchError, MemoryBudgetError, StateError
 from smckpt.layout.containers import made_again
@@ -78,7 +78,7 @@ class LoadMemory:
             )
 
 
-def memory_of(selection: Selection, plan: ReadPlan, *, partly: bool) -> LoadMemory:
+def memory_of(selection: Selection, copies: Sequence[StoredCopy], *, partly: bool) -> LoadMemory:
     """
     Args:
         partly: some tensors may not be read. They keep their values.
@@ -91,7 +91,7 @@ def memory_of(selection: Selection, plan: ReadPlan, *, partly: bool) -> LoadMemo
     shared: list[tuple[int, int, torch.Tensor]] = []
     seen: dict[tuple[int, int], int] = {}
     on_device = any(tensor.is_cuda for tensor in selection.tensors)
-    on_host = scattered(plan) if on_device else frozenset()
+    on_host = scattered(copies) if on_device else frozenset()
     for number, tensor in enumerate(selection.tensors):
         live, address, count = tensor, tensor.data_ptr(), tensor.numel()
         first = seen.setdefault((address, count), number) if count else number

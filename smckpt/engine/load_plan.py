@@ -16,7 +16,7 @@ from smckpt.checkpoint.reading.catalogue import Catalogue
 from smckpt.checkpoint.reading.plan import ReadPlan, followed_rank, plan_local, plan_logical
 from smckpt.checkpoint.reading.plan_local import ParallelCoordinates, differing_names, refuse_names
 from smckpt.engine.load_memory import LoadMemory, memory_of, whole_state
-from smckpt.engine.load_rounds import Choice, Common
+from smckpt.engine.load_rounds import Common
 from smckpt.errors import CheckpointError, KeysMismatchError, TopologyError, UsageError
 from smckpt.layout.containers import FACTS, lacking_keys, made_again
 from smckpt.layout.entries import Entry, Path, dotted
@@ -188,7 +188,6 @@ class LoadPlan:
     FULL state in it, with its path. agreed: what all ranks say of their plans together.
     """
 
-    commit: Choice
     catalogue: Catalogue
     state_dict: MutableMapping[str, Any]
     selection: Selection
@@ -200,7 +199,7 @@ class LoadPlan:
 
 
 def plan_of(
-    target: LoadTarget, catalogue: Catalogue, commit: Choice, request: LoadRequest, group: Group
+    target: LoadTarget, catalogue: Catalogue, request: LoadRequest, group: Group
 ) -> LoadPlan:
     """What this rank reads.
 
@@ -250,7 +249,7 @@ def plan_of(
         if request.strict:
             objects = _asked_for(objects, catalogue, tops, request, group)
         _check_objects(selection, objects, settled, request, group)
-    memory = memory_of(selection, plan, partly=not request.strict)
+    memory = memory_of(selection, plan.copies, partly=not request.strict)
     gathered: list[tuple[str, Any]] = []
     if selection.gathered:
         gathered = [(dotted(path), put) for path, put in gathered_parts(state_dict)]
@@ -259,9 +258,7 @@ def plan_of(
     once = request.storage.read_once if options.read_once is None else options.read_once
     shares = once and not options.preverify and len(group.ranks) > 1 and sys.platform == "linux"
     agreed = Common(spare, tops, tuple(name for name, _ in gathered), shares)
-    return LoadPlan(
-        commit, catalogue, state_dict, selection, objects, plan, memory, gathered, agreed
-    )
+    return LoadPlan(catalogue, state_dict, selection, objects, plan, memory, gathered, agreed)
 
 
 def _read_plan(

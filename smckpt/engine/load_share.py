@@ -75,7 +75,7 @@ def share(
     from smckpt.engine.passing import Door, Passing  # not every load shares
 
     meeting, point = rounds.group, f"{rounds.point}/share"
-    reads = Reads(planned.plan, planned.memory.buffers)
+    reads = Reads(planned.plan.copies, planned.memory.buffers)
     most = portion_bytes(request.storage.request_bytes)
     needed = 0
 

@@ -30,7 +30,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from smckpt.checkpoint.reading.blocks import Destination, HostMemory, Readers
+from smckpt.checkpoint.reading.blocks import Destination, HostMemory
 from smckpt.checkpoint.reading.portions import Portion, PortionTargets, divided
 from smckpt.checkpoint.reading.read import Reads
 from smckpt.engine.load_rounds import Address
@@ -172,7 +172,7 @@ class Passing:
 
     # -- the reads --------------------------------------------------------------------------------
 
-    def tasks(self, readers: Readers, ring: HostMemory | None) -> list[Callable[[], None]]:
+    def tasks(self, ring: HostMemory | None) -> list[Callable[[], None]]:
         self._ring = ring
         if self._own:
             size = max(each.portion.high - each.portion.low for each in self._own)
@@ -181,7 +181,7 @@ class Passing:
             self._arena = Arena(slots * self._slot)
             self._free = [*range(slots)]
         self._meet()
-        return [partial(self._give, each, readers) for each in self._own]
+        return [partial(self._give, each) for each in self._own]
 
     def finish(self) -> None:
         with self._change:
@@ -194,7 +194,7 @@ class Passing:
         if self.heard is not None:
             raise self.heard
 
-    def _give(self, wanted: PortionTargets, readers: Readers) -> None:
+    def _give(self, wanted: PortionTargets) -> None:
         """Read a portion, pass it on, and take from it what this rank wants."""
         portion = wanted.portion
         with self._change:
@@ -204,7 +204,7 @@ class Passing:
             self._held[slot] = {self._member, *(link.member for link in links if link.near)}
         assert self._arena is not None
         data = self._arena.view(slot * self._slot, portion.high - portion.low)
-        readers.of(wanted.file).fill(portion.low, portion.high, [Destination(portion.low, data)])
+        wanted.file.fill(portion.low, portion.high, [Destination(portion.low, data)])
         message = {"portion": portion[:2], "slot": slot * self._slot}
         for link in links:
             self._send(link, message, *(() if link.near else (data,)))

@@ -226,7 +226,7 @@ class SmckptCheckpointManager(CheckpointManager):  # type: ignore[misc]
         saved: Mapping[str, Any] = {}
         if initial or _step_of(directory) == 0:  # perhaps in an `export_dtype`, which DCP converts
             catalogue = open_any(access_to(directory, **arguments).open(directory))
-            with closing(catalogue.readers):
+            with closing(catalogue.stores):
                 saved = catalogue.logical
         other = {
             key: torch.empty_like(value, dtype=getattr(torch, saved[key].dtype))

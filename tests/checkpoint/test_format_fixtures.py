@@ -44,7 +44,7 @@ def read(catalogue: Catalogue, entries: list[Entry], rank: int, *, local: bool) 
     plan = plan_local if local else plan_logical
     found = plan(catalogue, entries, rank=rank, group_ranks=make_fixture.GROUPS[rank % 2])
     buffers = [bytearray(entry.nbytes) for entry in entries]
-    execute(found, [memoryview(buffer) for buffer in buffers], catalogue.readers, threads=2)
+    execute(found.copies, [memoryview(buffer) for buffer in buffers], threads=2)
     return [bytes(buffer) for buffer in buffers]
 
 

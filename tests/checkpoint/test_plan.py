@@ -507,5 +507,5 @@ def test_the_coordinates_tell_boxes_under_one_name_apart(tmp_path):
             coordinates=ParallelCoordinates(frozenset(alike)),
         )
         data = bytearray(64)
-        execute(plan, [memoryview(data)], catalogue.readers)
+        execute(plan.copies, [memoryview(data)])
         assert data == arrays[side]["a"].tobytes()

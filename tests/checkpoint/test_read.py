@@ -115,10 +115,10 @@ def ring(monkeypatch: pytest.MonkeyPatch) -> Lends:
     """Loads fill far memory, but for targets that short runs fill."""
     ring, execute = Lends(), read.execute
 
-    def through(plan: Any, buffers: Sequence[Any], *more: Any, **options: Any) -> Any:
-        near = read.scattered(plan)
+    def through(copies: Any, buffers: Sequence[Any], *more: Any, **options: Any) -> Any:
+        near = read.scattered(copies)
         spans = [b if n in near or not len(b) else Far(b) for n, b in enumerate(buffers)]
-        return execute(plan, spans, *more, **{**options, "ring": ring})
+        return execute(copies, spans, *more, **{**options, "ring": ring})
 
     monkeypatch.setattr("smckpt.engine.load.execute", through)
     return ring
@@ -145,10 +145,10 @@ def test_bytes_that_two_far_targets_need_are_read_once(
     saved, other = torch.arange(1000), torch.zeros(1000, dtype=torch.int64)
     smckpt.save({"w": saved}, checkpoint_id=tmp_path)
 
-    def twice(plan: Any, buffers: Sequence[Any], *more: Any, **options: Any) -> Any:
-        plan.copies.append(plan.copies[0]._replace(target=1))
+    def twice(copies: Any, buffers: Sequence[Any], *more: Any, **options: Any) -> Any:
+        copies.append(copies[0]._replace(target=1))
         spans = [*map(Far, buffers), Far(memoryview(other.numpy()).cast("B"))]
-        return read.execute(plan, spans, *more, **{**options, "ring": ring})
+        return read.execute(copies, spans, *more, **{**options, "ring": ring})
 
     monkeypatch.setattr("smckpt.engine.load.execute", twice)
     target = {"w": torch.zeros(1000, dtype=torch.int64)}

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from smckpt.checkpoint.reading.blocks import (
     SCRATCH_BYTES,
-    BlockReader,
     Destination,
     SavedFile,
     Scratch,
@@ -28,18 +27,18 @@ class TakesMuch(PosixStorage):
     request_bytes = 64 * MIB  # type: ignore[assignment]
 
 
-class Unchecked(BlockReader):
+class Unchecked(SavedFile):
     """Of files without checksums."""
 
     def fill(self, low: int, high: int, segments: Sequence[Destination]) -> None:
         self._fetch(segments[0].offset, segments[-1].end, segments)
 
 
-def reader_of(folder: Path, size: int) -> BlockReader:
+def reader_of(folder: Path, size: int) -> SavedFile:
     (folder / DATA).touch()
     os.truncate(folder / DATA, size)
-    file = SavedFile(str(folder), FileRecord(DATA, size, "0" * 16, CRC), 0)
-    return Unchecked(TakesMuch(str(folder)), file, Scratch())
+    record = FileRecord(DATA, size, "0" * 16, CRC)
+    return Unchecked(TakesMuch(str(folder)), record, 0, Scratch())
 
 
 def test_a_request_is_no_larger_than_the_caller_or_the_store_wants(tmp_path: Path) -> None:

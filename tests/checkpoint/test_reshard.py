@@ -84,7 +84,7 @@ def test_all_tensors_are_those_of_the_source_at_every_degree(
         assert target.objects(rank)["rank"][1] == rank % 4
         (row,) = (r for r in target.rows_by_key["model.rng"] if rank in r.ranks)
         (file, slot), *_ = target.slots(row, (rank,))
-        data = target.reader(file).read(slot.offset, slot.offset + slot.nbytes)
+        data = file.read(slot.offset, slot.offset + slot.nbytes)
         assert data == bytes([rank % 4, len("model.rng"), 0, 0])
 
 
@@ -96,7 +96,7 @@ def test_each_rank_has_its_share(tmp_path: Path) -> None:
     (row,) = target.rows_by_key["model.w"]
     for rank, half in enumerate(np.split(arrays["w"], 2)):
         (file, slot), *_ = target.slots(row, (rank,))
-        data = target.reader(file).read(slot.offset, slot.offset + slot.nbytes)
+        data = file.read(slot.offset, slot.offset + slot.nbytes)
         assert bytes(data) == half.tobytes()
 
 

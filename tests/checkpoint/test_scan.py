@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from smckpt.checkpoint.commits.part import PartWriter
-from smckpt.checkpoint.reading.blocks import BlockReader, SavedFile, Scratch
+from smckpt.checkpoint.reading.blocks import SavedFile, Scratch
 from smckpt.checkpoint.records.crc import BLOCK
 from smckpt.checkpoint.records.format import FileRecord, crc_name, data_name
 from smckpt.checkpoint.upkeep.scan import ScannedFile, ScannedPiece, Sink, WantedBytes, scan
@@ -45,7 +45,7 @@ def disk(tmp_path: Path) -> Counting:
 
 
 @pytest.fixture
-def readers(disk: Counting) -> list[BlockReader]:
+def readers(disk: Counting) -> list[SavedFile]:
     """Of two files of a rank, with other bytes in each block."""
     writer, records = PartWriter(disk, ATTEMPT, 0), []
     for number in range(2):
@@ -55,10 +55,7 @@ def readers(disk: Counting) -> list[BlockReader]:
         name, beside = data_name(ATTEMPT, 0, number), crc_name(ATTEMPT, 0, number)
         records.append((name, file, beside))
     writer.finish({})
-    return [
-        BlockReader(disk, SavedFile(disk.url, FileRecord(n, SIZE, f.crc64, b), 0), Scratch())
-        for n, f, b in records
-    ]
+    return [SavedFile(disk, FileRecord(n, SIZE, f.crc64, b), 0, Scratch()) for n, f, b in records]
 
 
 class Takes(Sink):
@@ -80,23 +77,23 @@ class Takes(Sink):
 
 
 def test_two_sinks_get_every_byte_and_each_is_read_once(
-    disk: Counting, readers: list[BlockReader]
+    disk: Counting, readers: list[SavedFile]
 ) -> None:
     sinks, told = [Takes(), Takes((0, SIZE), step=8 * BLOCK)], list[tuple[int, int]]()
     scan(readers, sinks, progress=lambda *done: told.append(done))
     for sink in sinks:
         for reader in readers:
-            name = reader.file.record.name
+            name = reader.record.name
             whole = b"".join(data for _, data in sorted(sink.got[name].items()))
-            assert whole == Path(reader.file.path).read_bytes()
-        assert sorted(sink.ended) == sorted(reader.file.record.name for reader in readers)
+            assert whole == Path(reader.path).read_bytes()
+        assert sorted(sink.ended) == sorted(reader.record.name for reader in readers)
     assert sum(length for _, _, length in disk.reads) == 2 * SIZE
     assert {length for _, _, length in disk.reads} == {8 * BLOCK, SIZE - 16 * BLOCK}
     assert max(told) == told[-1] == (2 * SIZE, 2 * SIZE)
 
 
 def test_of_ranges_their_blocks_are_read_once_and_nothing_else(
-    disk: Counting, readers: list[BlockReader]
+    disk: Counting, readers: list[SavedFile]
 ) -> None:
     one, other = Takes((5, 10), (BLOCK + 1, BLOCK + 2)), Takes((2 * BLOCK - 1, 2 * BLOCK + 1))
     last = Takes((SIZE - 1, SIZE))
@@ -110,7 +107,7 @@ def test_of_ranges_their_blocks_are_read_once_and_nothing_else(
 
 
 def test_a_sink_that_wants_nothing_of_a_file_hears_that_it_ends_and_nothing_is_read(
-    disk: Counting, readers: list[BlockReader]
+    disk: Counting, readers: list[SavedFile]
 ) -> None:
     class Nothing(Takes):
         def begin(self, file: ScannedFile) -> None:
@@ -123,14 +120,14 @@ def test_a_sink_that_wants_nothing_of_a_file_hears_that_it_ends_and_nothing_is_r
 
 
 def test_of_a_damaged_piece_its_good_blocks_are_given_and_the_bad_one_is_named(
-    readers: list[BlockReader],
+    readers: list[SavedFile],
 ) -> None:
-    flip(Path(readers[0].file.path), 2 * BLOCK + 7)
+    flip(Path(readers[0].path), 2 * BLOCK + 7)
     seen: dict[str, object] = {}
 
     class Look(Sink):
         def take(self, piece: ScannedPiece) -> None:
-            if piece.low == 0 and piece.file.record.name == readers[0].file.record.name:
+            if piece.low == 0 and piece.file.record.name == readers[0].record.name:
                 seen["good"] = bytes(piece.part(BLOCK, 2 * BLOCK))
                 with pytest.raises(CorruptCheckpointError, match=f"bytes {2 * BLOCK} to"):
                     piece.part(BLOCK, 2 * BLOCK + 1)
@@ -142,11 +139,11 @@ def test_of_a_damaged_piece_its_good_blocks_are_given_and_the_bad_one_is_named(
 
     scan(readers, [Look()])
     assert seen["good"] == bytes([0, 1]) * (BLOCK // 2)
-    assert [seen[reader.file.record.name] for reader in readers] == [[2], []]
+    assert [seen[reader.record.name] for reader in readers] == [[2], []]
 
 
 def test_blocks_that_a_disk_cannot_read_leave_the_others(
-    readers: list[BlockReader], disk: Counting, monkeypatch: pytest.MonkeyPatch
+    readers: list[SavedFile], disk: Counting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read = PosixStorage.read_into
 
@@ -170,10 +167,10 @@ def test_blocks_that_a_disk_cannot_read_leave_the_others(
 
 
 def test_a_file_that_was_cut_is_read_to_its_end_and_one_that_is_missing_not_at_all(
-    readers: list[BlockReader],
+    readers: list[SavedFile],
 ) -> None:
-    os.truncate(readers[0].file.path, BLOCK + 9)
-    os.unlink(readers[1].file.path)
+    os.truncate(readers[0].path, BLOCK + 9)
+    os.unlink(readers[1].path)
     found: dict[str, ScannedFile] = {}
 
     class Look(Sink):
@@ -181,14 +178,14 @@ def test_a_file_that_was_cut_is_read_to_its_end_and_one_that_is_missing_not_at_a
             found[file.record.name] = file
 
     scan(readers, [Look()])
-    cut, missing = (found[reader.file.record.name] for reader in readers)
+    cut, missing = (found[reader.record.name] for reader in readers)
     assert (cut.there, sorted(cut.sums), cut.faults) == (BLOCK + 9, [0, 1], [])
     assert (missing.there, missing.sums) == (None, {})
     assert "missing" in missing.faults[0].message
 
 
 def test_the_first_exception_of_a_sink_ends_the_scan_and_few_files_have_begun(
-    readers: list[BlockReader],
+    readers: list[SavedFile],
 ) -> None:
     begun: list[str] = []
 

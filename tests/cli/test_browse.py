@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from smckpt.checkpoint.reading.blocks import BlockReader
+from smckpt.checkpoint.reading.blocks import SavedFile
 from smckpt.cli.app import app
 from smckpt.cli.browse import EVENTS, RANKS, page_of, read_timeline, write_page
 from smckpt.cli.browse_facts import Facts, Wanted
@@ -211,13 +211,13 @@ def test_a_page_that_verifies_and_counts_reads_each_byte_once(
     tmp_path: Path, monkeypatch: Any
 ) -> None:
     Group(tmp_path, (0, 1), state=numbers_state(np.ones(5 << 20, np.float32))).save(step=1)
-    read, sums = list[int](), BlockReader.sums
+    read, sums = list[int](), SavedFile.sums
 
-    def counted(self: BlockReader, low: int, target: memoryview) -> Any:
+    def counted(self: SavedFile, low: int, target: memoryview) -> Any:
         read.append(len(target))
         return sums(self, low, target)
 
-    monkeypatch.setattr(BlockReader, "sums", counted)
+    monkeypatch.setattr(SavedFile, "sums", counted)
     facts = browsed(tmp_path, tmp_path.parent / "page.html", "--verify", "--histograms")
     assert facts["steps"][0]["verified"]["ok"]
     (told,) = facts["steps"][0]["histograms"].values()

@@ -243,7 +243,7 @@ def load(
     if strict:
         refuse_names(plan.missing, plan.unexpected, catalogue.url, rank)
     data = {entry.key: bytearray(b"\xee" * entry.nbytes) for entry in entries}
-    execute(plan, [memoryview(data[entry.key]) for entry in entries], catalogue.readers, **how)
+    execute(plan.copies, [memoryview(data[entry.key]) for entry in entries], **how)
     return Loaded(plan, data)
 
 

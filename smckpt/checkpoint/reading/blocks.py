@@ -22,14 +22,13 @@ from smckpt.storage.urls import file_url
 
 __all__ = [
     "SCRATCH_BYTES",
-    "BlockReader",
     "Destination",
     "HostMemory",
     "OtherFile",
-    "Readers",
     "SavedFile",
     "Scratch",
     "Span",
+    "Stores",
     "not_missing",
     "requests",
 ]
@@ -44,26 +43,6 @@ class OtherFile:
 
     name: str
     size: int
-
-
-@dataclass(frozen=True, eq=False)
-class SavedFile:
-    """A data file and the rank that wrote it. A catalogue makes one of each file, so they are
-    compared by identity."""
-
-    directory: str
-    record: FileRecord | OtherFile
-    rank: int
-
-    @cached_property
-    def path(self) -> str:
-        return file_url(self.directory, self.record.name)
-
-    @property
-    def summed(self) -> FileRecord:
-        """The record of a file of ours, which names its checksums."""
-        assert isinstance(self.record, FileRecord)
-        return self.record
 
 
 class Span(Protocol):
@@ -131,18 +110,32 @@ class _WrongBytesError(CorruptCheckpointError):
     """A block differs from what was written, or was changed on its way here."""
 
 
-class BlockReader:
-    """Reads one file and checks it block by block. Thread-safe."""
+class SavedFile:
+    """A data file, and the rank that wrote it. What is read of it is checked block by block. A
+    catalogue makes one of each file, so they are compared by identity. Thread-safe."""
 
-    def __init__(self, storage: Storage, file: SavedFile, scratch: Scratch) -> None:
+    def __init__(
+        self, storage: Storage, record: FileRecord | OtherFile, rank: int, scratch: Scratch
+    ) -> None:
         self.storage = storage
-        self.file = file
-        self.size = file.record.size
+        self.record = record
+        self.rank = rank
+        self.size = record.size
         self.scratch = scratch
         self.fetched = 0  # bytes of the file that the store was asked for
         self._counting = threading.Lock()
         self._lock = threading.Lock()
         self._sums: tuple[bytes, Sequence[int]] | None = None
+
+    @cached_property
+    def path(self) -> str:
+        return file_url(self.storage.url, self.record.name)
+
+    @property
+    def summed(self) -> FileRecord:
+        """The record of a file of ours, which names its checksums."""
+        assert isinstance(self.record, FileRecord)
+        return self.record
 
     def fill(self, low: int, high: int, segments: Sequence[Destination]) -> None:
         """Read bytes [low, high) into disjoint, ordered segments. The range is aligned to blocks,
@@ -168,8 +161,8 @@ class BlockReader:
         the blocks as it is now. Nothing is compared."""
         found: list[tuple[int, int]] = []
         sums = _BlockSums(low, lambda block, value: found.append((block, value)))
-        name = self.file.record.name
-        with not_missing(self.file.path):
+        name = self.record.name
+        with not_missing(self.path):
             if len(target) == self.size <= self.storage.request_bytes:  # in one request
                 self.storage.fetch(name, target)
                 sums.add(target)
@@ -236,8 +229,8 @@ class BlockReader:
             at = segment.end
         if at < high:
             pieces.append(spare[used:])
-        with not_missing(self.file.path):
-            self.storage.read_into(self.file.record.name, low, pieces, seen)
+        with not_missing(self.path):
+            self.storage.read_into(self.record.name, low, pieces, seen)
 
     def _compare(self, block: int, value: int) -> None:
         if value == self.stored_sum(block):
@@ -252,25 +245,25 @@ class BlockReader:
         """What is raised of a block that differs."""
         return _WrongBytesError(
             f"bytes {block * BLOCK} to {min((block + 1) * BLOCK, self.size)} of "
-            f"{self.file.record.name} differ from what was written (checksum differs)",
+            f"{self.record.name} differ from what was written (checksum differs)",
             remedy=DISK,
-            path=self.file.path,
+            path=self.path,
         )
 
     def _load_sums(self) -> tuple[bytes, Sequence[int]]:
         """The bytes of the checksum file, and the checksum of each block. The file is compared with
         the data file's checksum in the manifest."""
-        name = self.file.summed.crc_name
-        path = file_url(self.file.directory, name)
+        name = self.summed.crc_name
+        path = file_url(self.storage.url, name)
         blocks = -(-self.size // BLOCK)
 
         def read() -> tuple[bytes, Sequence[int]]:
             data = self.storage.read(name, most=8 * blocks)
             sums = unpacked_sums(data)
-            right = self.file.summed.crc64
+            right = self.summed.crc64
             if len(data) != 8 * blocks or hex64(combined(sums, self.size)) != right:
                 raise CorruptCheckpointError(
-                    f"the checksums in {name} do not belong to {self.file.record.name}",
+                    f"the checksums in {name} do not belong to {self.record.name}",
                     remedy=DISK,
                     path=path,
                 )
@@ -280,25 +273,24 @@ class BlockReader:
             return sound(self.storage, read)
 
 
-class Readers:
-    """One reader for each file, one storage for each directory. Thread-safe."""
+class Stores:
+    """The stores from which the files of a checkpoint are read, one for each directory.
+    Thread-safe."""
 
     def __init__(self, access: Access) -> None:
         self.access = access
         self.scratch = Scratch()
         self._lock = threading.Lock()
         self._storages: dict[str, Storage] = {}
-        self._readers: dict[SavedFile, BlockReader] = {}
 
     def storage(self, directory: str) -> Storage:
         with self._lock:
-            return self._storage(directory)
+            if directory not in self._storages:
+                self._storages[directory] = self.access.open(directory)
+            return self._storages[directory]
 
-    def of(self, file: SavedFile) -> BlockReader:
-        with self._lock:
-            if file not in self._readers:
-                self._readers[file] = self._reader(self._storage(file.directory), file)
-            return self._readers[file]
+    def file(self, directory: str, record: FileRecord, rank: int) -> SavedFile:
+        return SavedFile(self.storage(directory), record, rank, self.scratch)
 
     @property
     def retries(self) -> int | None:
@@ -308,28 +300,14 @@ class Readers:
         known = [count for count in counts if count is not None]
         return sum(known) if known else None
 
-    @property
-    def fetched(self) -> int:
-        """How many bytes of files the stores were asked for."""
-        with self._lock:
-            return sum(reader.fetched for reader in self._readers.values())
-
     def close(self) -> None:
         with self._lock:
             for storage in self._storages.values():
                 storage.close()
 
-    def _reader(self, storage: Storage, file: SavedFile) -> BlockReader:
-        return BlockReader(storage, file, self.scratch)
-
-    def _storage(self, directory: str) -> Storage:
-        if directory not in self._storages:
-            self._storages[directory] = self.access.open(directory)
-        return self._storages[directory]
-
 
 def requests(
-    reader: BlockReader,
+    file: SavedFile,
     segments: Sequence[Destination],
     most: int | None = None,
     least: int = 0,
@@ -338,12 +316,12 @@ def requests(
     """Requests of whole blocks that together fill the disjoint, ordered segments. Each request has
     at most `most` bytes, and at most what the storage takes well at once (or `least`, if that is
     more). Segments on a device need a ring."""
-    limit = max(min(most or reader.storage.request_bytes, reader.storage.request_bytes), least)
+    limit = max(min(most or file.storage.request_bytes, file.storage.request_bytes), least)
     pending = [s for s in segments if len(s.buffer)]
     at = 0
     while at < len(pending):
         low = pending[at].offset // BLOCK * BLOCK
-        high = min(low + limit, reader.size)
+        high = min(low + limit, file.size)
         inside: list[Destination] = []
         unwanted = 0
         while at < len(pending) and pending[at].offset < high:
@@ -363,19 +341,19 @@ def requests(
             inside.append(Destination(segment.offset, segment.buffer[:cut]))
             pending[at] = Destination(high, segment.buffer[cut:])
             break
-        end = min(-(-inside[-1].end // BLOCK) * BLOCK, reader.size)
-        yield _request(reader, low, end, inside, ring)
+        end = min(-(-inside[-1].end // BLOCK) * BLOCK, file.size)
+        yield _request(file, low, end, inside, ring)
 
 
 def _request(
-    reader: BlockReader, low: int, high: int, segments: list[Destination], ring: HostMemory | None
+    file: SavedFile, low: int, high: int, segments: list[Destination], ring: HostMemory | None
 ) -> Callable[[], None]:
     if ring is None:
-        return lambda: reader.fill(low, high, segments)
+        return lambda: file.fill(low, high, segments)
 
     def run() -> None:
         with ring.lent(segments) as hosts:
-            reader.fill(low, high, hosts)
+            file.fill(low, high, hosts)
 
     return run
 

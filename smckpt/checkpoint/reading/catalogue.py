@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any
 
 from smckpt.checkpoint.commits.contents import one_group
-from smckpt.checkpoint.reading.blocks import Readers, SavedFile
+from smckpt.checkpoint.reading.blocks import SavedFile, Stores
 from smckpt.checkpoint.records.headers import StoredSlot
 from smckpt.checkpoint.records.objects import decode_object
 from smckpt.decoding import SENSELESS
@@ -202,8 +202,8 @@ class Catalogue(ABC):
 
     A load asks for `identity`, then for names and boxes (`kind`, `object_ranks`, `rows` and what
     follows from them) and the values (`objects`, `optimizers_of`). It calls `read_headers` for the
-    ranks from which it will read, and `slots` for each array. `readers` reads the bytes of those;
-    who opened the catalogue closes them.
+    ranks from which it will read, and `slots` for each array, whose files it reads. Who opened the
+    catalogue closes its stores.
 
     url: where it is.
     identity: tells it from others in the same directory. It is the same for all groups of a step.
@@ -215,7 +215,7 @@ class Catalogue(ABC):
     topology: the coordinates of the ranks that saved it, if they were recorded.
     metadata: what the caller of the save gave.
     nbytes: of all data files. No tensor has more, if all groups are here.
-    readers: of its files, with the checksums and connections that they already have.
+    stores: of its files, with their connections.
     object_ranks: the ranks that saved values, in order.
     optimizers: path → the names of its parameters, of each optimizer's state.
     """
@@ -230,7 +230,7 @@ class Catalogue(ABC):
     topology: dict[str, Any] | None = None
     metadata: dict[str, Any]
     nbytes: int
-    readers: Readers
+    stores: Stores
     object_ranks: tuple[int, ...]
     optimizers: dict[str, Any]
 

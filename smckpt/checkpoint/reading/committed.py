@@ -12,7 +12,7 @@ from typing import Any
 from smckpt.checkpoint.commits.choose import Commit, choose_commit, read_part
 from smckpt.checkpoint.commits.contents import Contents, opened
 from smckpt.checkpoint.commits.foreign import refuse_newer_dcp
-from smckpt.checkpoint.reading.blocks import BlockReader, Readers, SavedFile, not_missing
+from smckpt.checkpoint.reading.blocks import SavedFile, Stores, not_missing
 from smckpt.checkpoint.reading.catalogue import Catalogue, SavedPieces, Stored
 from smckpt.checkpoint.records.files import FILES_AT_ONCE
 from smckpt.checkpoint.records.format import PartRecord, parse_name
@@ -40,10 +40,10 @@ class CommittedCatalogue(Catalogue):
 
     ours = True
 
-    def __init__(self, contents: Contents, readers: Readers) -> None:
+    def __init__(self, contents: Contents, stores: Stores) -> None:
         commit, self._groups = contents.commit, contents.groups
         first = commit.first
-        self.url, self.commit, self.readers = contents.url, commit, readers
+        self.url, self.commit, self.stores = contents.url, commit, stores
         self.identity, self.name, self.whole = commit.identity, commit.name, commit.whole
         self.above = self.url if commit.whole else commit.above
         self.kind, self.topology = first.kind, first.topology
@@ -89,10 +89,6 @@ class CommittedCatalogue(Catalogue):
     def files(self) -> list[SavedFile]:
         return [file for rank in self.object_ranks for file in self._files_of(rank)]
 
-    def reader(self, file: SavedFile) -> BlockReader:
-        """The checking reader of a data file."""
-        return self.readers.of(file)
-
     def read_headers(self, ranks: Iterable[int]) -> None:
         files = [file for rank in sorted(set(ranks)) for file in self._files_of(rank)]
         files = [file for file in files if file not in self._headers]
@@ -109,17 +105,16 @@ class CommittedCatalogue(Catalogue):
         """
         header = self._headers.get(file)
         if header is None:
-            reader = self.reader(file)
             with not_missing(file.path):
-                size = reader.storage.size(file.record.name)
-            if size != reader.size:
+                size = file.storage.size(file.record.name)
+            if size != file.size:
                 raise CorruptCheckpointError(
-                    f"the file has {size} bytes, but {reader.size} were written",
+                    f"the file has {size} bytes, but {file.size} were written",
                     remedy="the file was cut or replaced after it was written: use an older "
                     "checkpoint",
                     path=file.path,
                 )
-            header = read_header(reader.read, size, file.path)
+            header = read_header(file.read, size, file.path)
             self._headers[file] = header
         return header
 
@@ -165,7 +160,7 @@ class CommittedCatalogue(Catalogue):
     def _files_of(self, rank: int) -> list[SavedFile]:
         if rank not in self._files:
             directory, part = self.parts[rank]
-            self._files[rank] = [SavedFile(directory, f, rank) for f in part.files]
+            self._files[rank] = [self.stores.file(directory, f, rank) for f in part.files]
         return self._files[rank]
 
     def _stored(self, holders: tuple[int, ...]) -> dict[str, list[Stored]]:
@@ -189,7 +184,7 @@ class CommittedCatalogue(Catalogue):
         directory, part = self.parts[rank]
         manifest = next(m for m in self.manifests if rank in m.group_ranks)
         with not_missing(file_url(directory, part.name)):
-            return read_part(self.readers.storage(directory), part, manifest)
+            return read_part(self.stores.storage(directory), part, manifest)
 
 
 def open_any(storage: Storage, *, choose: str | None = None, name: str | None = None) -> Catalogue:
@@ -244,4 +239,4 @@ def catalogue_of(storage: Storage, commit: Commit) -> CommittedCatalogue:
     spreads = [group.storage.spread for group in contents.groups]
     access = contents.storage.access
     share = access.share.times(min(s.prefixes if s else 1 for s in spreads))
-    return CommittedCatalogue(contents, Readers(access.holding(share)))
+    return CommittedCatalogue(contents, Stores(access.holding(share)))

@@ -11,7 +11,6 @@ import math
 import os
 import resource
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -20,10 +19,8 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from smckpt.checkpoint.reading.blocks import (
     SCRATCH_BYTES,
-    BlockReader,
     Destination,
     HostMemory,
-    Readers,
     SavedFile,
     Span,
     requests,
@@ -38,8 +35,6 @@ __all__ = [
     "Meter",
     "Progress",
     "ReadPlan",
-    "ReadStats",
-    "Readers",
     "Reads",
     "SharedReads",
     "StoredCopy",
@@ -92,15 +87,6 @@ class ReadPlan:
     unexpected: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class ReadStats:
-    """Bytes wanted, bytes of blocks that the store was asked for, and seconds taken."""
-
-    nbytes: int
-    fetched: int
-    seconds: float
-
-
 class SharedReads(Protocol):
     """Reads of one plan that ranks share. reads: what this rank reads for itself alone."""
 
@@ -110,7 +96,7 @@ class SharedReads(Protocol):
     def heard(self) -> Exception | None:
         """The error of another rank, which ends the load here."""
 
-    def tasks(self, readers: Readers, ring: HostMemory | None) -> Sequence[Task]:
+    def tasks(self, ring: HostMemory | None) -> Sequence[Task]:
         """What this rank reads for itself and others."""
 
     def finish(self) -> None:
@@ -118,22 +104,20 @@ class SharedReads(Protocol):
 
 
 def execute(
-    plan: ReadPlan,
+    copies: Sequence[StoredCopy],
     buffers: Sequence[Span],
-    readers: Readers,
     *,
     threads: int = 4,
     preverify: bool = False,
     progress: Progress | None = None,
     ring: HostMemory | None = None,
     shared: SharedReads | None = None,
-) -> ReadStats:
-    """Carry out a read plan.
+) -> int:
+    """Carry out a read plan; how many bytes of blocks the stores were asked for.
 
     Args:
-        plan: made by `plan_local` or `plan_logical`.
+        copies: of a plan.
         buffers: the writable, contiguous bytes of each target's local array.
-        readers: read the plan's files, and compare their blocks. They stay open.
         threads: how many threads read and check.
         preverify: check all needed blocks first, so that a bad block leaves the targets untouched.
         progress: called with (requests done, requests in all), one call at a time.
@@ -144,24 +128,24 @@ def execute(
         CorruptCheckpointError: a block differs, or a file is cut short or missing. The targets are
             then undefined, unless `preverify` found the fault.
     """
-    began = time.perf_counter()
-    reads = Reads(plan, buffers) if shared is None else shared.reads
-    fetched = readers.fetched
+    reads = Reads(copies, buffers) if shared is None else shared.reads
+    files = {file for stored in copies for file, _ in stored.slots}
+    before = sum(file.fetched for file in files)
     if preverify:
-        _run(list(reads.checks(readers)), threads)
-    reads.fill(readers, threads, progress, ring, shared)
-    return ReadStats(reads.nbytes, readers.fetched - fetched, time.perf_counter() - began)
+        _run(list(reads.checks()), threads)
+    reads.fill(threads, progress, ring, shared)
+    return sum(file.fetched for file in files) - before
 
 
 class Reads:
     """A plan as reads: those that go straight to targets, by file, and copies whose source is first
     read into scratch."""
 
-    def __init__(self, plan: ReadPlan, buffers: Sequence[Span]) -> None:
+    def __init__(self, copies: Sequence[StoredCopy], buffers: Sequence[Span]) -> None:
         self.direct: dict[SavedFile, list[Destination]] = {}
         self.gathers: list[StoredCopy] = []
         self.buffers = buffers
-        for stored in plan.copies:
+        for stored in copies:
             slots, copy, number, itemsize = stored
             target = buffers[number]
             if _scatters(stored):
@@ -208,7 +192,6 @@ class Reads:
 
     def fill(
         self,
-        readers: Readers,
         threads: int,
         progress: Progress | None,
         ring: HostMemory | None,
@@ -221,24 +204,18 @@ class Reads:
             crowded = (
                 hasattr(resource, "RUSAGE_THREAD")
                 and share_of_processors() < 2
-                and all(
-                    readers.storage(directory).folder is not None
-                    for directory in {file.directory for file, *_ in self._all()}
-                )
+                and all(file.storage.folder is not None for file, *_ in self._all())
             )
             least = _ALONE if crowded else ring.request_bytes if ring else 0
             tasks: Sequence[Task] = [
-                *(shared.tasks(readers, ring) if shared is not None else ()),
+                *(shared.tasks(ring) if shared is not None else ()),
                 *(
                     request
                     for file, segments in self.direct.items()
                     for layer in _disjoint(segments, repeated)
-                    for request in requests(readers.of(file), layer, most, least, ring)
+                    for request in requests(file, layer, most, least, ring)
                 ),
-                *(
-                    _gather_task(stored, self.buffers[stored.target], readers)
-                    for stored in self.gathers
-                ),
+                *(partial(_gather, stored, self.buffers[stored.target]) for stored in self.gathers),
             ]
             if progress is not None:
                 meter = Meter(progress, len(tasks))
@@ -261,7 +238,7 @@ class Reads:
         for source, target in repeated:
             target[:] = source
 
-    def checks(self, readers: Readers) -> Iterator[Task]:
+    def checks(self) -> Iterator[Task]:
         """Tasks that compare each wanted block with its checksum and store it nowhere."""
         needed: dict[SavedFile, set[int]] = {}
         for file, offset, nbytes in self._all():
@@ -269,11 +246,10 @@ class Reads:
                 last = (offset + nbytes - 1) // BLOCK
                 needed.setdefault(file, set()).update(range(offset // BLOCK, last + 1))
         for file, blocks in needed.items():
-            reader = readers.of(file)
-            most = max(reader.storage.request_bytes // BLOCK, 1)
+            most = max(file.storage.request_bytes // BLOCK, 1)
             for first, last in _stretches(sorted(blocks), most):
-                low, high = first * BLOCK, min(last * BLOCK, reader.size)
-                yield partial(reader.fill, low, high, [])
+                low, high = first * BLOCK, min(last * BLOCK, file.size)
+                yield partial(file.fill, low, high, [])
 
 
 def _counted(task: Task, meter: Meter) -> Task:
@@ -324,10 +300,7 @@ def ranges(
 
 
 def same_bytes(
-    one: tuple[Sequence[Stored], int],
-    other: tuple[Sequence[Stored], int],
-    nbytes: int,
-    readers: Readers,
+    one: tuple[Sequence[Stored], int], other: tuple[Sequence[Stored], int], nbytes: int
 ) -> bool:
     """Whether `nbytes` bytes of two stored arrays, each from its own start, are the same.
 
@@ -340,18 +313,14 @@ def same_bytes(
             start = max(at, begin)
             common = min(at + length, begin + size) - start
             if common > 0 and not _same_range(
-                readers.of(file),
-                offset + start - at,
-                readers.of(matching),
-                position + start - begin,
-                common,
+                file, offset + start - at, matching, position + start - begin, common
             ):
                 return False
     return True
 
 
 def _same_range(
-    mine: BlockReader, start: int, theirs: BlockReader, other_start: int, nbytes: int
+    mine: SavedFile, start: int, theirs: SavedFile, other_start: int, nbytes: int
 ) -> bool:
     at, stop, shift = start, start + nbytes, other_start - start
     while at < stop:
@@ -364,9 +333,9 @@ def _same_range(
     return True
 
 
-def scattered(plan: ReadPlan) -> frozenset[int]:
+def scattered(copies: Sequence[StoredCopy]) -> frozenset[int]:
     """The targets that some copy fills in short runs, which go through scratch."""
-    return frozenset(stored.target for stored in plan.copies if _scatters(stored))
+    return frozenset(stored.target for stored in copies if _scatters(stored))
 
 
 def _scatters(stored: StoredCopy) -> bool:
@@ -444,20 +413,15 @@ def _stretches(blocks: Sequence[int], most: int) -> Iterable[tuple[int, int]]:
             start = at
 
 
-def _gather_task(stored: StoredCopy, buffer: Span, readers: Readers) -> Task:
+def _gather(stored: StoredCopy, buffer: Span) -> None:
     """Read the range that the copy's source spans into scratch, and copy from there to `buffer`."""
-    reads = [(readers.of(file), at, offset, n) for at, file, offset, n in source_of(stored)]
-    nbytes = stored.copy.source.extent * stored.itemsize
     assert isinstance(buffer, memoryview)  # `scattered` has named it
-
-    def run() -> None:
-        scratch = readers.scratch.take("gather", nbytes)
-        for reader, at, offset, length in reads:
-            reader.read_range(offset, scratch[at : at + length])
-        source, target = (elements(data, stored.itemsize) for data in (scratch, buffer))
-        copy_elements(stored.copy.from_start(), source, target)
-
-    return run
+    nbytes = stored.copy.source.extent * stored.itemsize
+    scratch = stored.slots[0][0].scratch.take("gather", nbytes)
+    for at, file, offset, length in source_of(stored):
+        file.read_range(offset, scratch[at : at + length])
+    source, target = (elements(data, stored.itemsize) for data in (scratch, buffer))
+    copy_elements(stored.copy.from_start(), source, target)
 
 
 Progress: TypeAlias = Callable[[int, int], None]  # called with bytes done and bytes in all

@@ -11,7 +11,7 @@ from typing import Any
 from smckpt.checkpoint.reading.catalogue import Catalogue
 from smckpt.checkpoint.reading.plan import Planner
 from smckpt.checkpoint.reading.plan_local import ParallelCoordinates
-from smckpt.checkpoint.reading.read import ReadPlan, execute
+from smckpt.checkpoint.reading.read import execute
 from smckpt.layout.containers import made
 from smckpt.layout.entries import DTYPES, Entry, Path, dotted
 from smckpt.layout.geometry import BoxGeometry
@@ -58,7 +58,7 @@ class WholeTensors:
         ranks = catalogue.object_ranks
         coordinates = ParallelCoordinates.of(catalogue, None, rank, len(ranks))
         self._planner = Planner(catalogue, rank=rank, group_ranks=ranks, coordinates=coordinates)
-        self._readers, self._threads, self._rank = catalogue.readers, threads, rank
+        self._threads, self._rank = threads, rank
         self.tensors = [WholeTensor(*found) for found in self._planner.tensors()]
 
     def read(self, tensor: WholeTensor, box: Box, target: memoryview) -> None:
@@ -70,9 +70,7 @@ class WholeTensors:
         name = str(tensor.path[-1])
         rule = BoxGeometry(name, tensor.shape, (box,), (self._rank,))
         entry = Entry(tensor.path, tensor.dtype, rule, tensor.path[:-1], (), (self._rank,))
-        execute(
-            ReadPlan(self._planner.copies([entry])), [target], self._readers, threads=self._threads
-        )
+        execute(self._planner.copies([entry]), [target], threads=self._threads)
 
 
 _Nodes = dict[Path, dict[Any, None]]  # container → its keys, in order

@@ -17,7 +17,7 @@ from typing import Any
 from smckpt.calls import alone
 from smckpt.checkpoint.reading.catalogue import Catalogue, SavedPiece
 from smckpt.checkpoint.reading.committed import open_catalogue
-from smckpt.checkpoint.reading.read import Meter, Progress, ReadPlan, StoredCopy, execute
+from smckpt.checkpoint.reading.read import Meter, Progress, StoredCopy, execute
 from smckpt.checkpoint.records.numbers import CODES, numbers
 from smckpt.checkpoint.upkeep.difference import Difference, leaves_of, value_difference
 from smckpt.errors import CorruptCheckpointError
@@ -101,7 +101,7 @@ def compare_catalogues(
     threads: int = 4,
     progress: Progress | None = None,
 ) -> Compared:
-    """Compare what two catalogues have; see `compare_checkpoints`. Their readers are closed."""
+    """Compare what two catalogues have; see `compare_checkpoints`. Their stores are closed."""
     for catalogue in (a, b):
         catalogue.refuse_one_group()
     sides = _Side(a), _Side(b)
@@ -123,7 +123,7 @@ def compare_catalogues(
             found = [one for each in pool.map(compare, names) for one in each]
     finally:
         for side in sides:
-            side.catalogue.readers.close()
+            side.catalogue.stores.close()
     own = [one for one in found if one.holder]
     shared = [one for one in found if not one.holder]
     return Compared(
@@ -264,12 +264,12 @@ class _Side:
         """
         itemsize = DTYPES[tensor.dtype].itemsize
         target = Piece(tensor.name, tensor.shape, box, 0, row_major_strides(box.sizes))
-        plan, left = ReadPlan(), box.numel
+        copies, left = list[StoredCopy](), box.numel
         for number, part in box.shared(source.piece.box for source in pieces):
             source = pieces[number]
             copy = Copy(source.piece.part(part), target.part(part))
             slots = self.catalogue.slots(source.row, source.holders)
-            plan.copies.append(StoredCopy(slots, copy, 0, itemsize))
+            copies.append(StoredCopy(slots, copy, 0, itemsize))
             left -= part.numel
         if left:
             raise CorruptCheckpointError(
@@ -278,7 +278,7 @@ class _Side:
                 path=self.catalogue.url,
             )
         data = bytearray(box.numel * itemsize)
-        execute(plan, [memoryview(data)], self.catalogue.readers, threads=1)
+        execute(copies, [memoryview(data)], threads=1)
         return data
 
 

@@ -16,7 +16,7 @@ from functools import partial
 from itertools import chain
 
 from smckpt.checkpoint.commits.contents import Contents, GroupContents
-from smckpt.checkpoint.reading.blocks import BlockReader, SavedFile, Scratch
+from smckpt.checkpoint.reading.blocks import SavedFile, Scratch
 from smckpt.checkpoint.reading.read import Progress
 from smckpt.checkpoint.records.crc import BLOCK, combined, crc64, hex64, packed_sums, unpacked_sums
 from smckpt.checkpoint.records.format import FileRecord, PartRecord
@@ -186,20 +186,19 @@ def damages_of(
     """Read every file that the manifests name, and compare it with its checksums; what differs, and
     who has the true bytes."""
     found: list[Damage] = []
-    readers: dict[BlockReader, GroupContents] = {}
+    saved: dict[SavedFile, GroupContents] = {}
     scratch = Scratch()
     for group in contents.groups:
         for part in group.manifest.parts:
             storage = group.storage.holder(part.name)
             found += _of_part(storage, group, part, donors)
             for file in part.files:
-                saved = SavedFile(storage.url, file, part.rank)
-                readers[BlockReader(storage, saved, scratch)] = group
+                saved[SavedFile(storage, file, part.rank, scratch)] = group
     scanned = _Scanned()
-    scan(readers, [scanned], threads=threads, progress=progress)
+    scan(saved, [scanned], threads=threads, progress=progress)
     with ThreadPoolExecutor(threads, "smckpt-repair") as pool:
-        for reader, group in readers.items():
-            found += _of_file(scanned.files[reader], group, donors, pool)
+        for one, group in saved.items():
+            found += _of_file(scanned.files[one], group, donors, pool)
     return found
 
 
@@ -207,10 +206,10 @@ class _Scanned(Sink):
     """Wants every byte, and keeps what the scan found out."""
 
     def __init__(self) -> None:
-        self.files: dict[BlockReader, ScannedFile] = {}
+        self.files: dict[SavedFile, ScannedFile] = {}
 
     def end(self, file: ScannedFile) -> None:
-        self.files[file.reader] = file
+        self.files[file.saved] = file
 
 
 def _of_part(
@@ -236,15 +235,15 @@ def _of_file(
     file: ScannedFile, group: GroupContents, donors: Donors, pool: ThreadPoolExecutor
 ) -> Iterator[Damage]:
     """What is wrong with a data file and with its checksums."""
-    record, saved = file.record, file.reader.file
+    record, saved = file.record, file.saved
     whole = file.there == record.size
     count = -(-record.size // BLOCK)
     own = tuple(file.sums.get(number, -1) for number in range(count))
-    storage = file.reader.storage
+    storage = saved.storage
     damaged = partial(Damage, storage, record.name, saved.rank, record=record)
     sums: tuple[int, ...] | None
     if file.unproven is None:
-        sums = unpacked_sums(file.reader.stored_sums())
+        sums = unpacked_sums(saved.stored_sums())
     else:
         name = record.crc_name
         data = packed_sums(own) if whole and _belong(own, record) else None

@@ -91,7 +91,7 @@ def faults_of(
     try:
         return verify_catalogue(catalogue, top.url, threads, progress).problems
     finally:
-        catalogue.readers.close()
+        catalogue.stores.close()
 
 
 def _manifest(one: UnfinishedSave, fencing_token: int, record: str | None) -> Manifest:
@@ -389,8 +389,7 @@ def _tensors(catalogue: CommittedCatalogue, damage: Damage) -> tuple[str, ...]:
         if file.record.name != damage.name:
             continue
         try:
-            reader = catalogue.reader(file)
-            header = read_header(reader.read, file.record.size, file.path)
+            header = read_header(file.read, file.record.size, file.path)
         except CheckpointError:
             break
         keys = [

@@ -21,7 +21,7 @@ from smckpt.checkpoint.reading.catalogue import Catalogue
 from smckpt.checkpoint.reading.committed import open_catalogue
 from smckpt.checkpoint.reading.plan import Planner, followed_rank
 from smckpt.checkpoint.reading.plan_local import ParallelCoordinates
-from smckpt.checkpoint.reading.read import Meter, Progress, ReadPlan, execute
+from smckpt.checkpoint.reading.read import Meter, Progress, execute
 from smckpt.checkpoint.records.format import new_attempt
 from smckpt.checkpoint.records.rows import encode_rows
 from smckpt.checkpoint.upkeep.compare import tensors_apart
@@ -99,7 +99,7 @@ def write_resharded(
     progress: Progress | None = None,
 ) -> ReshardReport:
     """Write what a catalogue has as `shard` ranks would have saved it; see `reshard_checkpoint`.
-    The catalogue's readers are closed.
+    The catalogue's stores are closed.
 
     Args:
         ignore: globs of logical names of tensors, and of names of values, that are left out.
@@ -118,7 +118,7 @@ def write_resharded(
             raise
         identity = commit_alone(storage, writer.attempt, writer.parts)
     finally:
-        catalogue.readers.close()
+        catalogue.stores.close()
     return ReshardReport(
         catalogue.url, storage.url, identity, writer.kind, shard, writer.tensors,
         writer.nbytes, time.monotonic() - began,
@@ -193,8 +193,7 @@ class _Writer:
                     low, high = max(slot.start - at, 0), min(slot.stop - at, part.numel)
                     if low < high:
                         data = memoryview(bytearray(part.nbytes))  # padding is zero
-                        plan = ReadPlan(planner.copies([part]))
-                        execute(plan, [data], self._catalogue.readers, threads=self._threads)
+                        execute(planner.copies([part]), [data], threads=self._threads)
                         yield data[low * entry.itemsize : high * entry.itemsize]
                     at += part.numel
 

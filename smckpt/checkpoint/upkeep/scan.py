@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
-from smckpt.checkpoint.reading.blocks import BlockReader, not_missing
+from smckpt.checkpoint.reading.blocks import SavedFile, not_missing
 from smckpt.checkpoint.reading.read import Meter, Progress
 from smckpt.checkpoint.records.crc import BLOCK, combine, crc64
 from smckpt.checkpoint.records.format import FileRecord
@@ -47,9 +47,9 @@ class ScannedFile:
     sums: number of a block → its checksum as it is now. faults: why bytes could not be read.
     """
 
-    def __init__(self, reader: BlockReader) -> None:
-        self.reader = reader
-        self.record: FileRecord = reader.file.summed
+    def __init__(self, saved: SavedFile) -> None:
+        self.saved = saved
+        self.record: FileRecord = saved.summed
         self.sums: dict[int, int] = {}
         self.faults: list[CheckpointError] = []
         # found out once; two threads may do it at once, and without a lock for all files
@@ -58,7 +58,7 @@ class ScannedFile:
 
     @property
     def path(self) -> str:
-        return self.reader.file.path
+        return self.saved.path
 
     @property
     def there(self) -> int | None:
@@ -67,7 +67,7 @@ class ScannedFile:
             size: int | None = None
             try:
                 with not_missing(self.path):
-                    size = self.reader.storage.size(self.record.name)
+                    size = self.saved.storage.size(self.record.name)
             except CheckpointError as error:
                 self.faults.append(error)
             self._there = (size,)
@@ -85,7 +85,7 @@ class ScannedFile:
         if self._unproven is None:
             error: CheckpointError | None = None
             try:
-                self.reader.stored_sums()
+                self.saved.stored_sums()
             except CheckpointError as found:
                 error = found
             self._unproven = (error,)
@@ -96,20 +96,20 @@ class ScannedFile:
         if self.unproven is not None:
             return []
         seen = sorted(self.sums) if blocks is None else blocks
-        return [n for n in seen if n in self.sums and self.sums[n] != self.reader.stored_sum(n)]
+        return [n for n in seen if n in self.sums and self.sums[n] != self.saved.stored_sum(n)]
 
     def read(self, low: int, data: memoryview) -> CheckpointError | None:
         """Fill `data` with the bytes from `low`, a block's first; why they are not what was
         written."""
         blocks = range(low // BLOCK, -(-(low + len(data)) // BLOCK))
         try:
-            self.sums.update(self.reader.sums(low, data))
-            for _ in range(self.reader.storage.rereads):  # a network may have changed them
+            self.sums.update(self.saved.sums(low, data))
+            for _ in range(self.saved.storage.rereads):  # a network may have changed them
                 for number in self.differing(blocks):
                     at = number * BLOCK - low
-                    self.sums.update(self.reader.sums(low + at, data[at : at + BLOCK]))
+                    self.sums.update(self.saved.sums(low + at, data[at : at + BLOCK]))
         except CheckpointError as error:
-            if self.reader.storage.folder is not None and len(data) > BLOCK:
+            if self.saved.storage.folder is not None and len(data) > BLOCK:
                 # a bad sector leaves the other blocks
                 parts = range(0, len(data), BLOCK)
                 each = [self.read(low + at, data[at : at + BLOCK]) for at in parts]
@@ -118,7 +118,7 @@ class ScannedFile:
             return error
         if self.unproven is not None:
             return self.unproven
-        return next((self.reader.wrong(number) for number in self.differing(blocks)), None)
+        return next((self.saved.wrong(number) for number in self.differing(blocks)), None)
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ class ScannedPiece:
             if self.file.unproven is not None or any(n not in self.file.sums for n in blocks):
                 raise self.fault
             for number in self.file.differing(blocks):
-                raise self.file.reader.wrong(number)
+                raise self.file.saved.wrong(number)
         return self._read[low - self.low : high - self.low]
 
     @property
@@ -186,7 +186,7 @@ class Sink:
 
 
 def scan(
-    readers: Iterable[BlockReader],
+    saved: Iterable[SavedFile],
     sinks: Sequence[Sink],
     *,
     threads: int = 4,
@@ -199,7 +199,7 @@ def scan(
         progress: called with (bytes done, bytes of all files), one call at a time. Bytes that no
             sink wants are done when their file begins.
     """
-    files = [ScannedFile(reader) for reader in readers]
+    files = [ScannedFile(file) for file in saved]
     meter = Meter(progress, sum(file.record.size for file in files))
     begin = partial(_Reading, sinks=sinks, meter=meter, pages=Pages())
     with Workers(threads) as workers:

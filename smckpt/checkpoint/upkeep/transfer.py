@@ -25,7 +25,7 @@ from smckpt.checkpoint.commits.contents import (
     contents_of,
     noticing_replacement,
 )
-from smckpt.checkpoint.reading.blocks import BlockReader, SavedFile, Scratch, not_missing
+from smckpt.checkpoint.reading.blocks import SavedFile, Scratch, not_missing
 from smckpt.checkpoint.reading.read import Progress
 from smckpt.checkpoint.records.crc import BLOCK, hex64
 from smckpt.checkpoint.records.files import read_body
@@ -114,7 +114,7 @@ def copy_checkpoint(
         cleanup.callback(copy.close)
         workers = cleanup.enter_context(Workers(threads))
         workers.do_all(copy.small_files())
-        scan(copy.readers, [copy], threads=threads, progress=progress)
+        scan(copy.saved, [copy], threads=threads, progress=progress)
         workers.do_all(copy.manifests())
         copy.record()
     return CopyReport(
@@ -148,10 +148,10 @@ class _Copy(Sink):
         self._groups = [
             _GroupCopy(group, target.join(group.directory)) for group in contents.groups
         ]
-        self._files = {file.reader: file for group in self._groups for file in group.files}
+        self._files = {file.saved: file for group in self._groups for file in group.files}
 
     @property
-    def readers(self) -> Collection[BlockReader]:
+    def saved(self) -> Collection[SavedFile]:
         return self._files
 
     def refuse_another(self) -> None:
@@ -181,12 +181,12 @@ class _Copy(Sink):
                 read = partial(_bytes, group.group.storage, part.name, part.crc64)
                 yield partial(self._put, group, part.name, read)
             for file in group.files:
-                sums = file.reader.stored_sums
+                sums = file.saved.stored_sums
                 yield partial(self._put, group, file.record.crc_name, sums)
 
     def begin(self, file: ScannedFile) -> WantedBytes | None:
         """Begin a file that the target lacks."""
-        copy = self._files[file.reader]
+        copy = self._files[file.saved]
         if copy.present(self._pages):
             self._count(file.record.size)
             return None
@@ -194,11 +194,11 @@ class _Copy(Sink):
         return WantedBytes([(0, file.record.size)], step)
 
     def take(self, piece: ScannedPiece) -> None:
-        self._files[piece.file.reader].writer.write_at(piece.low, piece.data, piece.crc64)
+        self._files[piece.file.saved].writer.write_at(piece.low, piece.data, piece.crc64)
 
     def end(self, file: ScannedFile) -> None:
         """Make a file durable that was begun."""
-        self._files[file.reader].finish()
+        self._files[file.saved].finish()
 
     def manifests(self) -> Iterator[Callable[[], None]]:
         return (partial(self._manifest, group) for group in self._groups)
@@ -270,7 +270,7 @@ class _GroupCopy:
         self.to = spread_over(target, [group.manifest.spread if target.shards_prefixes else None])
         scratch = Scratch()
         self.files = [
-            _FileCopy(self, BlockReader(store, SavedFile(store.url, file, part.rank), scratch))
+            _FileCopy(self, SavedFile(store, file, part.rank, scratch))
             for part in group.manifest.parts
             for file in part.files
             for store in [group.storage.holder(file.name)]
@@ -291,9 +291,9 @@ class _FileCopy:
 
     writer: FileWriter
 
-    def __init__(self, group: _GroupCopy, reader: BlockReader) -> None:
-        self.reader = reader
-        self.record: FileRecord = reader.file.summed
+    def __init__(self, group: _GroupCopy, saved: SavedFile) -> None:
+        self.saved = saved
+        self.record: FileRecord = saved.summed
         self.target = group.to
         self._group = group
         self._unfinished = False
@@ -315,7 +315,7 @@ class _FileCopy:
             target.discard_unfinished([name])
         self.writer = target.create_file(name, size, replace=True)
         self._unfinished = True
-        small = size if size <= self.reader.storage.request_bytes else 0
+        small = size if size <= self.saved.storage.request_bytes else 0
         return self.writer.piece or max(_PIECE, -(-small // BLOCK) * BLOCK)
 
     def finish(self) -> None:

@@ -123,8 +123,7 @@ def verify_catalogue(
 ) -> Report:
     """`verify_checkpoint` for a catalogue that is open already; `beside`: further sinks."""
     check = _FileChecks(catalogue, quick)
-    readers = map(catalogue.reader, catalogue.files)
-    scan(readers, [check, *beside], threads=threads, progress=progress)
+    scan(catalogue.files, [check, *beside], threads=threads, progress=progress)
     return check.report(url, threads)
 
 
@@ -148,7 +147,7 @@ class _FileChecks(Sink):
     def end(self, file: ScannedFile) -> None:
         problems = [*self._of_bytes(file)] or [*self._of_header(file)]
         if problems:
-            self._damaged.add(file.reader.file.rank)
+            self._damaged.add(file.saved.rank)
             self._problems += problems
 
     def report(self, url: str, threads: int) -> Report:
@@ -194,7 +193,7 @@ class _FileChecks(Sink):
         if file.record.size and file.unproven is not None:
             yield _problem(file.unproven, file.path)
         try:
-            kept = file.reader.storage.stored_crc64(file.record.name)
+            kept = file.saved.storage.stored_crc64(file.record.name)
         except CheckpointError as error:
             yield _problem(error, file.path)
             return
@@ -202,7 +201,7 @@ class _FileChecks(Sink):
             yield Problem(file.path, "the store keeps another checksum for it")
 
     def _of_header(self, file: ScannedFile) -> Iterator[Problem]:
-        saved = file.reader.file
+        saved = file.saved
         try:
             header = self._catalogue.header(saved)
         except CheckpointError as error:

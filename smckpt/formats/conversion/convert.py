@@ -124,7 +124,7 @@ def convert(
             else:
                 made = work.to_torch(os.fspath(target), to, rank)
     finally:
-        catalogue.readers.close()
+        catalogue.stores.close()
     return ConvertReport(
         catalogue.url, made.target, "smckpt" if catalogue.ours else catalogue.identity, to,
         made.ranks, made.tensors, made.values, made.nbytes, time.monotonic() - began,

@@ -300,7 +300,7 @@ _MOST = 1 << 28  # bytes of a file beside the checkpoint
 
 def _write_trainer(whole: WholeState, target: NewTarget) -> tuple[str, ...]:
     keys, ranks = whole.keys, whole.catalogue.object_ranks
-    beside = dict(_beside(whole.catalogue.readers.storage(whole.catalogue.url).without_links()))
+    beside = dict(_beside(whole.catalogue.stores.storage(whole.catalogue.url).without_links()))
     # the configs of adapters; one adapter of LoRA can be written, as PEFT saves it
     configs = [name for name in beside if name.rpartition("/")[2] == _ADAPTER]
     if configs:

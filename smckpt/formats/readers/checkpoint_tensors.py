@@ -121,7 +121,6 @@ class CheckpointTensors:
         """stage: of a checkpoint in pipeline stages, the one whose tensors this is a reader of."""
         self.url = catalogue.url
         self._catalogue = catalogue
-        self._readers = catalogue.readers
         self._rows: dict[TensorKey, _Rows] = {}
         self._slots: dict[tuple[int, tuple[int, ...]], list[Stored]] = {}
         self._state: ParallelState | None = None
@@ -285,10 +284,10 @@ class CheckpointTensors:
         return plan
 
     def read(self, plan: ReadPlan, buffers: Sequence[memoryview]) -> None:
-        execute(plan, buffers, self._readers, threads=1)
+        execute(plan.copies, buffers, threads=1)
 
     def close(self) -> None:
-        self._readers.close()
+        self._catalogue.stores.close()
 
     def _slots_of(self, source: SavedPiece) -> list[Stored]:
         key = (id(source.row), source.holders)
@@ -336,7 +335,6 @@ class LogicalTensors:
         }
         self._catalogue = catalogue
         self._tensors = tensors
-        self._readers = catalogue.readers
         self._stored: dict[str, list[tuple[StoredCopy, Piece]]] = {}
 
     def plan(self, blocks: Sequence[Block]) -> ReadPlan:
@@ -384,7 +382,7 @@ class LogicalTensors:
         Raises:
             CorruptCheckpointError: a block differs; the message names file and offset.
         """
-        execute(plan, buffers, self._readers, threads=1)
+        execute(plan.copies, buffers, threads=1)
 
     def close(self) -> None:
-        self._readers.close()
+        self._catalogue.stores.close()

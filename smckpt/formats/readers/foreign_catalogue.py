@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from smckpt.checkpoint.reading.blocks import BlockReader, Destination, OtherFile, Readers, SavedFile
+from smckpt.checkpoint.reading.blocks import Destination, OtherFile, SavedFile, Scratch, Stores
 from smckpt.checkpoint.reading.catalogue import Catalogue, SavedPieces, Stored
 from smckpt.checkpoint.reading.read import Meter, Progress
 from smckpt.checkpoint.reading.whole import WholeTensors
@@ -90,7 +90,7 @@ class ForeignCatalogue(Catalogue):
     def __init__(self, source: ForeignCheckpoint) -> None:
         self.url = self.above = source.url
         self.identity, self.source = source.format, source
-        self.readers: _ForeignReaders = _ForeignReaders(source.source)
+        self.stores: _ForeignStores = _ForeignStores(source.source)
         self.metadata, self.optimizers = {}, {}
         self.nbytes = sum(
             math.prod(t.shape) * DTYPES[t.dtype].itemsize for t in source.saved.values()
@@ -146,7 +146,7 @@ class ForeignCatalogue(Catalogue):
     def slots(self, row: Entry, holders: Sequence[int]) -> list[Stored]:
         tensor = self.source.saved[row.key]
         saved = _boxes(tensor)[holders[0]]
-        return [self.readers.stored(tensor, saved)] if saved.box.numel else []
+        return [self.stores.stored(tensor, saved)] if saved.box.numel else []
 
     def part(self, rank: int) -> dict[str, Any]:
         return {"objects": self._encoded[0], "optimizers": {}}
@@ -194,8 +194,8 @@ def _boxes(tensor: SavedTensor) -> Sequence[SavedBox]:
 # -- the bytes -------------------------------------------------------------------------------------
 
 
-class _ForeignReaders(Readers):
-    """Readers that compare a record with its own CRC-32 before they read from it."""
+class _ForeignStores(Stores):
+    """Stores of files of others, whose records are compared with their own CRC-32."""
 
     def __init__(self, source: SourceFiles) -> None:
         super().__init__(source.access)
@@ -204,9 +204,6 @@ class _ForeignReaders(Readers):
         self._files: dict[str, SavedFile] = {}
         self._guard = threading.Lock()
         self._spool: str | None = None
-
-    def _reader(self, storage: Storage, file: SavedFile) -> BlockReader:
-        return _Reader(storage, file, self._records, self.scratch)
 
     def stored(self, tensor: SavedTensor, saved: SavedBox) -> Stored:
         """Where the elements of a part are, row-major.
@@ -252,7 +249,9 @@ class _ForeignReaders(Readers):
         if path not in self._files:
             directory, _, name = path.rpartition("/")
             record = OtherFile(name, self._records.files.whole(path).nbytes)
-            self._files[path] = SavedFile(f"{directory}/", record, 0)
+            self._files[path] = _OtherFile(
+                self.storage(f"{directory}/"), record, 0, self.scratch, self._records
+            )
         return self._files[path], slot
 
     def _spooled(self, nbytes: int) -> str:
@@ -310,17 +309,19 @@ class _Records:
         self.files.close()
 
 
-class _Reader(BlockReader):
-    """Reads a file of others."""
+class _OtherFile(SavedFile):
+    """A file of others. It is compared with the CRC-32 of its records."""
 
-    def __init__(self, storage: Storage, file: SavedFile, records: _Records, scratch: Any) -> None:
-        super().__init__(storage, file, scratch)
+    def __init__(
+        self, storage: Storage, record: OtherFile, rank: int, scratch: Scratch, records: _Records
+    ) -> None:
+        super().__init__(storage, record, rank, scratch)
         self._records = records
 
     def fill(self, low: int, high: int, segments: Sequence[Destination]) -> None:
         if segments:
             low, high = segments[0].offset, segments[-1].end
-        self._records.check(self.file.path, low, high)
+        self._records.check(self.path, low, high)
         if segments:
             self._fetch(low, high, segments)
 

@@ -334,7 +334,7 @@ class DistributedFileSystemReader(StorageReader):
                 remedy="load with the metadata that read_metadata returned",
                 path=self.checkpoint_id,
             )
-        execute(plan, buffers, catalogue.readers, threads=self._threads)
+        execute(plan.copies, buffers, threads=self._threads)
         for target, memory in late:
             fill(target, memory)
 

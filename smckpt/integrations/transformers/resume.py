@@ -130,7 +130,7 @@ class Checkpoints:
             return None
         try:
             catalogue = open_catalogue(self.storage(directory))
-            with closing(catalogue.readers):
+            with closing(catalogue.stores):
                 found = {str(tensor.path[0]) for tensor in catalogue.logical.values()}
                 for path, _ in catalogue.objects(min(catalogue.object_ranks)).values():
                     found.add(str(path[0]))
@@ -144,7 +144,7 @@ class Checkpoints:
     def ranks(self, directory: str) -> int:
         """How many ranks have saved what is committed."""
         catalogue = open_catalogue(self.storage(directory))
-        with closing(catalogue.readers):
+        with closing(catalogue.stores):
             return len(catalogue.object_ranks)
 
     def _begun_by_us(self, directory: str) -> bool:

@@ -15,7 +15,6 @@ from typing import Any
 import botocore.auth
 import pytest
 
-from smckpt.checkpoint.reading.blocks import Readers
 from smckpt.checkpoint.reading.committed import open_catalogue
 from smckpt.errors import CorruptCheckpointError, StorageError
 from smckpt.storage import open_storage
@@ -313,12 +312,12 @@ def test_bytes_of_a_block_that_change_on_the_way_are_read_again_and_then_named(
     store = open_storage(s3_root, storage=config)
     [file] = open_catalogue(store).files
     proxy.spoil("GET", "wrong answer", 2, path=file.record.name)
-    whole = Readers(store.access).of(file).read(0, file.record.size)
+    whole = file.read(0, file.record.size)
     assert proxy.left == 0
     assert whole == store.read(file.record.name)
     proxy.spoil("GET", "wrong answer", 3, path=file.record.name)
     with pytest.raises(CorruptCheckpointError) as caught:
-        Readers(store.access).of(file).read(0, file.record.size)
+        file.read(0, file.record.size)
     assert f"bytes 0 to {file.record.size} of {file.record.name}" in str(caught.value)
 
 

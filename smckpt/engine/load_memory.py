@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import math
 from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,15 +13,14 @@ from typing import Any
 import torch
 
 from smckpt.checkpoint.reading.blocks import Span
-from smckpt.checkpoint.reading.catalogue import Catalogue
+from smckpt.checkpoint.reading.catalogue import Catalogue, LogicalTensor
 from smckpt.checkpoint.reading.plan import Planner
-from smckpt.checkpoint.reading.plan_local import ParallelCoordinates
+from smckpt.checkpoint.reading.plan_local import LoadingRank
 from smckpt.checkpoint.reading.read import StoredCopy, scattered
 from smckpt.checkpoint.reading.whole import kind_of, nested, under_names
 from smckpt.errors import CorruptCheckpointError, KeysMismatchError, MemoryBudgetError, StateError
 from smckpt.layout.containers import made_again
-from smckpt.layout.entries import DTYPES, Path, dotted
-from smckpt.meeting.group import Group
+from smckpt.layout.entries import Path, dotted
 from smckpt.staging.ring import OnDevice
 from smckpt.state_dict.modes import neutral
 from smckpt.state_dict.restore import put
@@ -147,11 +145,7 @@ log = logging.getLogger("smckpt")
 
 
 def whole_state(
-    catalogue: Catalogue,
-    saved: int,
-    group: Group,
-    coordinates: ParallelCoordinates,
-    only: Sequence[str] | None,
+    me: LoadingRank, saved: int, only: Sequence[str] | None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The saved nested state, with empty tensors to fill; and these tensors alone, nested in dicts.
     (Values may hold arrays too, which are not tensors of the state.)
@@ -171,10 +165,11 @@ def whole_state(
     """
     leaves: dict[Path, Any] = {}
     tensors: dict[Any, Any] = {}
-    planner = Planner(catalogue, rank=group.rank, group_ranks=group.ranks, coordinates=coordinates)
-    for path, dtype, shape in planner.tensors():
+    catalogue = me.catalogue
+    for tensor in Planner(me).tensors():
+        path = tensor.path
         if only is None or str(path[0]) in only:
-            room = _room(catalogue, path, dtype, shape)
+            room = _room(catalogue, tensor)
             kind = kind_of(catalogue, path) or ""
             leaves[path] = (
                 room.numpy() if kind == "ndarray" else flagged(room, kind.partition(";")[2])
@@ -188,8 +183,7 @@ def whole_state(
                 raise StateError(
                     f"of {dotted(path)!r}, one rank has a tensor and another one tensors in it",
                     remedy="load into a state on as many ranks as saved it",
-                    path=catalogue.url,
-                    rank=group.rank,
+                    **me.where,
                 )
             around[path[-1]] = room
     for rank in dict.fromkeys((saved, min(catalogue.object_ranks))):
@@ -210,28 +204,27 @@ def whole_state(
             f"LoadOptions(only=) names {sorted(lacking)}, which was not saved; the saved keys are "
             f"{had[:12]}",
             remedy="name top keys of the saved state",
-            path=catalogue.url,
-            rank=group.rank,
+            **me.where,
         )
     return nested(catalogue, leaves), tensors
 
 
-def _room(catalogue: Catalogue, path: Path, dtype: str, shape: Sequence[int]) -> torch.Tensor:
-    nbytes = math.prod(shape) * DTYPES[dtype].itemsize
+def _room(catalogue: Catalogue, tensor: LogicalTensor) -> torch.Tensor:
+    name, shape, nbytes = dotted(tensor.path), tensor.shape, tensor.nbytes
     if (
         catalogue.ours and catalogue.whole and nbytes > catalogue.nbytes
     ):  # before memory is asked for
         raise CorruptCheckpointError(
-            f"{dotted(path)!r} {list(shape)} has {nbytes:,} bytes, but all data files together "
+            f"{name!r} {list(shape)} has {nbytes:,} bytes, but all data files together "
             f"have {catalogue.nbytes:,}",
             remedy="use an older checkpoint",
             path=catalogue.url,
         )
     try:
-        return torch.empty(shape, dtype=getattr(torch, dtype), device="cpu")
+        return torch.empty(shape, dtype=getattr(torch, tensor.dtype), device="cpu")
     except RuntimeError as error:  # torch has no class of its own for it
         raise MemoryBudgetError(
-            f"there is no memory for {dotted(path)!r} {list(shape)}: {error}",
+            f"there is no memory for {name!r} {list(shape)}: {error}",
             remedy="name the keys that are needed with LoadOptions(only=), or load into sharded "
             "tensors",
             path=catalogue.url,

@@ -13,8 +13,8 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from smckpt.checkpoint.reading.catalogue import Catalogue
-from smckpt.checkpoint.reading.plan import ReadPlan, followed_rank, plan_local, plan_logical
-from smckpt.checkpoint.reading.plan_local import ParallelCoordinates, differing_names, refuse_names
+from smckpt.checkpoint.reading.plan import ReadPlan, plan_local, plan_logical
+from smckpt.checkpoint.reading.plan_local import LoadingRank, differing_names, refuse_names
 from smckpt.engine.load_memory import LoadMemory, memory_of, whole_state
 from smckpt.engine.load_rounds import Common
 from smckpt.errors import CheckpointError, KeysMismatchError, TopologyError, UsageError
@@ -188,7 +188,7 @@ class LoadPlan:
     FULL state in it, with its path. agreed: what all ranks say of their plans together.
     """
 
-    catalogue: Catalogue
+    me: LoadingRank
     state_dict: MutableMapping[str, Any]
     selection: Selection
     objects: dict[str, tuple[Path, Any]] | None
@@ -196,6 +196,10 @@ class LoadPlan:
     memory: LoadMemory
     gathered: list[tuple[str, Any]]
     agreed: Common
+
+    @property
+    def catalogue(self) -> Catalogue:
+        return self.me.catalogue
 
 
 def plan_of(
@@ -208,17 +212,14 @@ def plan_of(
             cannot be filled.
     """
     state_dict, selection = target.state_dict, target.selection
-    saved = followed_rank(catalogue.object_ranks, group.rank, group.ranks)
-    coordinates = ParallelCoordinates.of(
-        catalogue, request.options.parallel_state, group.rank, group.world_size
-    )
+    live = request.options.parallel_state
+    me = LoadingRank.of(catalogue, group.rank, group.ranks, group.world_size, live)
+    saved = me.followed(catalogue.object_ranks)
     by_key = state_dict is not None and catalogue.kind == "LOCAL"
     objects: dict[str, tuple[Path, Any]] | None = None
     settled: frozenset[Path] = frozenset()
     if state_dict is None:
-        state_dict, tensors = whole_state(
-            catalogue, saved, group, coordinates, request.options.only
-        )
+        state_dict, tensors = whole_state(me, saved, request.options.only)
         selection = target.selector.select(tensors)
     else:
         assert selection is not None  # otherwise all ranks have raised
@@ -244,7 +245,7 @@ def plan_of(
     if objects is not None and any(len(entry.path) == 1 for entry in selection.entries):
         tops = ("", *tops)  # tensors at the top are one part, called ""
     asked = partial(request.asked, tops=tops)
-    plan = _read_plan(catalogue, selection, asked, by_key, coordinates, request, group, state_dict)
+    plan = _read_plan(me, selection, asked, by_key, request, group, state_dict)
     if objects is not None:
         if request.strict:
             objects = _asked_for(objects, catalogue, tops, request, group)
@@ -258,30 +259,25 @@ def plan_of(
     once = request.storage.read_once if options.read_once is None else options.read_once
     shares = once and not options.preverify and len(group.ranks) > 1 and sys.platform == "linux"
     agreed = Common(spare, tops, tuple(name for name, _ in gathered), shares)
-    return LoadPlan(catalogue, state_dict, selection, objects, plan, memory, gathered, agreed)
+    return LoadPlan(me, state_dict, selection, objects, plan, memory, gathered, agreed)
 
 
 def _read_plan(
-    catalogue: Catalogue,
+    me: LoadingRank,
     selection: Selection,
     asked: Callable[[Path], bool],
     by_key: bool,
-    coordinates: ParallelCoordinates,
     request: LoadRequest,
     group: Group,
     state_dict: Any,
 ) -> ReadPlan:
-    rank, ranks = group.rank, group.ranks
+    entries: Sequence[Entry] = selection.entries
     if request.options.renamed:
-        entries = tuple(_as_saved(entry, request.options.renamed) for entry in selection.entries)
-        selection = replace(selection, entries=entries)
+        entries = tuple(_as_saved(entry, request.options.renamed) for entry in entries)
     other: CheckpointError | None = None
     if by_key:  # each rank compares its keys with those of one saved rank
         try:
-            plan = plan_local(
-                catalogue, selection.entries, rank=rank, group_ranks=ranks, strict=request.strict,
-                coordinates=coordinates, asked=asked,
-            )  # fmt: skip
+            plan = plan_local(me, entries, strict=request.strict, asked=asked)
         except (TopologyError, KeysMismatchError) as error:
             if selection.kind is not None:
                 raise
@@ -289,22 +285,16 @@ def _read_plan(
         else:
             _say_left(plan.missing, plan.unexpected, request, group)
             return replace(plan, unexpected=())
-    plan = plan_logical(
-        catalogue,
-        selection.entries,
-        rank=rank,
-        group_ranks=ranks,
-        coordinates=coordinates,
-    )
+    plan = plan_logical(me, entries)
     if request.strict and plan.missing:
-        _refuse_numbered(state_dict, plan.unexpected, catalogue.url, rank)
+        _refuse_numbered(state_dict, plan.unexpected, me)
         if other is not None:  # numbers of parameters, say, in an optimizer's own state dict
             raise other
         # A peer may ask for a name that this rank does not (`refuse_spare`). Without peers it is
         # refused now.
-        spare = plan.unexpected if len(ranks) == 1 else ()
-        spare = tuple(name for name in spare if asked(catalogue.logical[name].path))
-        refuse_names(plan.missing, spare, catalogue.url, rank)
+        spare = plan.unexpected if len(me.group) == 1 else ()
+        spare = tuple(name for name in spare if asked(me.catalogue.logical[name].path))
+        refuse_names(plan.missing, spare, me)
     _say_left(plan.missing, (), request, group)
     return plan
 
@@ -345,12 +335,12 @@ def refuse_spare(planned: LoadPlan, agreed: Common, request: LoadRequest, group:
     spare = _unmarked(agreed.spare, catalogue)
     if request.strict:
         spare = tuple(name for name in spare if request.asked(logical[name].path, agreed.tops))
-        _refuse_numbered(planned.state_dict, spare, catalogue.url, group.rank)
-        refuse_names((), spare, catalogue.url, group.rank)
+        _refuse_numbered(planned.state_dict, spare, planned.me)
+        refuse_names((), spare, planned.me)
     _say_left((), spare, request, group)
 
 
-def _refuse_numbered(state: Any, spare: Sequence[str], url: str, rank: int) -> None:
+def _refuse_numbered(state: Any, spare: Sequence[str], me: LoadingRank) -> None:
     for path, tree, _ in optimizer_dicts(state) if spare else ():
         above = "".join(f"{key}." for key in path)
         numbered = all(type(key) is int for key in tree["state"])
@@ -360,8 +350,7 @@ def _refuse_numbered(state: Any, spare: Sequence[str], url: str, rank: int) -> N
                 "parameters, and the target has it by their numbers",
                 remedy="take the target's state dicts inside sm_state_dict_type(model, "
                 "smckpt.SHARDED), which names the parameters",
-                path=url,
-                rank=rank,
+                **me.where,
             )
 
 

@@ -11,6 +11,7 @@ import pytest
 from smckpt.checkpoint.reading.catalogue import Catalogue
 from smckpt.checkpoint.reading.committed import open_catalogue
 from smckpt.checkpoint.reading.plan import plan_local, plan_logical
+from smckpt.checkpoint.reading.plan_local import LoadingRank
 from smckpt.checkpoint.reading.read import execute
 from smckpt.checkpoint.records.files import decode_body
 from smckpt.checkpoint.records.format import Manifest, Part, Record
@@ -42,7 +43,7 @@ def catalogue(fixture: Path) -> Catalogue:
 
 def read(catalogue: Catalogue, entries: list[Entry], rank: int, *, local: bool) -> list[bytes]:
     plan = plan_local if local else plan_logical
-    found = plan(catalogue, entries, rank=rank, group_ranks=make_fixture.GROUPS[rank % 2])
+    found = plan(LoadingRank(catalogue, rank, make_fixture.GROUPS[rank % 2]), entries)
     buffers = [bytearray(entry.nbytes) for entry in entries]
     execute(found.copies, [memoryview(buffer) for buffer in buffers], threads=2)
     return [bytes(buffer) for buffer in buffers]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from smckpt.checkpoint.reading.committed import open_catalogue
 from smckpt.checkpoint.reading.plan import plan_logical
-from smckpt.checkpoint.reading.plan_local import ParallelCoordinates
+from smckpt.checkpoint.reading.plan_local import LoadingRank
 from smckpt.checkpoint.reading.read import execute
 from smckpt.errors import (
     CorruptCheckpointError,
@@ -499,13 +499,7 @@ def test_the_coordinates_tell_boxes_under_one_name_apart(tmp_path):
     catalogue = boxes_of_groups(tmp_path, dict(enumerate(HALVES * 2)), arrays)
     for side, alike in enumerate(((0, 1), (2, 3))):
         entries = entries_of([kept("a", (4, 4))], 0)
-        plan = plan_logical(
-            catalogue,
-            entries,
-            rank=0,
-            group_ranks=[0],
-            coordinates=ParallelCoordinates(frozenset(alike)),
-        )
+        plan = plan_logical(LoadingRank(catalogue, 0, [0], frozenset(alike)), entries)
         data = bytearray(64)
         execute(plan.copies, [memoryview(data)])
         assert data == arrays[side]["a"].tobytes()

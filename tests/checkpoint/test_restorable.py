@@ -11,7 +11,7 @@ import pytest
 
 from smckpt.checkpoint.reading.committed import open_catalogue
 from smckpt.checkpoint.reading.plan import Planner, plan_logical
-from smckpt.checkpoint.reading.plan_local import ParallelCoordinates
+from smckpt.checkpoint.reading.plan_local import LoadingRank
 from smckpt.checkpoint.upkeep.restorable import parse_geometry, restorable_at
 from smckpt.cli.app import app
 from smckpt.errors import CheckpointError, CheckpointNotFoundError, UsageError
@@ -62,12 +62,12 @@ def loads(at: Path, geometry: str) -> bool:
     try:
         for rank in ranks:
             live = ParallelState.from_json(state.to_json(), rank=rank)
-            of = {"rank": rank, "group_ranks": ranks}
-            of["coordinates"] = ParallelCoordinates.of(catalogue, live, rank, len(ranks))
-            for path, dtype, shape in Planner(catalogue, **of).tensors():
+            me = LoadingRank.of(catalogue, rank, ranks, live=live)
+            for one in Planner(me).tensors():
+                path, dtype, shape = one.path, one.dtype, one.shape
                 rule = BoxGeometry(str(path[-1]), shape, (Box.whole(shape),), (rank,))
                 entry = Entry(path, dtype, rule, path[:-1], (), (rank,))
-                plan_logical(catalogue, [entry], **of)
+                plan_logical(me, [entry])
     except CheckpointError:
         return False
     return True

@@ -17,7 +17,7 @@ import numpy as np
 from smckpt.checkpoint.commits.commit import publish_record, take_lease
 from smckpt.checkpoint.reading.catalogue import Catalogue
 from smckpt.checkpoint.reading.plan import ReadPlan, plan_local, plan_logical
-from smckpt.checkpoint.reading.plan_local import refuse_names
+from smckpt.checkpoint.reading.plan_local import LoadingRank, refuse_names
 from smckpt.checkpoint.reading.read import execute
 from smckpt.checkpoint.records.format import GroupManifest, record_name
 from smckpt.layout.entries import DTYPES, Entry
@@ -236,12 +236,10 @@ def load(
     **how: Any,
 ) -> Loaded:
     """Plan and read, as a rank would."""
-    if local:
-        plan = plan_local(catalogue, entries, rank=rank, group_ranks=ranks, strict=strict)
-    else:
-        plan = plan_logical(catalogue, entries, rank=rank, group_ranks=ranks)
+    me = LoadingRank(catalogue, rank, ranks)
+    plan = plan_local(me, entries, strict=strict) if local else plan_logical(me, entries)
     if strict:
-        refuse_names(plan.missing, plan.unexpected, catalogue.url, rank)
+        refuse_names(plan.missing, plan.unexpected, me)
     data = {entry.key: bytearray(b"\xee" * entry.nbytes) for entry in entries}
     execute(plan.copies, [memoryview(data[entry.key]) for entry in entries], **how)
     return Loaded(plan, data)

@@ -7,6 +7,7 @@ readers of other systems' checkpoints (`readers`) for theirs.
 from __future__ import annotations
 
 import bisect
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from smckpt.checkpoint.records.objects import decode_object
 from smckpt.decoding import SENSELESS
 from smckpt.errors import CheckpointError, CorruptCheckpointError
 from smckpt.layout.containers import made_again
-from smckpt.layout.entries import Entry, Path
+from smckpt.layout.entries import DTYPES, Entry, Path
 from smckpt.layout.geometry import Geometry
 from smckpt.layout.mesh import Shape
 from smckpt.layout.strided import Box, Piece
@@ -195,6 +196,18 @@ class LogicalTensor:
     path: Path
     dtype: str
     shape: Shape
+
+    @property
+    def itemsize(self) -> int:
+        return DTYPES[self.dtype].itemsize
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.itemsize
+
+    def chunks(self, nbytes: int) -> Iterator[Box]:
+        """All of it in boxes of at most so many bytes, in row-major order."""
+        return Box.whole(self.shape).chunks(max(1, nbytes // self.itemsize))
 
 
 class Catalogue(ABC):

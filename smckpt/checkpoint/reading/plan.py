@@ -8,12 +8,11 @@ read.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
-from smckpt.checkpoint.reading.catalogue import Catalogue, SavedPiece, Stored
+from smckpt.checkpoint.reading.catalogue import LogicalTensor, SavedPiece, Stored
 from smckpt.checkpoint.reading.plan_local import (
-    ANYWHERE,
-    ParallelCoordinates,
+    LoadingRank,
     ambiguous,
     other_tensor,
     plan_local,
@@ -21,32 +20,21 @@ from smckpt.checkpoint.reading.plan_local import (
 )
 from smckpt.checkpoint.reading.read import ReadPlan, StoredCopy, same_bytes
 from smckpt.errors import CorruptCheckpointError, TopologyError
-from smckpt.layout.entries import DTYPES, Entry, Path
+from smckpt.layout.entries import DTYPES, Entry
 from smckpt.layout.mesh import Shape
 from smckpt.layout.strided import Box, Copy, Piece, covered
 
-__all__ = ["Planner", "ReadPlan", "followed_rank", "plan_local", "plan_logical"]
+__all__ = ["Planner", "ReadPlan", "plan_local", "plan_logical"]
 
 
-def plan_logical(
-    catalogue: Catalogue,
-    entries: Sequence[Entry],
-    *,
-    rank: int,
-    group_ranks: Sequence[int],
-    coordinates: ParallelCoordinates = ANYWHERE,
-) -> ReadPlan:
+def plan_logical(me: LoadingRank, entries: Sequence[Entry]) -> ReadPlan:
     """Plan to fill entries by logical name, from any mesh that they were saved on. The plan lists
     the names that are in only one of checkpoint and target.
 
-    A per-rank tensor is taken from one saved rank (`followed_rank`).
+    A per-rank tensor is taken from one saved rank (`LoadingRank.followed`).
 
     Args:
         entries: this rank's arrays, the targets.
-        rank: this global rank.
-        group_ranks: the ranks that load together.
-        coordinates: which saved ranks to take a tensor from, if ranks saved their own under
-            one name.
 
     Raises:
         TensorMismatchError: global shapes or dtypes differ.
@@ -54,42 +42,21 @@ def plan_logical(
         CorruptCheckpointError: an element would not be written, or a header is damaged.
     """
     here = {e.logical_name(f) for e in entries for f in e.geometry.fqns}
-    plan = ReadPlan(
-        missing=tuple(sorted(here - catalogue.logical.keys())),
-        unexpected=tuple(sorted(catalogue.logical.keys() - here)),
-    )
-    planner = Planner(catalogue, rank=rank, group_ranks=group_ranks, coordinates=coordinates)
-    plan.copies = planner.copies(entries)
-    return plan
-
-
-def followed_rank(saved: Iterable[int], rank: int, group_ranks: Sequence[int]) -> int:
-    """The saved rank whose per-rank values (RNG, buffers, counters) this rank takes: its own, if it
-    was saved. Otherwise the i-th rank of the group takes those of the i-th saved rank, modulo their
-    number.
-    """
-    ordered = sorted(saved)
-    return rank if rank in ordered else ordered[sorted(group_ranks).index(rank) % len(ordered)]
+    there = me.catalogue.logical.keys()
+    missing, unexpected = tuple(sorted(here - there)), tuple(sorted(there - here))
+    return ReadPlan(Planner(me).copies(entries), missing, unexpected)
 
 
 class Planner:
     """Plans entries by logical name, as `plan_logical` does, and remembers what it finds out. So
     many small plans cost no more than a large one."""
 
-    def __init__(
-        self,
-        catalogue: Catalogue,
-        *,
-        rank: int,
-        group_ranks: Sequence[int],
-        coordinates: ParallelCoordinates = ANYWHERE,
-    ) -> None:
-        self._catalogue = catalogue
-        self._rank = rank
-        self._group_ranks = sorted(group_ranks)
-        self._coordinates = coordinates
-        self._pieces = catalogue.pieces
-        self._same_ranks = set(catalogue.object_ranks) <= set(group_ranks)
+    def __init__(self, me: LoadingRank) -> None:
+        self._me = me
+        self._catalogue = me.catalogue
+        self._rank = me.rank
+        self._pieces = me.catalogue.pieces
+        self._same_ranks = set(me.catalogue.object_ranks) <= set(me.group)
         self._metadata_only = False
         self._ranks: dict[str, int] = {}  # by name, what `_followed` found
         self._slots: dict[tuple[int, tuple[int, ...]], list[Stored]] = {}
@@ -115,18 +82,14 @@ class Planner:
             out.append(StoredCopy(self._slots[array], copy, number, itemsize))
         return out
 
-    def tensors(self) -> Iterator[tuple[Path, str, Shape]]:
-        """All tensors that this rank can load whole: for each the path by which it is found, its
-        dtype and its shape."""
+    def tensors(self) -> Iterator[LogicalTensor]:
+        """All tensors that this rank can load whole, each with the path by which it is found."""
         for name in self._catalogue.logical:
             row, fqn = self._rows(name)[0]
             # Where name and path agree, the row's own path is used: a fqn is text, but a key may
             # be a number.
-            yield (
-                row.path if row.key == name else row.logical_path(fqn),
-                row.dtype,
-                row.geometry.shape_of(fqn),
-            )
+            path = row.path if row.key == name else row.logical_path(fqn)
+            yield LogicalTensor(name, path, row.dtype, row.geometry.shape_of(fqn))
 
     def form(self, name: str) -> tuple[str, Shape]:
         """The dtype and the shape of the tensor that this rank would follow under a name.
@@ -201,7 +164,7 @@ class Planner:
             error.path = self._catalogue.url
             raise
         if shares is None:
-            raise uncovered(name, piece, left, self._catalogue, self._rank)
+            raise uncovered(name, piece, left, self._me)
         return [(sources[number], part) for number, part in shares]
 
     def _candidates(self, entry: Entry, wanted: str, name: str) -> list[tuple[Entry, str]]:
@@ -214,8 +177,7 @@ class Planner:
         for row, fqn in rows:
             shape = row.geometry.shape_of(fqn)
             if row.dtype != entry.dtype or shape != whole:
-                raise other_tensor(name, (row.dtype, shape), (entry.dtype, whole),
-                                   self._catalogue.url, self._rank)  # fmt: skip
+                raise other_tensor(name, (row.dtype, shape), (entry.dtype, whole), self._me)
         return rows
 
     def _rows(self, name: str) -> list[tuple[Entry, str]]:
@@ -225,9 +187,9 @@ class Planner:
             chosen = self._followed(name)
             rows = [(r, f) for r, f in rows if not r.geometry.per_rank or chosen in r.ranks]
         for row, _ in rows:
-            self._coordinates.refuse_guess(row, self._rank, self._catalogue.url)
+            self._me.refuse_guess(row)
         # those of ranks with this rank's coordinates, if there are any
-        alike = self._coordinates.alike
+        alike = self._me.alike
         if alike is None or len(rows) < 2:
             return rows
         families = [
@@ -244,8 +206,8 @@ class Planner:
         rows = [(row, fqn) for row, fqn in self._pieces.by_name[name] if row.geometry.per_rank]
         saved = {rank for row, _ in rows for rank in row.ranks}
         filled = {rank for row, fqn in rows for rank in self._pieces.filled(row, fqn)}
-        own = self._coordinates.of_own(saved & filled or saved)
-        self._ranks[name] = followed_rank(own, self._rank, self._group_ranks)
+        own = self._me.of_own(saved & filled or saved)
+        self._ranks[name] = self._me.followed(own)
         return self._ranks[name]
 
     def _refuse_ambiguous(
@@ -279,14 +241,14 @@ class Planner:
                 raise self._ambiguous(name, one, other)
 
     def _ambiguous(self, name: str, one: SavedPiece, other: SavedPiece) -> TopologyError:
-        return ambiguous(name, one.row, other.row, self._catalogue.url, self._rank)
+        return ambiguous(name, one.row, other.row, self._me)
 
     def _one_tensor(self, one: Entry, other: Entry) -> bool:
         """Whether two rows certainly belong to one tensor. Boxes without a mesh do not show it: a
         group may hold replicas, or the shards of several tensor-parallel ranks. Without coordinates
         only the values can tell."""
         boxes = one.geometry.explicit and other.geometry.explicit
-        if boxes and self._coordinates.alike is None:
+        if boxes and self._me.alike is None:
             return one is other
         return self._pieces.one_tensor(one, other)
 

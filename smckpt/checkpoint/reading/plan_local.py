@@ -2,7 +2,7 @@
 
 All saved ranks with that shard wrote parts of the array; together they are the whole.
 
-`ParallelCoordinates` finds those ranks. Tensor- and expert-parallel ranks and pipeline stages save
+`LoadingRank` finds those ranks. Tensor- and expert-parallel ranks and pipeline stages save
 plain tensors of their own under the same names. Only the topology tells them apart.
 
 What does not fit (names, shapes, meshes) is an error of this module, in both plans.
@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from smckpt.checkpoint.reading.catalogue import Catalogue
@@ -31,8 +31,7 @@ from smckpt.layout.strided import Box, Copy, Piece, Strided
 from smckpt.topology import ParallelState
 
 __all__ = [
-    "ANYWHERE",
-    "ParallelCoordinates",
+    "LoadingRank",
     "ambiguous",
     "differing_names",
     "other_degree",
@@ -45,51 +44,76 @@ __all__ = [
 
 
 @dataclass(frozen=True)
-class ParallelCoordinates:
-    """What one live rank knows about the ranks of a checkpoint.
+class LoadingRank:
+    """A rank that loads, and what it knows about the ranks of the checkpoint.
 
+    group: the ranks that load together, this one among them.
     alike: the saved ranks at its tensor-, expert- and pipeline-parallel coordinates; None if they
         are not known, or are not needed.
     unknown: if it is not known which of several saved ranks it follows, the reason.
     """
 
+    catalogue: Catalogue
+    rank: int
+    group: Sequence[int]
     alike: frozenset[int] | None = None
     unknown: str = ""
 
     @classmethod
-    def of(cls, catalogue: Catalogue, live: Any, rank: int, world_size: int) -> ParallelCoordinates:
+    def of(
+        cls,
+        catalogue: Catalogue,
+        rank: int,
+        group: Sequence[int],
+        world_size: int | None = None,
+        live: ParallelState | None = None,
+    ) -> LoadingRank:
         """
         Args:
-            live: the `ParallelState` of the load, if one was given.
-            world_size: of the job that loads.
+            world_size: of the job that loads; None: the group is the job.
+            live: its degrees, if they were given.
         """
+        one = cls(catalogue, rank, group)
         if catalogue.topology is None:
-            return cls()
+            return one
         saved = ParallelState.from_json(catalogue.topology)
         at = {r: _coordinates(saved, r) for r in catalogue.object_ranks}
         meshes = catalogue.pieces.joined
         if any(len({at[r] for r in mesh if r in at}) > 1 for mesh in meshes):
-            return cls()  # tensors are distributed over these ranks, so plain tensors are copies
+            return one  # tensors are distributed over these ranks, so plain tensors are copies
         degrees = _degrees(saved)
         if live is not None and _degrees(live) == degrees:
             own = _coordinates(live, rank)
-            return cls(frozenset(r for r in at if at[r] == own))
+            return replace(one, alike=frozenset(r for r in at if at[r] == own))
         if degrees == _degrees(ParallelState(1)):
-            return cls()
+            return one
         reason = "but parallel_state= was not given"
         if live is not None:
             reason = f"but this job has {_text(_degrees(live))}"
-        elif world_size == saved.world_size:
-            return cls()  # each rank takes its own
-        return cls(unknown=f"the checkpoint has {_text(degrees)}, {reason}")
+        elif (len(group) if world_size is None else world_size) == saved.world_size:
+            return one  # each rank takes its own
+        return replace(one, unknown=f"the checkpoint has {_text(degrees)}, {reason}")
+
+    @property
+    def where(self) -> dict[str, Any]:
+        """For errors."""
+        return {"path": self.catalogue.url, "rank": self.rank}
 
     def of_own(self, ranks: Iterable[int]) -> list[int]:
-        """Those of the saved ranks that have the live rank's coordinates; all, if that is not
-        known."""
+        """Those of the saved ranks that have this rank's coordinates; all, if that is not known."""
         found = list(ranks)
         return [r for r in found if self.alike is None or r in self.alike] or found
 
-    def refuse_guess(self, row: Entry, rank: int, url: str) -> None:
+    def followed(self, saved: Iterable[int]) -> int:
+        """The saved rank whose per-rank values (RNG, buffers, counters) this rank takes: its own,
+        if it was saved. Otherwise the i-th rank of the group takes those of the i-th saved rank,
+        modulo their number."""
+        ordered = sorted(saved)
+        if self.rank in ordered:
+            return self.rank
+        return ordered[sorted(self.group).index(self.rank) % len(ordered)]
+
+    def refuse_guess(self, row: Entry) -> None:
         """
         Raises:
             TopologyError: it is not known which saved rank's weights to take.
@@ -102,12 +126,8 @@ class ParallelCoordinates:
                 f"tensor this rank needs: {self.unknown}",
                 remedy="build the model with the degrees of the checkpoint, and pass them as "
                 "LoadOptions(parallel_state=)",
-                path=url,
-                rank=rank,
+                **self.where,
             )
-
-
-ANYWHERE = ParallelCoordinates()  # if all ranks of the checkpoint hold the same
 
 
 def _degrees(state: ParallelState) -> tuple[int, int, int]:
@@ -124,13 +144,10 @@ def _coordinates(state: ParallelState, rank: int) -> tuple[int, ...]:
 
 
 def plan_local(
-    catalogue: Catalogue,
+    me: LoadingRank,
     entries: Sequence[Entry],
     *,
-    rank: int,
-    group_ranks: Sequence[int],
     strict: bool = True,
-    coordinates: ParallelCoordinates = ANYWHERE,
     asked: Callable[[Path], bool] = lambda _: True,
 ) -> ReadPlan:
     """Plan to fill entries by key, with the arrays of the saved ranks that held the same shard.
@@ -140,12 +157,8 @@ def plan_local(
 
     Args:
         entries: this rank's arrays, the targets.
-        rank: this global rank.
-        group_ranks: the ranks that load together.
         strict: refuse keys that are in only one of checkpoint and target. If False, the plan lists
             them.
-        coordinates: which saved ranks to take a tensor from, if ranks saved their own under one
-            key.
         asked: whether the target asks for the values that were saved at a path. Others are ignored.
 
     Raises:
@@ -153,10 +166,10 @@ def plan_local(
         KeysMismatchError: the keys differ, or a key belongs to another parameter.
         TensorMismatchError, CorruptCheckpointError: as for `plan_logical`.
     """
-    sources = coordinates.of_own(_source_ranks(catalogue, entries, rank, group_ranks))
-    source = rank
-    if rank not in sources:
-        source = sources[_replica_index(entries, rank, group_ranks) % len(sources)]
+    catalogue, source = me.catalogue, me.rank
+    sources = me.of_own(_source_ranks(me, entries))
+    if source not in sources:
+        source = sources[_replica_index(me, entries) % len(sources)]
     here = {entry.key for entry in entries}
     saved: dict[str, tuple[Entry, int]] = {}  # the row, and the rank whose array is taken
     for key, rows in catalogue.rows_by_key.items():
@@ -171,16 +184,16 @@ def plan_local(
         unexpected=tuple(sorted(saved.keys() - here)),
     )
     if strict:
-        refuse_names(plan.missing, plan.unexpected, catalogue.url, rank)
+        refuse_names(plan.missing, plan.unexpected, me)
     both = [
         (number, entry, *saved[entry.key])
         for number, entry in enumerate(entries)
         if entry.key in saved
     ]
     for _, entry, row, whose in both:
-        coordinates.refuse_guess(row, rank, catalogue.url)
-        _refuse_other_parameter(catalogue, entries, entry, [row], rank)
-        _check_shape(catalogue, entry, row, whose, rank)
+        me.refuse_guess(row)
+        _refuse_other_parameter(me, entries, entry, [row])
+        _check_shape(me, entry, row, whose)
     for number, entry, row, whose in both:
         if entry.numel:
             holders = catalogue.pieces.holders(row)[row.geometry.coordinate(whose)]
@@ -190,11 +203,10 @@ def plan_local(
     return plan
 
 
-def _source_ranks(
-    catalogue: Catalogue, entries: Sequence[Entry], rank: int, group_ranks: Sequence[int]
-) -> list[int]:
+def _source_ranks(me: LoadingRank, entries: Sequence[Entry]) -> list[int]:
     """The saved ranks that held the same shards as this rank; all saved ranks if nothing is
     sharded."""
+    catalogue = me.catalogue
     candidates = set(catalogue.object_ranks)
     ruled = False
     taken: set[int] = set()  # ids of tuples, which the catalogue keeps alive
@@ -205,7 +217,7 @@ def _source_ranks(
         if not rows:
             continue
         ruled = True
-        same = _same_shard(catalogue, entries, entry, rows, rank)
+        same = _same_shard(me, entries, entry, rows)
         if len(same) == 1:
             if id(same[0]) in taken:
                 continue
@@ -214,17 +226,16 @@ def _source_ranks(
     if not candidates:
         raise TopologyError(
             "no saved rank held all the shards that this rank holds",
-            remedy=f"load from this rank's own group directory; or {reshard(catalogue)}",
-            path=catalogue.url,
-            rank=rank,
+            remedy=f"load from this rank's own group directory; or {reshard(me.catalogue)}",
+            **me.where,
         )
-    if not ruled and sorted(group_ranks) != list(catalogue.object_ranks):
-        _refuse_unruled(catalogue, entries, rank)
+    if not ruled and sorted(me.group) != list(catalogue.object_ranks):
+        _refuse_unruled(me, entries)
     return sorted(candidates)
 
 
 def _same_shard(
-    catalogue: Catalogue, entries: Sequence[Entry], entry: Entry, rows: list[Entry], rank: int
+    me: LoadingRank, entries: Sequence[Entry], entry: Entry, rows: list[Entry]
 ) -> list[tuple[int, ...]]:
     """The saved ranks that held exactly this rank's shard of the entry, by the array that they
     share.
@@ -232,8 +243,8 @@ def _same_shard(
     Raises:
         TopologyError: the entry is sharded differently, or no saved rank here held this shard.
     """
-    live = entry.geometry
-    pieces = catalogue.pieces
+    live, rank = entry.geometry, me.rank
+    pieces = me.catalogue.pieces
     here = live.coordinate(rank)
     found = []
     for row in pieces.own_family(live, rows):
@@ -252,16 +263,16 @@ def _same_shard(
                 found.append((row, same))
                 break
     if not found:
-        _refuse_other_parameter(catalogue, entries, entry, rows, rank)
-        raise _no_shard(catalogue, entry, rows, rank)
+        _refuse_other_parameter(me, entries, entry, rows)
+        raise _no_shard(me, entry, rows)
     for row, _ in found[1:]:
         if not pieces.one_tensor(row, found[0][0]):
-            raise ambiguous(entry.key, found[0][0], row, catalogue.url, rank)
+            raise ambiguous(entry.key, found[0][0], row, me)
     return [holders for _, same in found for holders in same]
 
 
 def _refuse_other_parameter(
-    catalogue: Catalogue, entries: Sequence[Entry], entry: Entry, rows: Sequence[Entry], rank: int
+    me: LoadingRank, entries: Sequence[Entry], entry: Entry, rows: Sequence[Entry]
 ) -> None:
     """Refuse the optimizer state of another parameter. Optimizers number their parameters. So with
     another order, or more parameters, a key belongs to another parameter. If neither side has the
@@ -273,7 +284,7 @@ def _refuse_other_parameter(
     live = entry.geometry.fqns
     if any(not set(live).isdisjoint(row.fqns) for row in rows):
         return
-    known = any(entry.logical_name(fqn) in catalogue.logical for fqn in live)
+    known = any(entry.logical_name(fqn) in me.catalogue.logical for fqn in live)
     theirs = {row.logical_name(fqn) for row in rows for fqn in row.fqns}
     if known or any(e.logical_name(f) in theirs for e in entries for f in e.geometry.fqns):
         raise KeysMismatchError(
@@ -282,8 +293,7 @@ def _refuse_other_parameter(
             "the saved one, or in another order",
             remedy="give the optimizer the same parameters in the same order; or take the target "
             "under sm_state_dict_type(model, SHARDED), which goes by name",
-            path=catalogue.url,
-            rank=rank,
+            **me.where,
         )
 
 
@@ -293,36 +303,33 @@ def _positions(geometry: Geometry, rank: int) -> list[object]:
 
 
 def _no_shard(
-    catalogue: Catalogue, entry: Entry, rows: Sequence[Entry], rank: int
+    me: LoadingRank, entry: Entry, rows: Sequence[Entry]
 ) -> TopologyError | TensorMismatchError:
     """The error that says why no saved rank has this rank's shard of the entry."""
-    live = entry.geometry
+    live, catalogue = entry.geometry, me.catalogue
     for row in rows:
         saved = row.geometry
         if saved.kind != live.kind:
             continue
         if saved.shard_degree() != live.shard_degree():
-            return other_degree(catalogue, rank, saved.shard_degree(), live.shard_degree())
+            return other_degree(me, saved.shard_degree(), live.shard_degree())
         before, now = saved.whole_shape, live.whole_shape
         if before != now:
-            return other_tensor(entry.key, (row.dtype, before), (entry.dtype, now),
-                                catalogue.url, rank)  # fmt: skip
-        if live.coordinate(rank) not in catalogue.pieces.holders(row):
+            return other_tensor(entry.key, (row.dtype, before), (entry.dtype, now), me)
+        if live.coordinate(me.rank) not in catalogue.pieces.holders(row):
             return TopologyError(
                 f"{entry.key}: no saved rank in this directory held this rank's shard (coordinate "
-                f"{list(live.coordinate(rank))} of its mesh)",
+                f"{list(live.coordinate(me.rank))} of its mesh)",
                 remedy="load from this rank's own group directory, or from "
                 f"{catalogue.above}, where all groups are found",
-                path=catalogue.url,
-                rank=rank,
+                **me.where,
             )
     return TopologyError(
         f"{entry.key} is sharded differently: it was saved as {_described(rows[0].geometry)}, the "
         "target "
         f"is {_described(live)}",
-        remedy=reshard(catalogue),
-        path=catalogue.url,
-        rank=rank,
+        remedy=reshard(me.catalogue),
+        **me.where,
     )
 
 
@@ -330,37 +337,36 @@ def _described(geometry: Geometry) -> str:
     return f"{geometry.kind} of {list(geometry.fqns)[:4]}, {geometry}"
 
 
-def _refuse_unruled(catalogue: Catalogue, entries: Sequence[Entry], rank: int) -> None:
+def _refuse_unruled(me: LoadingRank, entries: Sequence[Entry]) -> None:
     """Refuse arrays without a sharding rule if the ranks that load are not those that saved:
     nothing says which rank's array is needed."""
     for entry in entries:
-        for row in catalogue.rows_by_key.get(entry.key, ()):
+        for row in me.catalogue.rows_by_key.get(entry.key, ()):
             if row.geometry.per_rank or row.geometry.shard_degree() == 1:
                 continue
             if math.prod(row.geometry.local_shape(row.ranks[0])) != entry.numel:
-                raise other_degree(catalogue, rank, row.geometry.shard_degree(), 1)
+                raise other_degree(me, row.geometry.shard_degree(), 1)
             raise TopologyError(
                 f"{entry.key} was saved in shards, but the target does not say which shard "
                 "it holds, and the ranks that load are not those that saved",
                 remedy="take the target's state inside sm_state_dict_type(model, LOCAL), together "
                 "with the model's",
-                path=catalogue.url,
-                rank=rank,
+                **me.where,
             )
 
 
-def _replica_index(entries: Sequence[Entry], rank: int, group_ranks: Sequence[int]) -> int:
+def _replica_index(me: LoadingRank, entries: Sequence[Entry]) -> int:
     """The position of this rank among the ranks that hold exactly the same shards."""
     ruled = [e.geometry for e in entries if not (e.geometry.per_rank or e.geometry.explicit)]
     if not ruled:
-        return sorted(group_ranks).index(rank)
+        return sorted(me.group).index(me.rank)
     # Geometries of one mesh share one tuple, so each tuple is searched once.
-    replicas = {id(found): found for g in ruled for found in (g.replicas(rank),)}
+    replicas = {id(found): found for g in ruled for found in (g.replicas(me.rank),)}
     alike = set.intersection(*map(set, replicas.values()))
-    return sorted(alike).index(rank)
+    return sorted(alike).index(me.rank)
 
 
-def _check_shape(catalogue: Catalogue, entry: Entry, row: Entry, source: int, rank: int) -> None:
+def _check_shape(me: LoadingRank, entry: Entry, row: Entry, source: int) -> None:
     shape = row.geometry.local_shape(source)
     if row.dtype == entry.dtype and shape == entry.shape:
         return
@@ -371,16 +377,15 @@ def _check_shape(catalogue: Catalogue, entry: Entry, row: Entry, source: int, ra
         there = 1 if saved.per_rank else saved.shard_degree()
         here = 1 if live.per_rank else live.shard_degree()
         if there != here:
-            raise other_degree(catalogue, rank, there, here)
-    raise other_tensor(entry.key, (row.dtype, shape), (entry.dtype, entry.shape),
-                       catalogue.url, rank)  # fmt: skip
+            raise other_degree(me, there, here)
+    raise other_tensor(entry.key, (row.dtype, shape), (entry.dtype, entry.shape), me)
 
 
 SHOWN = 12  # how many names a message shows
 AS_BEFORE = "build the model and optimizer as they were when the state was saved"
 
 
-def refuse_names(missing: Sequence[str], unexpected: Sequence[str], url: str, rank: int) -> None:
+def refuse_names(missing: Sequence[str], unexpected: Sequence[str], me: LoadingRank) -> None:
     """
     Raises:
         KeysMismatchError: a name is in only one of checkpoint and target.
@@ -392,8 +397,7 @@ def refuse_names(missing: Sequence[str], unexpected: Sequence[str], url: str, ra
         remedy="give the target the keys that were saved (for an optimizer without state "
         "call init_optim_state), or pass check_keys_matched=False to load only the "
         "names that both have",
-        path=url,
-        rank=rank,
+        **me.where,
     )
 
 
@@ -410,21 +414,21 @@ def differing_names(missing: Sequence[str], unexpected: Sequence[str]) -> str:
 
 
 def other_tensor(
-    name: str, saved: tuple[str, Shape], live: tuple[str, Shape], url: str, rank: int
+    name: str, saved: tuple[str, Shape], live: tuple[str, Shape], me: LoadingRank
 ) -> TensorMismatchError:
     """The error for a tensor that differs. `saved` and `live` are (dtype, shape)."""
     return TensorMismatchError(
         f"{name}: it was saved as {saved[0]} {list(saved[1])}, but the target is {live[0]} "
         f"{list(live[1])}",
         remedy=AS_BEFORE,
-        path=url,
-        rank=rank,
+        **me.where,
     )
 
 
 def uncovered(
-    name: str, piece: Piece, left: Sequence[Box], catalogue: Catalogue, rank: int
+    name: str, piece: Piece, left: Sequence[Box], me: LoadingRank
 ) -> CorruptCheckpointError:
+    catalogue = me.catalogue
     if catalogue.whole:
         remedy = "use an older checkpoint"
     else:
@@ -433,12 +437,11 @@ def uncovered(
         f"{name}: the checkpoint lacks {sum(box.numel for box in left)} of the {piece.box.numel} "
         f"elements that this rank needs (the first at {list(left[0].offsets)})",
         remedy=remedy,
-        path=catalogue.url,
-        rank=rank,
+        **me.where,
     )
 
 
-def ambiguous(name: str, one: Entry, other: Entry, url: str, rank: int) -> TopologyError:
+def ambiguous(name: str, one: Entry, other: Entry, me: LoadingRank) -> TopologyError:
     def ranks(row: Entry) -> str:
         return str(list(row.geometry.ranks)[:8])
 
@@ -448,8 +451,7 @@ def ambiguous(name: str, one: Entry, other: Entry, url: str, rank: int) -> Topol
         remedy="load each group from its own directory, on the ranks and meshes that saved it; "
         "to be able to reshard, save with SaveOptions(parallel_state=), save DTensors, or include "
         "the replicas in the mesh",
-        path=url,
-        rank=rank,
+        **me.where,
     )
 
 
@@ -461,11 +463,10 @@ def reshard(catalogue: Catalogue) -> str:
     )
 
 
-def other_degree(catalogue: Catalogue, rank: int, saved: int, live: int) -> TopologyError:
+def other_degree(me: LoadingRank, saved: int, live: int) -> TopologyError:
     return TopologyError(
         f"the checkpoint was saved with shard degree {saved}, but the model has shard degree "
         f"{live}: a LOCAL load needs the same degree",
-        remedy=reshard(catalogue),
-        path=catalogue.url,
-        rank=rank,
+        remedy=reshard(me.catalogue),
+        **me.where,
     )

@@ -4,46 +4,19 @@ the kinds that it had, an optimizer's under the names of its parameters: what co
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from smckpt.checkpoint.reading.catalogue import Catalogue
+from smckpt.checkpoint.reading.catalogue import Catalogue, LogicalTensor
 from smckpt.checkpoint.reading.plan import Planner
-from smckpt.checkpoint.reading.plan_local import ParallelCoordinates
+from smckpt.checkpoint.reading.plan_local import LoadingRank
 from smckpt.checkpoint.reading.read import execute
 from smckpt.layout.containers import made
-from smckpt.layout.entries import DTYPES, Entry, Path, dotted
+from smckpt.layout.entries import Entry, Path, dotted
 from smckpt.layout.geometry import BoxGeometry
-from smckpt.layout.mesh import Shape
 from smckpt.layout.strided import Box
 
-__all__ = ["WholeTensor", "WholeTensors", "are_groups", "kind_of", "nested", "under_names"]
-
-
-@dataclass(frozen=True)
-class WholeTensor:
-    """A tensor by its place in the state dict; `shape` is the global one."""
-
-    path: Path
-    dtype: str
-    shape: Shape
-
-    @property
-    def name(self) -> str:
-        return dotted(self.path)
-
-    @property
-    def itemsize(self) -> int:
-        return DTYPES[self.dtype].itemsize
-
-    @property
-    def nbytes(self) -> int:
-        return Box.whole(self.shape).numel * self.itemsize
-
-    def chunks(self, nbytes: int) -> Iterator[Box]:
-        """All of it in boxes of at most so many bytes, in row-major order."""
-        return Box.whole(self.shape).chunks(max(1, nbytes // self.itemsize))
+__all__ = ["WholeTensors", "are_groups", "kind_of", "nested", "under_names"]
 
 
 class WholeTensors:
@@ -55,13 +28,11 @@ class WholeTensors:
         Raises:
             TopologyError: ranks saved tensors of their own, and it is not known whose is wanted.
         """
-        ranks = catalogue.object_ranks
-        coordinates = ParallelCoordinates.of(catalogue, None, rank, len(ranks))
-        self._planner = Planner(catalogue, rank=rank, group_ranks=ranks, coordinates=coordinates)
+        self._planner = Planner(LoadingRank.of(catalogue, rank, catalogue.object_ranks))
         self._threads, self._rank = threads, rank
-        self.tensors = [WholeTensor(*found) for found in self._planner.tensors()]
+        self.tensors = [*self._planner.tensors()]
 
-    def read(self, tensor: WholeTensor, box: Box, target: memoryview) -> None:
+    def read(self, tensor: LogicalTensor, box: Box, target: memoryview) -> None:
         """Fill `target` with the elements of a box, row-major.
 
         Raises:

@@ -211,7 +211,7 @@ class _Side:
 
     def nbytes(self, name: str) -> int:
         tensor = self.catalogue.logical.get(name)
-        return 0 if tensor is None else math.prod(tensor.shape) * DTYPES[tensor.dtype].itemsize
+        return 0 if tensor is None else tensor.nbytes
 
     def tensors(self, name: str) -> dict[str, _Tensor]:
         """Holder → tensor."""

@@ -19,8 +19,8 @@ from smckpt.checkpoint.commits.part import PartWriter, part_body
 from smckpt.checkpoint.commits.sweep import discard_attempt
 from smckpt.checkpoint.reading.catalogue import Catalogue
 from smckpt.checkpoint.reading.committed import open_catalogue
-from smckpt.checkpoint.reading.plan import Planner, followed_rank
-from smckpt.checkpoint.reading.plan_local import ParallelCoordinates
+from smckpt.checkpoint.reading.plan import Planner
+from smckpt.checkpoint.reading.plan_local import LoadingRank
 from smckpt.checkpoint.reading.read import Meter, Progress, execute
 from smckpt.checkpoint.records.format import new_attempt
 from smckpt.checkpoint.records.rows import encode_rows
@@ -154,10 +154,9 @@ class _Writer:
         )
 
     def write(self) -> None:
-        catalogue, group = self._catalogue, self._group
+        catalogue = self._catalogue
         for rank, layout in enumerate(self._layouts):
-            coordinates = ParallelCoordinates.of(catalogue, None, rank, len(group))
-            planner = Planner(catalogue, rank=rank, group_ranks=group, coordinates=coordinates)
+            planner = Planner(LoadingRank.of(catalogue, rank, self._group))
             part = PartWriter(self._storage, self.attempt, rank)
             try:
                 for number, image in enumerate(layout.files):
@@ -257,7 +256,8 @@ class _Shapes:
         if not rows[0].geometry.per_rank:
             return rows[0]
         ranks = range(self._ranks)
-        saved = followed_rank({r for row in rows for r in row.ranks}, rank, ranks)
+        me = LoadingRank(self._catalogue, rank, ranks)
+        saved = me.followed({r for row in rows for r in row.ranks})
         return next(row for row in rows if saved in row.ranks)
 
     def _entry(self, row: Entry, rank: int) -> Entry:

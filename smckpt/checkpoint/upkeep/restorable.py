@@ -17,7 +17,7 @@ from smckpt.checkpoint.commits.contents import what_is_missing
 from smckpt.checkpoint.commits.discover import find_checkpoints
 from smckpt.checkpoint.reading.committed import CommittedCatalogue, open_catalogue
 from smckpt.checkpoint.reading.plan import Planner
-from smckpt.checkpoint.reading.plan_local import ParallelCoordinates
+from smckpt.checkpoint.reading.plan_local import LoadingRank
 from smckpt.checkpoint.upkeep.difference import values_apart
 from smckpt.errors import (
     CheckpointError,
@@ -204,8 +204,7 @@ def _plan(catalogue: CommittedCatalogue, geometry: ParallelState, found: _Found)
         seen.setdefault(at, rank)
     for rank in seen.values():
         live = ParallelState.from_json(geometry.to_json(), rank=rank)
-        coordinates = ParallelCoordinates.of(catalogue, live, rank, geometry.world_size)
-        planner = Planner(catalogue, rank=rank, group_ranks=group, coordinates=coordinates)
+        planner = Planner(LoadingRank.of(catalogue, rank, group, live=live))
         for name in catalogue.logical:
             try:
                 dtype, shape = planner.form(name)

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from smckpt.checkpoint.reading.whole import WholeTensor
+from smckpt.checkpoint.reading.catalogue import LogicalTensor
 from smckpt.errors import CheckpointError, StorageError
 from smckpt.layout.entries import Path, dotted
 from smckpt.layout.strided import Box
@@ -33,9 +33,9 @@ _AT_ONCE = 64 << 20  # bytes of a part; larger tensors are saved in several
 
 def write_dcp(
     directory: str,
-    tensors: Mapping[Path, WholeTensor],
+    tensors: Mapping[Path, LogicalTensor],
     values: Mapping[Path, Any],
-    read: Callable[[WholeTensor, Box, memoryview], None],
+    read: Callable[[LogicalTensor, Box, memoryview], None],
 ) -> None:
     """Save a state that is flattened as DCP flattens one.
 
@@ -67,9 +67,9 @@ class _Planner(DefaultSavePlanner):
 
     def __init__(
         self,
-        tensors: Mapping[Path, WholeTensor],
+        tensors: Mapping[Path, LogicalTensor],
         values: Mapping[Path, Any],
-        read: Callable[[WholeTensor, Box, memoryview], None],
+        read: Callable[[LogicalTensor, Box, memoryview], None],
     ) -> None:
         super().__init__()
         self._tensors = {dotted(path): tensor for path, tensor in tensors.items()}

@@ -18,9 +18,9 @@ from typing import IO, Any
 
 import torch
 
-from smckpt.checkpoint.reading.catalogue import Catalogue
+from smckpt.checkpoint.reading.catalogue import Catalogue, LogicalTensor
 from smckpt.checkpoint.reading.read import Meter, Progress
-from smckpt.checkpoint.reading.whole import WholeTensor, WholeTensors, kind_of, nested, under_names
+from smckpt.checkpoint.reading.whole import WholeTensors, kind_of, nested, under_names
 from smckpt.errors import StateError
 from smckpt.layout.containers import flattened
 from smckpt.layout.entries import Path, dotted
@@ -167,7 +167,7 @@ class WholeState:
         return {str(path[0]) for path in (*(one.path for one in self.tensors), *self.values)}
 
     def leaves(
-        self, key: str | None = None, held: Callable[[WholeTensor], bool] = lambda _: False
+        self, key: str | None = None, held: Callable[[LogicalTensor], bool] = lambda _: False
     ) -> dict[Path, Any]:
         """The values, and a placeholder for each tensor; of all, or what is below the first name
         `key`. Arrays of NumPy are in memory, because formats have them among the values.
@@ -201,13 +201,13 @@ class WholeState:
         return leaves
 
     def nested(
-        self, key: str | None = None, held: Callable[[WholeTensor], bool] = lambda _: False
+        self, key: str | None = None, held: Callable[[LogicalTensor], bool] = lambda _: False
     ) -> Any:
         """The state of those leaves, in its containers."""
         state = nested(self.catalogue, self.leaves(key, held))
         return state if key is None else state[key]
 
-    def is_in_tuple(self, tensor: WholeTensor) -> bool:
+    def is_in_tuple(self, tensor: LogicalTensor) -> bool:
         path = tensor.path
         return any(kind_of(self.catalogue, path[:depth]) == "tuple" for depth in range(len(path)))
 
@@ -215,7 +215,7 @@ class WholeState:
         """What is under a first name, with its tensors."""
         return self.nested(key, held=lambda _: True)
 
-    def read(self, tensor: WholeTensor, box: Box, memory: memoryview) -> None:
+    def read(self, tensor: LogicalTensor, box: Box, memory: memoryview) -> None:
         self._reads.read(tensor, box, memory)
         self._meter.add(len(memory))
 
@@ -227,7 +227,7 @@ class WholeState:
         size = min(AT_ONCE, max((one.nbytes for one in chosen.values()), default=0))
         buffer = memoryview(bytearray(size))
 
-        def of(tensor: WholeTensor) -> Iterator[memoryview]:
+        def of(tensor: LogicalTensor) -> Iterator[memoryview]:
             for box in tensor.chunks(AT_ONCE) if tensor.nbytes else ():
                 memory = buffer[: box.numel * tensor.itemsize]
                 self.read(tensor, box, memory)
@@ -261,7 +261,7 @@ class WholeState:
 
         from smckpt.formats.conversion.dcp_write import write_dcp
 
-        parts: dict[Path, WholeTensor] = {}
+        parts: dict[Path, LogicalTensor] = {}
         values: dict[Path, Any] = {}
         for path, leaf in flattened((), state, (Placeholder, torch.Tensor)):
             if isinstance(leaf, Placeholder):

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from smckpt.checkpoint.reading.catalogue import Catalogue, LogicalTensor, SavedPiece, Stored
 from smckpt.checkpoint.reading.plan import plan_logical
+from smckpt.checkpoint.reading.plan_local import LoadingRank
 from smckpt.checkpoint.reading.read import ReadPlan, StoredCopy, execute
 from smckpt.errors import CorruptCheckpointError, TensorMismatchError, TopologyError, UsageError
 from smckpt.formats.boxes import cut
@@ -351,7 +352,7 @@ class LogicalTensors:
             shape = tuple(tensor.shape)
             geometry = BoxGeometry(tensor.name, shape, (Box.whole(shape),), (0,))
             entries.append(Entry((name,), tensor.dtype, geometry, (), (), (0,)))
-        found = plan_logical(self._catalogue, entries, rank=0, group_ranks=(0,))
+        found = plan_logical(LoadingRank(self._catalogue, 0, (0,)), entries)
         self._stored |= {name: [] for name in wanted}
         for stored in found.copies:
             name = wanted[stored.target]

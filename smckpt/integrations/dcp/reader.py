@@ -34,6 +34,7 @@ from smckpt.checkpoint.commits.contents import noticing_replacement
 from smckpt.checkpoint.commits.foreign import holds_dcp
 from smckpt.checkpoint.reading.committed import CommittedCatalogue, open_catalogue
 from smckpt.checkpoint.reading.plan import plan_logical
+from smckpt.checkpoint.reading.plan_local import LoadingRank
 from smckpt.checkpoint.reading.read import execute
 from smckpt.checkpoint.reading.whole import kind_of
 from smckpt.errors import (
@@ -327,7 +328,7 @@ class DistributedFileSystemReader(StorageReader):
                 late.append((target, memory))
             data: Any = memory.reshape(-1).view(torch.uint8).numpy()
             buffers.append(memoryview(data))
-        plan = plan_logical(catalogue, entries, rank=0, group_ranks=(0,))
+        plan = plan_logical(LoadingRank(catalogue, 0, (0,)), entries)
         if plan.missing:
             raise CorruptCheckpointError(
                 f"not in the checkpoint: {sorted(plan.missing)[:8]}",

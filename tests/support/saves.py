@@ -107,8 +107,6 @@ class Group:
         return {
             "directory": str(self.directory),
             "attempt": attempt,
-            "session": self.session,
-            "number": number,
             "fencing_token": self.fencing_token,
             "ranks": list(self.ranks),
             "parts": parts,

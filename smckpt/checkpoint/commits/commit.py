@@ -39,6 +39,7 @@ from smckpt.checkpoint.records.format import (
     parse_name,
     parse_temporary,
     record_name,
+    save_of,
 )
 from smckpt.checkpoint.records.prefixes import open_spread
 from smckpt.checkpoint.records.sealed import (
@@ -73,8 +74,6 @@ def publish_manifest(
     access: Access,
     directory: str,
     attempt: str,
-    session: str,
-    number: int,
     fencing_token: int,
     ranks: Sequence[int],
     parts: Mapping[str, Mapping[str, str]],
@@ -87,7 +86,6 @@ def publish_manifest(
     Args:
         access: its `spread` is that of the ranks' files.
         directory: URL of the group's directory.
-        attempt, session, number: those of the save.
         fencing_token: of the lease of `directory`, or of the record's directory.
         ranks: the ranks of the group.
         parts: rank (as text) → {"part": name, "crc64": hex, "host": name}.
@@ -104,14 +102,12 @@ def publish_manifest(
     """
     storage = open_spread(access, directory)
     try:  # also where it was taken before: the directory may have been removed meanwhile
-        mark_lease(storage, fencing_token, session, ranks)
+        mark_lease(storage, fencing_token, save_of(attempt)[0], ranks)
     except StorageError as error:
         _take_back(storage, fencing_token, attempt, error)
     # This comes before the parts are read. A run that gives up this attempt fences it before it
     # deletes, so either we see the fence here or it sees our lease and leaves the files alone.
-    gather = partial(
-        gathered_manifest, storage, session, number, fencing_token, ranks, parts, record
-    )  # fmt: skip
+    gather = partial(gathered_manifest, storage, attempt, fencing_token, ranks, parts, record)
 
     def refuse() -> None:
         """If a later run owns the directory, delete what we wrote, because nobody else would find
@@ -134,12 +130,11 @@ def commit_alone(storage: Storage, attempt: str, parts: Sequence[Mapping[str, st
     Raises:
         StorageError: the store refused, or a later session has a lease of the directory.
     """
-    session, _, number = attempt.partition("-")
     host = socket.gethostname()
-    lease = take_lease(storage.access, storage.url, session, host)
+    lease = take_lease(storage.access, storage.url, save_of(attempt)[0], host)
     token = int(lease["fencing_token"])
     done = publish_manifest(
-        storage.access, storage.url, attempt, session, int(number), token, range(len(parts)),
+        storage.access, storage.url, attempt, token, range(len(parts)),
         {str(rank): {**part, "host": host} for rank, part in enumerate(parts)}, None,
     )  # fmt: skip
     manifest = str(done["manifest"])
@@ -171,8 +166,7 @@ def refuse_not_empty(storage: Storage, beside: Collection[str] = ()) -> None:
 
 def gathered_manifest(
     storage: Storage,
-    session: str,
-    number: int,
+    attempt: str,
     fencing_token: int,
     ranks: Sequence[int],
     parts: Mapping[str, Mapping[str, str]],
@@ -184,7 +178,7 @@ def gathered_manifest(
     Raises:
         As `gather_parts`.
     """
-    attempt = f"{session}-{number:08d}"
+    session, number = save_of(attempt)
     gathered = gather_parts(storage, attempt, ranks, parts)
     made = {
         **gathered.head,
@@ -234,9 +228,7 @@ def _take_back(storage: Storage, fencing_token: int, attempt: str, error: Storag
     try:
         raised = raise_fence(storage, attempt)
         manifests = (parse_name(name) for name in storage.names("manifest-"))
-        tokens = {
-            p.fencing_token for p in manifests if p and f"{p.session}-{p.number:08d}" == attempt
-        }
+        tokens = {p.fencing_token for p in manifests if p and p.attempt == attempt}
         if (not raised and claimed(storage, attempt)) or max(tokens, default=0) > fencing_token:
             error = taken_over(attempt, storage.url)
         elif not tokens:

@@ -25,6 +25,7 @@ from smckpt.checkpoint.records.format import (
     crc_name,
     data_name,
     part_name,
+    save_of,
 )
 from smckpt.checkpoint.records.sealed import PART_VERSION, seal_json
 from smckpt.errors import CheckpointError
@@ -132,8 +133,8 @@ class PartWriter:
             self._put(beside, packed_sums(file.blocks))
             name = data_name(self._attempt, self._rank, number)
             records.append(asdict(FileRecord(name, file.size, file.crc64, beside)))
-        session, _, count = self._attempt.partition("-")
-        saved = {"attempt": self._attempt, "session": session, "number": int(count)}
+        session, count = save_of(self._attempt)
+        saved = {"attempt": self._attempt, "session": session, "number": count}
         data = seal_json({**body, **saved, "files": records})
         name = part_name(self._attempt, self._rank)
         self._put(name, data)

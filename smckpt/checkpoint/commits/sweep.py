@@ -29,6 +29,7 @@ from smckpt.checkpoint.records.format import (
     fence_name,
     parse_name,
     parse_temporary,
+    save_of,
 )
 from smckpt.checkpoint.records.prefixes import spread_over
 from smckpt.checkpoint.records.sealed import MAX_JSON_BYTES
@@ -113,15 +114,15 @@ def sweep(
         parsed = parse_name(name) or parse_temporary(name)
         if parsed is None or name in keep or parsed.kind in ("record", "fence"):
             return None
-        gone = attempts.over(name, parsed) or (parsed.session, parsed.number) in given_up
+        gone = attempts.over(name, parsed) or parsed.attempt in given_up
         return parsed if gone else None
 
     doomed = [(parsed.kind, name) for name in sizes if (parsed := over(name)) is not None]
-    written = {(p.session, p.number) for _, p in _written(sizes)}
-    for name in {*sizes, *(fence_name(f"{s}-{n:08d}") for s, n in given_up)}:
+    written = {p.attempt for _, p in _written(sizes)}
+    for name in {*sizes, *map(fence_name, given_up)}:
         fence = parse_name(name)
         if fence is not None and fence.kind == "fence":
-            done = (fence.session, fence.number) not in written - given_up
+            done = fence.attempt not in written - given_up
             doomed += [("fence", name)] if done else []
     steps = [name for kind, name in doomed if kind == "manifest"]
     deleted += _delete_cut_records(storage, steps, kept)
@@ -199,7 +200,7 @@ def _delete_cut_records(storage: Storage, doomed: Sequence[str], kept: Sequence[
 def discard_attempt(storage: Storage, attempt: str) -> int:
     """Delete the files of an attempt that is not committed and never will be. Returns how many."""
     names = _written(info.name for info in storage.list())
-    ours = [(p.kind, n) for n, p in names if f"{p.session}-{p.number:08d}" == attempt]
+    ours = [(p.kind, n) for n, p in names if p.attempt == attempt]
     return _delete(storage, ours)
 
 
@@ -207,13 +208,13 @@ def discard_attempt(storage: Storage, attempt: str) -> int:
 class _Attempts:
     """Which attempts in a directory are over, as the session with `fencing_token` sees it.
 
-    kept: (session, number) of kept commits. newest: the highest kept number, by session. older:
+    kept: those of kept commits. newest: the highest kept number, by session. older:
     sessions whose last lease is earlier than ours. without_lease: sessions that had files here when
     our lease was taken, and never took one. leases: the lease files that ours supersedes.
     """
 
     fencing_token: int
-    kept: frozenset[tuple[str, int]]
+    kept: frozenset[str]
     newest: Mapping[str, int]
     older: frozenset[str]
     without_lease: frozenset[str]
@@ -233,7 +234,7 @@ class _Attempts:
         older = frozenset(s for s, at in last.items() if at < fencing_token) - newest.keys()
         return cls(
             fencing_token,
-            frozenset((manifest.session, manifest.number) for manifest in kept),
+            frozenset(manifest.attempt for manifest in kept),
             newest,
             older,
             before - last.keys() - newest.keys(),
@@ -243,7 +244,7 @@ class _Attempts:
     def over(self, name: str, parsed: ParsedName) -> bool:
         if parsed.kind == "lease":
             return name in self.leases
-        if (parsed.session, parsed.number) in self.kept:
+        if parsed.attempt in self.kept:
             return False
         if parsed.kind in ("manifest", "record") and parsed.fencing_token > self.fencing_token:
             return False
@@ -273,9 +274,7 @@ def _last_tokens(storage: Storage, leases: Iterable[Lease]) -> dict[str, int]:
     return last
 
 
-def _give_up(
-    storage: Storage, names: Iterable[str], attempts: _Attempts
-) -> frozenset[tuple[str, int]]:
+def _give_up(storage: Storage, names: Iterable[str], attempts: _Attempts) -> frozenset[str]:
     """Attempts of sessions that began before ours and never took a lease. They are most likely
     dead.
 
@@ -283,18 +282,15 @@ def _give_up(
     leases again. A session takes its lease before it publishes, and looks for a fence before it
     checks its files. So one of the two sees the other.
     """
-    found = {
-        (p.session, p.number) for _, p in _written(names) if p.session in attempts.without_lease
-    }
-    for session, number in tuple(found):
-        attempt = f"{session}-{number:08d}"
+    found = {p.attempt for _, p in _written(names) if p.session in attempts.without_lease}
+    for attempt in tuple(found):
         if not raise_fence(storage, attempt) and claimed(storage, attempt):
-            found.remove((session, number))  # a repair is about to commit it
-    awake = set(_last_tokens(storage, leases_at(storage))) if found else set()
-    for session, number in found:
-        if session in awake:
-            storage.delete(fence_name(f"{session}-{number:08d}"))
-    return frozenset((session, number) for session, number in found if session not in awake)
+            found.remove(attempt)  # a repair is about to commit it
+    sessions = set(_last_tokens(storage, leases_at(storage))) if found else set()
+    awake = {attempt for attempt in found if save_of(attempt)[0] in sessions}
+    for attempt in awake:
+        storage.delete(fence_name(attempt))
+    return frozenset(found - awake)
 
 
 def _old_spreads(

@@ -33,6 +33,7 @@ __all__ = [
     "PartRecord",
     "Rank",
     "Record",
+    "attempt_of",
     "crc_name",
     "data_name",
     "fence_name",
@@ -46,6 +47,7 @@ __all__ = [
     "part_name",
     "probe_name",
     "record_name",
+    "save_of",
 ]
 
 _SESSION = r"(?P<session>[0-9a-f]{12})"
@@ -86,7 +88,18 @@ KEYS = {
 
 def new_attempt() -> str:
     """The first save of a session that begins now."""
-    return f"{secrets.token_hex(6)}-{0:08d}"
+    return attempt_of(secrets.token_hex(6), 0)
+
+
+def attempt_of(session: str, number: int) -> str:
+    """The name of a session's save, which all of its files have in theirs."""
+    return f"{session}-{number:08d}"
+
+
+def save_of(attempt: str) -> tuple[str, int]:
+    """The session and the number of an attempt."""
+    session, _, number = attempt.partition("-")
+    return session, int(number)
 
 
 def data_name(attempt: str, rank: int, file: int) -> str:
@@ -131,6 +144,10 @@ class ParsedName:
     fencing_token: int = -1
     rank: int = -1
     file: int = -1
+
+    @property
+    def attempt(self) -> str:
+        return attempt_of(self.session, self.number)
 
 
 def parse_name(name: str) -> ParsedName | None:
@@ -389,7 +406,7 @@ def _files_of(attempt: str, rank: int, files: Sequence[FileRecord]) -> None:
 
 def _same_save(body: Part | Manifest) -> None:
     """Check what parts and manifests have alike: the attempt, the ranks and the degrees."""
-    if body.attempt != f"{body.session}-{body.number:08d}":
+    if body.attempt != attempt_of(body.session, body.number):
         raise ValueError(f"attempt {body.attempt!r} does not belong to session {body.session!r}")
     ranks = body.group_ranks
     if list(ranks) != sorted(set(ranks)) or not ranks:

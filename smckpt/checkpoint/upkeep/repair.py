@@ -99,9 +99,8 @@ def _manifest(one: UnfinishedSave, fencing_token: int, record: str | None) -> Ma
     pointer = None if record is None else relative_url(record, one.storage.url)
     try:
         return gathered_manifest(
-            one.storage, one.session, one.number, fencing_token, one.group_ranks, one.parts(),
-            pointer,
-        )  # fmt: skip
+            one.storage, one.attempt, fencing_token, one.group_ranks, one.parts(), pointer
+        )
     except CheckpointError:
         raise
     except SENSELESS as error:  # what a rank has written is checked; these may be forged
@@ -163,9 +162,9 @@ def _claimed(step: UnfinishedStep) -> Iterator[None]:
     held: list[UnfinishedSave] = []
     try:
         for one in step.attempts:
-            if not claim(one.storage, one.name):
+            if not claim(one.storage, one.attempt):
                 raise StorageError(
-                    f"another run gave up {one.name} for dead and deletes its files",
+                    f"another run gave up {one.attempt} for dead and deletes its files",
                     remedy="take an older step",
                     path=one.storage.url,
                 )
@@ -173,17 +172,17 @@ def _claimed(step: UnfinishedStep) -> Iterator[None]:
         yield
     finally:
         for one in held:
-            release(one.storage, one.name)
+            release(one.storage, one.attempt)
 
 
 def _refuse_changed(top: Storage, step: UnfinishedStep, groups: list[str] | None) -> None:
     """Look again, now that nobody else can commit: has a session committed or written meanwhile?"""
-    names = {one.subpath: (one.name, one.group_ranks) for one in step.attempts}
+    names = {one.subpath: (one.attempt, one.group_ranks) for one in step.attempts}
     now = unfinished_step(top, groups if groups is not None else sorted(w or "." for w in names))
     if (
         now is None
         or isinstance(now, Refusal)
-        or names != {one.subpath: (one.name, one.group_ranks) for one in now.attempts}
+        or names != {one.subpath: (one.attempt, one.group_ranks) for one in now.attempts}
     ):
         why = now.what if isinstance(now, Refusal) else "another save is here now"
         raise StorageError(

@@ -17,7 +17,7 @@ from smckpt.checkpoint.commits.leases import Lease, leases_at
 from smckpt.checkpoint.reading.blocks import not_missing
 from smckpt.checkpoint.records.crc import crc64, hex64
 from smckpt.checkpoint.records.files import decode_body, read_body
-from smckpt.checkpoint.records.format import Part, parse_name, part_name
+from smckpt.checkpoint.records.format import Part, attempt_of, parse_name, part_name
 from smckpt.checkpoint.records.prefixes import is_prefix, spread_over
 from smckpt.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, few
 from smckpt.storage import Storage
@@ -53,8 +53,8 @@ class UnfinishedSave:
     damage: str = ""
 
     @property
-    def name(self) -> str:
-        return f"{self.session}-{self.number:08d}"
+    def attempt(self) -> str:
+        return attempt_of(self.session, self.number)
 
     def parts(self) -> dict[str, dict[str, str]]:
         """What the ranks would have reported: rank → name, checksum and host of its part.
@@ -66,7 +66,7 @@ class UnfinishedSave:
         named = {}
         sizes = {info.name: info.size for info in self.storage.list("data-")}
         for rank in self.group_ranks:
-            name = part_name(self.name, rank)
+            name = part_name(self.attempt, rank)
             with not_missing(self.storage.path_of(name)):
                 part, data = read_whole_part(self.storage, name)
             for file in part.files:
@@ -163,7 +163,7 @@ def attempts_at(storage: Storage, subpath: str) -> list[UnfinishedSave]:
             if (parsed := parse_name(info.name)) is not None:
                 wrote.setdefault((parsed.session, parsed.number), set()).add(parsed.rank)
         for (session, number), ranks in wrote.items():
-            name, token = part_name(f"{session}-{number:08d}", min(ranks)), tokens.get(session, 0)
+            name, token = part_name(attempt_of(session, number), min(ranks)), tokens.get(session, 0)
             with contextlib.suppress(CheckpointNotFoundError):  # deleted meanwhile
                 try:
                     part, _ = read_whole_part(files, name)
@@ -262,7 +262,7 @@ def _newer(one: UnfinishedSave, commit: Commit | None) -> bool:
 
 
 def _several(found: Sequence[UnfinishedSave], top: Storage) -> Refusal:
-    names = ", ".join(sorted(one.name for one in found)[:4])
+    names = ", ".join(sorted(one.attempt for one in found)[:4])
     return Refusal(
         f"several sessions left parts, and nothing tells which are newer: {names}",
         "delete the parts of the older session by hand, or take an older step",

@@ -181,8 +181,6 @@ class PublishManifest(Command[Published]):
     answer = Published
     directory: str
     attempt: str
-    session: str
-    number: int
     fencing_token: int
     ranks: tuple[int, ...]
     parts: dict[str, dict[str, str]]

@@ -337,8 +337,6 @@ class Committer:
             PublishManifest(
                 directory=job.request.directory,
                 attempt=job.attempt(meeting.id),
-                session=meeting.id,
-                number=job.handle.number,
                 fencing_token=fencing_token,
                 ranks=self.group.ranks,
                 parts={

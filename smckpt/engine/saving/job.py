@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from smckpt.calls import changed
+from smckpt.checkpoint.records.format import attempt_of
 from smckpt.checkpoint.records.prefixes import spread_of
 from smckpt.engine.groups import Partition
 from smckpt.engine.saving.alarms import Alarms, Last
@@ -434,7 +435,7 @@ class SaveJob:
         )
 
     def attempt(self, session: str) -> str:
-        return f"{session}-{self.handle.number:08d}"
+        return attempt_of(session, self.handle.number)
 
     @property
     def spread(self) -> Spread | None:

@@ -34,6 +34,7 @@ from smckpt.checkpoint.commits.choose import choose_commit, refuse_committed
 from smckpt.checkpoint.commits.commit import probe, publish_manifest, take_lease
 from smckpt.checkpoint.commits.part import part_body
 from smckpt.checkpoint.commits.sweep import sweep
+from smckpt.checkpoint.records.format import attempt_of
 from smckpt.checkpoint.records.objects import encode_object
 from smckpt.checkpoint.records.prefixes import spread_of
 from smckpt.checkpoint.records.rows import encode_rows
@@ -90,7 +91,7 @@ class _Ticket:
 
     @property
     def attempt(self) -> str:
-        return f"{self.session}-{self.number:08d}"
+        return attempt_of(self.session, self.number)
 
 
 class DistributedFileSystemWriter(StorageWriter):
@@ -150,7 +151,7 @@ class DistributedFileSystemWriter(StorageWriter):
         if self.used_by_engine:
             ((_, manifest), *_) = choose_commit(self.access.open(self.checkpoint_id)).manifests
             return manifest.attempt
-        return f"{self._session}-{self._numbers:08d}"
+        return attempt_of(self._session, self._numbers)
 
     @property
     def path(self) -> str:
@@ -315,8 +316,6 @@ class DistributedFileSystemWriter(StorageWriter):
             self.access.holding(self.access.share, ticket.spread),
             directory=self.checkpoint_id,
             attempt=ticket.attempt,
-            session=ticket.session,
-            number=ticket.number,
             fencing_token=fencing_token,
             ranks=list(ticket.ranks),
             parts=parts,

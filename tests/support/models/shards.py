@@ -120,7 +120,7 @@ def write(
         for rank in ranks
     }  # fmt: skip
     fencing_token = take_lease(Access(), url, session, "here")["fencing_token"]
-    publish_manifest(Access(), url, attempt, session, number, fencing_token, ranks, parts, None)
+    publish_manifest(Access(), url, attempt, fencing_token, ranks, parts, None)
     return Path(url)
 
 

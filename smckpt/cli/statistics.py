@@ -129,7 +129,7 @@ def _spans(catalogue: CommittedCatalogue, name: str) -> Iterator[tuple[SavedFile
         CorruptCheckpointError: a header is damaged.
     """
     for row, _ in catalogue.pieces.by_name[name]:
-        for holders in catalogue.holders(row):
+        for holders in catalogue.pieces.holders(row).values():
             done = 0
             numel = math.prod(row.geometry.local_shape(holders[0]))
             for file, slot in catalogue.slots(row, holders) if numel else ():

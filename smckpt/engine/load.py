@@ -389,7 +389,7 @@ class Loader:
             return made[0].agreed
 
         agreed = rounds.hold("plan", bring, in_common, gives=Common)
-        refuse_spare(made[0], agreed, request, self.group)
+        refuse_spare(made[0], agreed, request)
         return replace(made[0], agreed=agreed)
 
     # -- the bytes ---------------------------------------------------------------------------

@@ -245,11 +245,11 @@ def plan_of(
     if objects is not None and any(len(entry.path) == 1 for entry in selection.entries):
         tops = ("", *tops)  # tensors at the top are one part, called ""
     asked = partial(request.asked, tops=tops)
-    plan = _read_plan(me, selection, asked, by_key, request, group, state_dict)
+    plan = _read_plan(me, selection, asked, by_key, request, state_dict)
     if objects is not None:
         if request.strict:
-            objects = _asked_for(objects, catalogue, tops, request, group)
-        _check_objects(selection, objects, settled, request, group)
+            objects = _asked_for(objects, tops, request, me)
+        _check_objects(selection, objects, settled, request, me)
     memory = memory_of(selection, plan.copies, partly=not request.strict)
     gathered: list[tuple[str, Any]] = []
     if selection.gathered:
@@ -268,7 +268,6 @@ def _read_plan(
     asked: Callable[[Path], bool],
     by_key: bool,
     request: LoadRequest,
-    group: Group,
     state_dict: Any,
 ) -> ReadPlan:
     entries: Sequence[Entry] = selection.entries
@@ -283,7 +282,7 @@ def _read_plan(
                 raise
             other = error  # of a target without a context, whose names may tell enough
         else:
-            _say_left(plan.missing, plan.unexpected, request, group)
+            _say_left(plan.missing, plan.unexpected, request, me)
             return replace(plan, unexpected=())
     plan = plan_logical(me, entries)
     if request.strict and plan.missing:
@@ -295,7 +294,7 @@ def _read_plan(
         spare = plan.unexpected if len(me.group) == 1 else ()
         spare = tuple(name for name in spare if asked(me.catalogue.logical[name].path))
         refuse_names(plan.missing, spare, me)
-    _say_left(plan.missing, (), request, group)
+    _say_left(plan.missing, (), request, me)
     return plan
 
 
@@ -322,7 +321,7 @@ def _as_saved(entry: Entry, renamed: Mapping[str, str]) -> Entry:
     return replace(entry, geometry=entry.geometry.named(name))
 
 
-def refuse_spare(planned: LoadPlan, agreed: Common, request: LoadRequest, group: Group) -> None:
+def refuse_spare(planned: LoadPlan, agreed: Common, request: LoadRequest) -> None:
     """Refuse saved names that no rank of the load asks for. One rank need not have all names:
     pipeline stages hold different layers, and ranks may have tensors of their own. Names under a
     top key that no rank has were not asked for.
@@ -337,7 +336,7 @@ def refuse_spare(planned: LoadPlan, agreed: Common, request: LoadRequest, group:
         spare = tuple(name for name in spare if request.asked(logical[name].path, agreed.tops))
         _refuse_numbered(planned.state_dict, spare, planned.me)
         refuse_names((), spare, planned.me)
-    _say_left((), spare, request, group)
+    _say_left((), spare, request, planned.me)
 
 
 def _refuse_numbered(state: Any, spare: Sequence[str], me: LoadingRank) -> None:
@@ -365,16 +364,15 @@ def _under(path: Path, tops: Sequence[str]) -> bool:
 
 def _asked_for(
     objects: dict[str, tuple[Path, Any]],
-    catalogue: Catalogue,
     tops: Sequence[str],
     request: LoadRequest,
-    group: Group,
+    me: LoadingRank,
 ) -> dict[str, tuple[Path, Any]]:
     """The values under the target's top keys. One rank logs the other keys, also of tensors."""
-    tensors = (tensor.path for tensor in catalogue.logical.values())
+    tensors = (tensor.path for tensor in me.catalogue.logical.values())
     left = {str(path[0]) for path in tensors if not _under(path, tops)}
     left |= {str(path[0]) for path, _ in objects.values()} - {*tops}
-    if left and group.index == 0 and request.keys != "target" and request.options.only is None:
+    if left and me.first and request.keys != "target" and request.options.only is None:
         names = ", ".join(sorted(left)[:12])
         log.warning(
             "not loaded from %s, because the target has no such keys: %s", request.directory, names
@@ -416,7 +414,7 @@ def _check_objects(
     objects: dict[str, tuple[Path, Any]],
     settled: Collection[Path],
     request: LoadRequest,
-    group: Group,
+    me: LoadingRank,
 ) -> None:
     here = {
         leaf.key
@@ -436,18 +434,18 @@ def _check_objects(
             f"not in the target {extra[:8]}",
             remedy="give the target the same structure, or pass check_keys_matched=False",
             path=request.directory,
-            rank=group.rank,
+            rank=me.rank,
         )
-    _say_left(missing, extra, request, group)
+    _say_left(missing, extra, request, me)
 
 
 def _say_left(
-    missing: Sequence[str], unexpected: Sequence[str], request: LoadRequest, group: Group
+    missing: Sequence[str], unexpected: Sequence[str], request: LoadRequest, me: LoadingRank
 ) -> None:
     """Log the names that a load with check_keys_matched=False skipped. Only one rank of a group
     logs them, since they are nearly the same on all."""
     if (missing or unexpected) and not request.keys:
-        level = logging.WARNING if group.index == 0 else logging.INFO
+        level = logging.WARNING if me.first else logging.INFO
         text = "not loaded from %s, as check_keys_matched=False allows: %s"
         log.log(level, text, request.directory, differing_names(missing, unexpected))
 

@@ -151,7 +151,7 @@ def test_replicas_that_shared_the_writing_are_read_together(tmp_path):
     mesh = mesh_of(4)
     save(tmp_path, range(4), state([on_mesh(f, s, mesh, "R") for f, s in named.items()], arrays))
     catalogue = open_catalogue(open_storage(str(tmp_path)))
-    [source] = catalogue.sources("model.a")
+    [source] = catalogue.pieces.all("model.a")
     assert source.holders == (0, 1, 2, 3)
     assert len(catalogue.slots(source.row, source.holders)) > 1
     check(catalogue, [kept(f, s) for f, s in named.items()], arrays, range(1))

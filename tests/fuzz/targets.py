@@ -83,11 +83,11 @@ def read_everything(tree: Tree, root: str = "/run") -> None:
     contents_of(top)
     catalogue = open_catalogue(top)
     for name in catalogue.logical:
-        catalogue.sources(name)
+        catalogue.pieces.all(name)
     for rank in catalogue.object_ranks:
         catalogue.objects(rank)
     for row in catalogue.rows:
-        for holders in catalogue.holders(row):
+        for holders in catalogue.pieces.holders(row).values():
             catalogue.slots(row, holders)
 
 

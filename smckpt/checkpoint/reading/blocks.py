@@ -6,6 +6,7 @@ checksum is taken right after the read, while the bytes are in the processor's c
 
 from __future__ import annotations
 
+import mmap
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -93,7 +94,8 @@ def not_missing(path: str) -> Iterator[None]:
 
 
 class Scratch(threading.local):
-    """Reusable memory of one thread, by purpose. Fresh pages would cost more than the copy."""
+    """Reusable memory of one thread, by purpose. Fresh pages would cost more than the copy. It is
+    page-aligned, which direct writes need."""
 
     def __init__(self) -> None:
         self._memory: dict[str, memoryview] = {}
@@ -102,7 +104,9 @@ class Scratch(threading.local):
         """`size` bytes with undefined content, valid until this thread's next call."""
         have = self._memory.get(purpose)
         if have is None or len(have) < size:
-            have = self._memory[purpose] = memoryview(bytearray(size))
+            private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            have = memoryview(mmap.mmap(-1, max(size, 1), flags=private))
+            self._memory[purpose] = have
         return have[:size]
 
 

@@ -305,21 +305,10 @@ class Catalogue(ABC):
             )
         return out
 
-    def sources(self, name: str) -> list[SavedPiece]:
-        """The saved pieces of a logical tensor, one for each distinct shard coordinate.
-
-        A row of a per-rank tensor has one for each rank.
-        """
-        return self.pieces.all(name)
-
     def held_empty(self, name: str) -> bool:
         """Whether one of the ranks that share a tensor holds none of its elements."""
         rows = [row for row, _ in self.pieces.by_name[name]]
         return any(0 in row.geometry.local_shape(rank) for row in rows for rank in row.ranks)
-
-    def holders(self, row: Entry) -> list[tuple[int, ...]]:
-        """For each distinct array of this row: the ranks that hold it."""
-        return list(self.pieces.holders(row).values())
 
     # -- values that are not tensors -----------------------------------------------------------
 

@@ -95,6 +95,11 @@ class LoadingRank:
         return replace(one, unknown=f"the checkpoint has {_text(degrees)}, {reason}")
 
     @property
+    def first(self) -> bool:
+        """Whether it is the lowest rank of its group, which logs for all."""
+        return self.rank == min(self.group)
+
+    @property
     def where(self) -> dict[str, Any]:
         """For errors."""
         return {"path": self.catalogue.url, "rank": self.rank}

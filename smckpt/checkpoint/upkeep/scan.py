@@ -8,7 +8,6 @@ The first exception of a sink ends the scan.
 
 from __future__ import annotations
 
-import mmap
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
-from smckpt.checkpoint.reading.blocks import SavedFile, not_missing
+from smckpt.checkpoint.reading.blocks import SavedFile, Scratch, not_missing
 from smckpt.checkpoint.reading.read import Meter, Progress
 from smckpt.checkpoint.records.crc import BLOCK, combine, crc64
 from smckpt.checkpoint.records.format import FileRecord
@@ -26,7 +25,6 @@ from smckpt.storage import Storage
 
 __all__ = [
     "PIECE",
-    "Pages",
     "ScannedFile",
     "ScannedPiece",
     "Sink",
@@ -201,7 +199,7 @@ def scan(
     """
     files = [ScannedFile(file) for file in saved]
     meter = Meter(progress, sum(file.record.size for file in files))
-    begin = partial(_Reading, sinks=sinks, meter=meter, pages=Pages())
+    begin = partial(_Reading, sinks=sinks, meter=meter)
     with Workers(threads) as workers:
         begun = workers.do(partial(begin, file) for file in files)
         workers.do_all(
@@ -212,10 +210,8 @@ def scan(
 class _Reading:
     """A file that is being scanned."""
 
-    def __init__(
-        self, file: ScannedFile, *, sinks: Sequence[Sink], meter: Meter, pages: Pages
-    ) -> None:
-        self._file, self._sinks, self._meter, self._pages = file, sinks, meter, pages
+    def __init__(self, file: ScannedFile, *, sinks: Sequence[Sink], meter: Meter) -> None:
+        self._file, self._sinks, self._meter = file, sinks, meter
         asked = [(sink, sink.begin(file)) for sink in sinks]
         self._taking = [sink for sink, wanted in asked if wanted is not None]
         wanted = [each for _, each in asked if each is not None]
@@ -237,7 +233,7 @@ class _Reading:
             meter.add(unwanted)
 
     def piece(self, low: int, high: int) -> None:
-        data = self._pages.take(high - low)
+        data = self._file.saved.scratch.take("pieces", high - low)
         piece = ScannedPiece(self._file, low, self._file.read(low, data), data)
         for sink in self._taking:
             sink.take(piece)
@@ -254,31 +250,18 @@ class _Reading:
 
 
 def checksum_at(
-    storage: Storage, name: str, size: int, pages: Pages | None = None, piece: int = PIECE
+    storage: Storage, name: str, size: int, scratch: Scratch | None = None, piece: int = PIECE
 ) -> int:
     """The checksum of a file as it is in the store now: as the store computed it, or of what reads
-    back. `pages`: memory to read into. `piece`: how many bytes a read has."""
+    back. `scratch`: memory to read into. `piece`: how many bytes a read has."""
     value = storage.stored_crc64(name)
     if value is None:
-        value, pages = 0, pages or Pages()
+        value, scratch = 0, scratch or Scratch()
         for low in range(0, size, piece):
-            data = pages.take(min(piece, size - low))
+            data = scratch.take("pieces", min(piece, size - low))
             storage.read_into(name, low, [data])
             value = crc64(data, value)
     return value
-
-
-class Pages(threading.local):
-    """Page-aligned memory of one thread, which direct writes need."""
-
-    def __init__(self) -> None:
-        self._have = memoryview(b"")
-
-    def take(self, size: int) -> memoryview:
-        """`size` bytes with undefined content, valid until this thread's next call."""
-        if len(self._have) < size:
-            self._have = memoryview(mmap.mmap(-1, size))
-        return self._have[:size]
 
 
 class Workers:

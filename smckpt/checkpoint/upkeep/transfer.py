@@ -32,7 +32,6 @@ from smckpt.checkpoint.records.files import read_body
 from smckpt.checkpoint.records.format import FileRecord
 from smckpt.checkpoint.records.prefixes import spread_over
 from smckpt.checkpoint.upkeep.scan import (
-    Pages,
     ScannedFile,
     ScannedPiece,
     Sink,
@@ -144,9 +143,9 @@ class _Copy(Sink):
         self.contents, self.source, self.target = contents, source, target
         self.files_present = self.nbytes_present = 0
         self._lock = threading.Lock()
-        self._pages = Pages()
+        scratch = Scratch()
         self._groups = [
-            _GroupCopy(group, target.join(group.directory)) for group in contents.groups
+            _GroupCopy(group, target.join(group.directory), scratch) for group in contents.groups
         ]
         self._files = {file.saved: file for group in self._groups for file in group.files}
 
@@ -187,7 +186,7 @@ class _Copy(Sink):
     def begin(self, file: ScannedFile) -> WantedBytes | None:
         """Begin a file that the target lacks."""
         copy = self._files[file.saved]
-        if copy.present(self._pages):
+        if copy.present():
             self._count(file.record.size)
             return None
         step = copy.begin()
@@ -262,13 +261,12 @@ class _GroupCopy:
         finished.
     """
 
-    def __init__(self, group: GroupContents, target: Storage) -> None:
+    def __init__(self, group: GroupContents, target: Storage, scratch: Scratch) -> None:
         self.group, self.target = group, target
         self.there: dict[str, int] = {}
         self.unfinished: frozenset[str] = frozenset()
         # On a file system, files need not be spread over prefixes.
         self.to = spread_over(target, [group.manifest.spread if target.shards_prefixes else None])
-        scratch = Scratch()
         self.files = [
             _FileCopy(self, SavedFile(store, file, part.rank, scratch))
             for part in group.manifest.parts
@@ -298,13 +296,13 @@ class _FileCopy:
         self._group = group
         self._unfinished = False
 
-    def present(self, pages: Pages) -> bool:
+    def present(self) -> bool:
         """Whether the target has the whole file. Anything else with its name is replaced later,
         because another copy may still put the whole file there."""
         name, target = self.record.name, self.target
         if self._group.there.get(name) != self.record.size:
             return False
-        there = checksum_at(target, name, self.record.size, pages, _PIECE)
+        there = checksum_at(target, name, self.record.size, self.saved.scratch, _PIECE)
         return hex64(there) == self.record.crc64
 
     def begin(self) -> int:

@@ -226,7 +226,7 @@ def _check_part(catalogue: CommittedCatalogue, rank: int) -> list[Problem]:
 def _stored_once(catalogue: CommittedCatalogue, damaged: set[int]) -> Iterator[Problem]:
     """Check that every stored array is whole and has no overlaps. Damaged files are left out."""
     for row in catalogue.rows:
-        for holders in catalogue.holders(row):
+        for holders in catalogue.pieces.holders(row).values():
             if not damaged.isdisjoint(holders):
                 continue
             try:
@@ -255,7 +255,7 @@ def _covered(catalogue: CommittedCatalogue) -> Iterator[Problem]:
         if any(row.geometry.shape_of(fqn) != shape for row, fqn in rows):
             continue  # several meshes under one name: each has a tensor of its own
         whole = Box.whole(shape)
-        boxes = {source.piece.box: None for source in catalogue.sources(name)}
+        boxes = {source.piece.box: None for source in catalogue.pieces.all(name)}
         try:
             missing = covered(whole, boxes).never
             first = whole.subtract(*boxes)[0] if missing else whole

@@ -247,7 +247,7 @@ class DistributedFileSystemReader(StorageReader):
         entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
         paths: dict[str, Path] = {}
         for name, tensor in catalogue.logical.items():
-            boxes = {source.piece.box for source in catalogue.sources(name)}
+            boxes = {source.piece.box for source in catalogue.pieces.all(name)}
             entries[name] = TensorStorageMetadata(
                 TensorProperties(dtype=getattr(torch, tensor.dtype)),
                 torch.Size(tensor.shape),

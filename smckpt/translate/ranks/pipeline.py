@@ -96,7 +96,7 @@ class JoinedTensors:
         }
         source = TranslatedSource(self)
         for name, stage, stored in copies:
-            other = self._stages[stage].held[stored]
+            other = replace(self._stages[stage].held[stored], name=name)
             alias = f"{name} of stage {stage}"
             self._stored[alias] = stage, stored
             for key, shape in self.held[name].keyed.items():

@@ -170,10 +170,11 @@ def gpt2() -> Any:
     return model
 
 
+@pytest.mark.parametrize("vpp", [1, 2])
 @pytest.mark.parametrize(
     "head", ["none", "output_layer.weight", "embedding.word_embeddings.weight"]
 )
-def test_the_last_stages_copy_of_a_tied_embedding_is_compared(tmp_path, judged, head):
+def test_the_last_stages_copy_of_a_tied_embedding_is_compared(tmp_path, judged, head, vpp):
     model = gpt2()
     state = ref.on_disk(model, tmp_path / "hub")
     layers = {n.split(".")[2] for n in state if n.startswith("transformer.h.")}
@@ -184,7 +185,7 @@ def test_the_last_stages_copy_of_a_tied_embedding_is_compared(tmp_path, judged, 
         made = families.mcore("gpt2", {**state, **more}, 1, 0)
         at = "decoder.layers.0."
         whole |= {n.replace(at, f"decoder.layers.{layer}."): w for n, w in made.items() if at in n}
-    ranks = stages_of(whole, "decoder.layers.", 2)
+    ranks = stages_of(whole, "decoder.layers.", 2, vpp)
     embedding = whole["embedding.word_embeddings.weight"]
     if head != "none":
         ranks[-1][-1][head] = embedding.clone()

@@ -58,6 +58,7 @@ _UNREAD = frozenset({
 })  # fmt: skip
 _UNREAD_ENDS = ("dropout", "pdrop", "dropout_rate", "_token_id", "_implementation")
 _SHOWN = ("num_layers", "hidden_size", "ffn_hidden_size", "num_experts")
+_OF_ONE_RUN = ("seed", "consumed_train_samples")  # all ranks have one, at each step
 
 
 def compare_configs(facts: SourceFacts, settings: ModelConfig) -> tuple[str, ...]:
@@ -246,11 +247,16 @@ def refuse_other_ranks(
                     "it was trained, or leave them out",
                     path=file,
                 )
-        for fact in FACTS:
-            if (one := fact.given(first[1].values)) != (two := fact.given(facts.values)):
+        of_both = [
+            (fact.name, fact.given(first[1].values), fact.given(facts.values)) for fact in FACTS
+        ]
+        for name in _OF_ONE_RUN:
+            of_both.append((name, first[1].values.get(name), facts.values.get(name)))
+        for name, one, two in of_both:
+            if one != two:
                 raise TopologyError(
-                    f"{facts.of} say {fact.name}={two!r}, but those in {first[0]} {one!r}",
-                    remedy="pass the files of one run", path=file,
+                    f"{facts.of} say {name}={two!r}, but those in {first[0]} {one!r}",
+                    remedy="pass the files of one run and step", path=file,
                 )  # fmt: skip
     _refuse_swapped(found, degrees, pp)
 

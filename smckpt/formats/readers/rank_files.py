@@ -9,7 +9,6 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from smckpt.checkpoint.records.sealed import strict_json
 from smckpt.errors import CorruptCheckpointError, UsageError
@@ -51,7 +50,7 @@ def open_files(
 
     Raises:
         UsageError: the number of files is not the number of ranks; a file is of another kind;
-            names, dtypes or recorded steps differ between ranks.
+            names or dtypes differ between ranks.
     """
     if len(files) != degrees.ranks:
         raise UsageError(
@@ -61,10 +60,9 @@ def open_files(
     tensors: dict[TensorKey, SavedTensor] = {}
     dtypes: dict[str, str] = {}
     names: dict[str, set[str]] = {}
-    steps: dict[str, Any] = {}
     everyones: dict[str, StoredTensor] = {}
     for number, (file, state) in enumerate(files.items()):
-        found, steps[file] = state.tensors, state.step
+        found = state.tensors
         if alone is not None and not number:
             everyones = {name: t for name, t in found.items() if alone.fullmatch(name)}
         found = {**everyones, **found}
@@ -78,11 +76,6 @@ def open_files(
                 )
             key = TensorKey(name, number % degrees.tp, number // degrees.tp)
             tensors[key] = whole_tensor((name,), stored)
-    if len(set(steps.values())) > 1:
-        raise UsageError(
-            f"the files belong to different steps: {steps}",
-            remedy="pass files of one and the same step",
-        )
     first = next(iter(names.values()))
     for file, held in names.items():
         if held != first:
@@ -105,13 +98,19 @@ def open_stages(
     parallel ranks are outermost.
 
     Raises:
-        UsageError: as `open_files`.
+        UsageError: as `open_files`, or recorded steps differ between ranks, of one stage or two.
     """
     each = degrees.ranks
     if len(files) != each * pp:
         raise UsageError(
             f"{len(files)} files were passed for {degrees}" + (f", pp={pp}" if pp > 1 else ""),
             remedy=f"pass the {each * pp} files of all ranks, in the order of ranks",
+        )
+    steps = {file: state.step for file, state in files.items()}
+    if len(set(steps.values())) > 1:
+        raise UsageError(
+            f"the files belong to different steps: {steps}",
+            remedy="pass files of one and the same step",
         )
     every = list(files.items())
     stages = [dict(every[at : at + each]) for at in range(0, len(every), each)]

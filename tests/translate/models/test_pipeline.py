@@ -296,6 +296,25 @@ def test_chunks_that_are_not_those_that_the_files_say_are_refused(tmp_path, llam
         assert_same(tmp_path / "told", state)
 
 
+def test_stages_of_two_steps_or_of_two_runs_are_refused(tmp_path, llama):
+    model, state = llama
+    ranks = of_megatron(state, 2)
+    root = megatron_lm(tmp_path / "m", ranks, 1, 2, **{TP: 1, "seed": 1})
+    file = root / "iter_0000010" / "mp_rank_00_001" / "model_optim_rng.pt"
+    held = torch.load(file, weights_only=False)
+    torch.save({**held, "iteration": 20}, file)
+    with pytest.raises(errors.UsageError, match=r"different steps.*10.*20"):
+        export_hf(root, tmp_path / "hf", config=model.config)
+    for name, value in (("seed", 2), ("consumed_train_samples", 64)):
+        args = argparse.Namespace(**{**vars(held["args"]), name: value})
+        torch.save({**held, "args": args}, file)
+        with pytest.raises(errors.TopologyError, match=rf"{name}={value}.*one run and step"):
+            export_hf(root, tmp_path / "hf", config=model.config)
+    torch.save(held, file)
+    export_hf(root, tmp_path / "hf", config=model.config)
+    assert_same(tmp_path / "hf", state)
+
+
 def test_names_with_the_model_s_layers_need_no_chunks(tmp_path, llama):
     model, state = llama
     stages = of_megatron(state, 2, 1)

@@ -222,6 +222,14 @@ def of_another_dtype(model: dict[str, Any], optimizer: dict[str, Any]) -> None:
     optimizer["fp32_flat_groups"][0] = optimizer["fp32_flat_groups"][0].double()
 
 
+def of_another_step(model: dict[str, Any], optimizer: dict[str, Any]) -> None:
+    model["global_steps"] = 7
+
+
+def after_more_steps(model: dict[str, Any], optimizer: dict[str, Any]) -> None:
+    optimizer["optimizer_state_dict"] = {"state": {0: {"step": torch.tensor(7.0)}}}
+
+
 def without_groups(model: dict[str, Any], optimizer: dict[str, Any]) -> None:
     del optimizer["fp32_flat_groups"]
 
@@ -235,6 +243,8 @@ def without_groups(model: dict[str, Any], optimizer: dict[str, Any]) -> None:
         (shorter, 2, "elements of each rank, but the groups"),
         (of_more_ranks, 2, "of 4 ranks, but there are files of 2"),
         (of_another_dtype, 2, "w has the dtypes"),
+        (of_another_step, 2, "rank_1_.* is of another step than .*rank_0_"),
+        (after_more_steps, 2, "rank_1_.* is of another step than .*rank_0_"),
         (without_groups, 2, "no fp32_flat_groups"),
     ],
 )
@@ -243,6 +253,16 @@ def test_files_that_lie_are_refused(tmp_path, change, world, told):
     root = zero3(tmp_path / "run", state, world, change=change)
     with pytest.raises(errors.CheckpointError, match=told):
         export_hf(root, tmp_path / "hf")
+
+
+def test_two_files_of_one_rank_are_refused(tmp_path):
+    """Of a run that went on in another dtype, say."""
+    state = {"w": torch.arange(35.0), "b": torch.arange(3.0)}
+    step = zero3(tmp_path / "run", state, 2) / "global_step5"
+    one, two = (f"{kind}zero_pp_rank_0_mp_rank_00_optim_states.pt" for kind in ("bf16_", ""))
+    shutil.copy(step / one, step / two)
+    with pytest.raises(errors.UsageError, match=f"{one} and {two} are of one rank"):
+        export_hf(step, tmp_path / "hf")
 
 
 def test_missing_ranks_further_cuts_and_stages_are_refused(tmp_path):

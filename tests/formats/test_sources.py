@@ -157,6 +157,20 @@ def test_a_missing_rank_is_refused(tmp_path, llama):
         export_hf(root, tmp_path / "hf", config=model.config)
 
 
+def test_two_directories_of_one_rank_are_refused(tmp_path, llama):
+    """A run without stages went on in several, or in one whose number is written."""
+    model, state = llama
+    cuts = each_rank(lambda r, e: references.mcore(state, 2, r), 2)
+    step = megatron_directory(tmp_path / "m", cuts, 1) / "iter_0000010"
+    again = step / "mp_rank_01_000"
+    again.mkdir()
+    export_hf(step, tmp_path / "hf", config=model.config)  # there is no model in it
+    assert_same(tmp_path / "hf", state)
+    (again / "model_optim_rng.pt").write_bytes(b"")
+    with pytest.raises(errors.UsageError, match="mp_rank_01 and mp_rank_01_000 are of one rank"):
+        export_hf(step, tmp_path / "no", config=model.config)
+
+
 @pytest.mark.parametrize("ep", [1, 4])
 def test_the_file_that_is_missing_is_told_by_its_own_name(tmp_path, llama, ep):
     """Of expert-parallel ranks and, with the same number, of pipeline stages; without its directory

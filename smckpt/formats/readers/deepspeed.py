@@ -22,6 +22,7 @@ from smckpt.formats.readers.torch_files import torch_root
 from smckpt.formats.source_facts import facts_of_state
 from smckpt.formats.source_files import Folder
 from smckpt.formats.torch_archive import StoredTensor
+from smckpt.layout.entries import DTYPES
 from smckpt.layout.mesh import Shape
 from smckpt.layout.strided import boxes_of_range, row_major_strides
 
@@ -59,10 +60,13 @@ def open_zero3(folder: Folder) -> ForeignCheckpoint | None:
     optimizers = _of_ranks(folder, _OPTIMIZER)
     _refuse_missing(folder, models, optimizers)
     states = [_root(folder, models[rank]) for rank in range(len(models))]
-    groups = []
+    groups, steps = [], []
     for rank in range(len(models)):
         state = _root(folder, optimizers[rank]).get("optimizer_state_dict")
         groups.append(_flat_groups(folder, optimizers[rank], state, len(models)))
+        steps.append((states[rank].get("global_steps"), _step_of(folder, state)))
+        if steps[rank] != steps[0]:
+            _bad(folder, f"{optimizers[rank]} is of another step than {optimizers[0]}")
     names = [*models.values(), *optimizers.values()]
     return _of_parts(folder, "DeepSpeed, ZeRO stage 3", states, groups, names)
 
@@ -195,7 +199,7 @@ def _refuse_missing(
 
 def _of_ranks(folder: Folder, pattern: re.Pattern[str]) -> dict[int, str]:
     """Data-parallel rank → file."""
-    found = {}
+    found: dict[int, str] = {}
     for name in folder.files:
         if match := pattern.fullmatch(name):
             if match.lastindex == 2 and int(match[2]):
@@ -205,7 +209,11 @@ def _of_ranks(folder: Folder, pattern: re.Pattern[str]) -> dict[int, str]:
                     "that",
                     path=folder.url,
                 )
-            found[int(match[1])] = name
+            if (other := found.setdefault(int(match[1]), name)) != name:
+                raise UsageError(
+                    f"{other} and {name} are of one rank", remedy="remove that of another run",
+                    path=folder.url,
+                )  # fmt: skip
     return found
 
 
@@ -234,6 +242,17 @@ def _flat_groups(folder: Folder, name: str, state: Any, ranks: int) -> list[Stor
     ):
         _bad(folder, f"{name} has no fp32_flat_groups of flat tensors")
     return groups
+
+
+def _step_of(folder: Folder, state: Any) -> Any:
+    """The step that the first parameter's state in an optimizer of stage 3 says, in any form."""
+    for key in ("optimizer_state_dict", "state"):
+        state = found if isinstance(found := state.get(key), Mapping) else {}
+    step = next((one.get("step") for one in state.values() if isinstance(one, Mapping)), None)
+    if isinstance(step, StoredTensor) and not step.shape:
+        record, size = step.record, DTYPES[step.dtype].itemsize
+        return folder.source.read(record, step.start * size, (step.start + 1) * size)
+    return step if isinstance(step, (int, float)) else None
 
 
 def _shapes(state: Mapping[str, Any]) -> dict[str, Any]:

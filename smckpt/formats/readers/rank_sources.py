@@ -408,11 +408,11 @@ def _megatron(folder: Folder) -> RankFilesFound | None:
         arguments = root.get("args") if isinstance(root, Mapping) else None
         if isinstance(arguments, Inert):
             stages = bool(arguments.field("pipeline_model_parallel_size", 2) > 1)
-    found: dict[tuple[int, int, int], str] = {}
+    found: list[tuple[tuple[int, int, int], str]] = []
     for name, (tp, second, third) in named.items():
         if third is None and not stages:
             second, third = None, second
-        found[int(tp), int(second or 0), int(third or 0)] = name
+        found.append(((int(tp), int(second or 0), int(third or 0)), name))
     return _of_ranks(
         folder, found, _MODEL, "Megatron-LM (mp_rank_XX)", next(iter(yaml_beside(folder)), None)
     )
@@ -425,22 +425,32 @@ def _nemo(folder: Folder) -> RankFilesFound | None:
     if _NEMO in folder.files:
         files = {_NEMO: folder.files[_NEMO]}
         return RankFilesFound(files, folder.source, 1, 1, "NeMo", beside=beside)
-    found: dict[tuple[int, int, int], str] = {}
+    found: list[tuple[tuple[int, int, int], str]] = []
     for name in folder.folders:
         if match := _NEMO_RANK.fullmatch(name):
-            found[int(match[1]), int(match[2]), 0] = name
+            found.append(((int(match[1]), int(match[2]), 0), name))
         elif (match := _RANK.fullmatch(name)) and match[2] is None:
-            found[int(match[1]), 0, 0] = name
+            found.append(((int(match[1]), 0, 0), name))
     return _of_ranks(folder, found, _NEMO, "NeMo", beside)
 
 
 def _of_ranks(
-    folder: Folder, ranks: Mapping[tuple[int, int, int], str], file: str, kind: str,
+    folder: Folder, found: Sequence[tuple[tuple[int, int, int], str]], file: str, kind: str,
     beside: SourceFacts | None = None,
 ) -> RankFilesFound | None:  # fmt: skip
-    """The file of each rank. ranks: (tensor, pipeline, expert) → directory."""
-    if not ranks:
+    """The file of each rank. found: (tensor, pipeline, expert) and the directory."""
+    if not found:
         return None
+    ranks: dict[tuple[int, int, int], str] = {}
+    for rank, name in found:
+        other = ranks.get(rank)
+        if other is None or folder.find(f"{other}/{file}") is None:
+            ranks[rank] = name
+        elif folder.find(f"{name}/{file}") is not None:
+            raise UsageError(
+                f"{other} and {name} are of one rank", remedy="remove that of another run",
+                path=folder.url,
+            )  # fmt: skip
     tp, pp, ep = (1 + max(rank[number] for rank in ranks) for number in range(3))
     files = {}
     for p in range(pp):

@@ -26,7 +26,7 @@ from smckpt.formats.tensors import TensorKey
 from smckpt.layout.mesh import Shape
 from smckpt.translate.files import Target, is_quantized
 from smckpt.translate.models.meta_model import Fit, compare, main
-from smckpt.translate.models.model import hub_side
+from smckpt.translate.models.model import HEADED, hub_side
 from smckpt.translate.prediction import DROP
 from smckpt.translate.tables.dims import read_dims
 from smckpt.translate.tables.families import is_built_in
@@ -38,8 +38,6 @@ __all__ = ["Comparison", "OtherNamesError"]
 _LIMIT = 600  # seconds that the child may take; hundreds of layers of experts take tens of seconds
 _ABSENT = "transformers is not installed"
 _CHILD = f"from {main.__module__} import main; main()"
-# endings of the classes of the models that tables are of
-_HEADED = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 
 
 class OtherNamesError(CheckpointError):
@@ -80,7 +78,7 @@ class Comparison:
             self._config = config
         if config is not None:
             kinds = config.get("architectures") or ()
-            if is_built_in(str(config["model_type"])) and all(k.endswith(_HEADED) for k in kinds):
+            if is_built_in(str(config["model_type"])) and all(k.endswith(HEADED) for k in kinds):
                 with contextlib.suppress(CheckpointError):  # then only transformers' model decides
                     side = hub_side(read_dims(config))
                     self._table = {key.name: shape for key, shape in side.shapes.items()}

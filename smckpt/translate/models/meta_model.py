@@ -20,6 +20,7 @@ from typing import Any
 
 from smckpt.formats.names import CONFIG
 from smckpt.layout.mesh import Shape
+from smckpt.layout.strided import Copy, Strided
 from smckpt.translate.tables.hub import HubTensor
 
 __all__ = ["Fit", "compare", "hub_shapes", "main"]
@@ -155,6 +156,10 @@ def _fit(model: Any, shapes: Mapping[str, Shape], tell_memory: bool) -> Fit:
     groups = [{named.get(name, name) for name in group} for group in groups]
     wanted = {name: tensor.shape for name, tensor in disk.items()}
     others = _of_names(model, wanted, shapes, groups)
+    if lines and others and not tell_memory:
+        made = _of_unloaded(model, memory, shapes, disk)
+        if made and not _of_names(model, wanted, {t.name: t.shape for t in made}, groups):
+            return Fit(kind, (), made, fp32)
     if len(others) <= len(lines):
         if tell_memory:
             return Fit(kind, tuple(others), tuple(disk.values()), fp32, memory)
@@ -167,6 +172,26 @@ def _fit(model: Any, shapes: Mapping[str, Shape], tell_memory: bool) -> Fit:
 
         hub = names_on_disk(model, {name: tuple(shapes[name]) for name in held})
     return Fit(kind, tuple(lines), tuple(hub), fp32)
+
+
+def _of_unloaded(
+    model: Any, memory: Mapping[str, Shape], shapes: Mapping[str, Shape],
+    disk: Mapping[str, HubTensor],
+) -> tuple[HubTensor, ...]:  # fmt: skip
+    """The tensors on disk, made from those that `save_pretrained` writes of a model that was never
+    loaded: without some prefixes of releases. None, if the shapes are not those."""
+    from smckpt.translate.models.traced import names_on_disk
+
+    written = names_on_disk(model, memory, released=False)
+    known = {t.parts: t.name for t in written if tuple(shapes.get(t.name, ())) == t.shape}
+    if shapes.keys() - known.values():
+        return ()
+    return tuple(
+        HubTensor(tensor.name, tensor.shape, ((known[tensor.parts], Copy(whole, whole)),))
+        for tensor in disk.values()
+        for whole in [Strided.whole(tensor.shape)]
+        if tensor.parts in known
+    )
 
 
 def _of_names(

@@ -35,6 +35,7 @@ from smckpt.translate.tables.table import TensorLayout
 from smckpt.translate.tables.vocabulary import check_rows, padded_rows
 
 __all__ = [
+    "HEADED",
     "Proof",
     "Translation",
     "choose_layout",
@@ -50,6 +51,8 @@ __all__ = [
 ]
 
 
+# endings of the classes of the models that tables are of
+HEADED = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 # Experts as transformers 5 packs them in memory; some families have other names on disk.
 _PACKED = re.compile(r"\.mlp\.experts\.gate_up_proj$")
 

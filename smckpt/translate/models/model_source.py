@@ -50,6 +50,7 @@ from smckpt.storage.urls import is_local, local_path
 from smckpt.translate.config import ModelConfig
 from smckpt.translate.facts import compare_configs, compare_facts
 from smckpt.translate.models.model import (
+    HEADED,
     choose_layout,
     looks_packed,
     model_dims,
@@ -420,10 +421,11 @@ class _Opener:
         kind = None if self.settings is None else self.settings.values["model_type"]
         if self.settings is None or kind is None or find_family(kind) is None:
             return False
-        heads = value_heads(names, self.settings.values.get("architectures") or [])
+        kinds = self.settings.values.get("architectures") or []
+        heads = value_heads(names, kinds)
         names = [name for name in names if name not in heads]
-        if looks_packed(names, kind):
-            return self.packed
+        if looks_packed(names, kind):  # of a class with another head, or none, transformers knows
+            return self.packed and all(one.endswith(HEADED) for one in kinds)
         try:
             dims = model_dims(self.settings, where)
             if not any(unmatched(names, dims.family.hub, dims, 1)):

@@ -27,12 +27,16 @@ _TOWERS = ("vision_model", "text_model")
 _KEEPS = ("aten::clone", "aten::contiguous")  # same elements, in the same row-major order
 
 
-def names_on_disk(model: Any, shapes: Mapping[str, Shape]) -> list[HubTensor]:
+def names_on_disk(
+    model: Any, shapes: Mapping[str, Shape], *, released: bool = True
+) -> list[HubTensor]:
     """The tensors that `save_pretrained` makes from tensors with the names of `model.state_dict()`.
 
     Args:
         model: on any device; its class and config choose the conversion.
         shapes: of the tensors.
+        released: with the prefixes of releases, which it does not write of a model that was never
+            loaded.
 
     Raises:
         NotImplementedError: a conversion computes values.
@@ -45,7 +49,8 @@ def names_on_disk(model: Any, shapes: Mapping[str, Shape]) -> list[HubTensor]:
         for conversion in deepcopy(get_model_conversion_mapping(model, add_legacy=False))
         if not isinstance(conversion, loading.PrefixChange)
         or (
-            conversion.prefix_to_remove in _TOWERS
+            released
+            and conversion.prefix_to_remove in _TOWERS
             and (conversion.scope_prefix or "").split(".")[-1] != conversion.prefix_to_remove
         )
     ]

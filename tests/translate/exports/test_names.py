@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 from torch import distributed as dist
 from transformers import StableLmConfig, StableLmForCausalLM
@@ -131,6 +132,28 @@ def test_the_export_is_the_checkpoint_and_has_released_names(sample, family):
     checkpoint = smckpt.latest_checkpoint(sample / family / "checkpoint")
     report = verify_hf(sample / family / "hf", against=checkpoint)
     assert report.problems == () and report.compared == report.tensors > 0
+
+
+@pytest.mark.parametrize("kind", ["AutoModel", "AutoModelForSequenceClassification"])
+def test_experts_of_a_class_with_another_head_or_none_come_out_as_transformers_writes_them(
+    tmp_path, kind
+):
+    """In memory all experts of a layer are one tensor, and no table is of such a class."""
+    model = getattr(transformers, kind).from_config(hub_families.model("qwen3_moe").config)
+    model.save_pretrained(tmp_path / "wanted")
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    export_hf(tmp_path / "model.pt", tmp_path / "hf", config=tmp_path / "wanted")
+    assert_same(tmp_path / "hf", load_file(tmp_path / "wanted" / "model.safetensors"))
+
+
+@pytest.mark.parametrize("family", ["gemma3", "llava"])
+def test_what_transformers_saves_of_a_model_that_was_never_loaded_gets_released_names(
+    tmp_path, family
+):
+    """It leaves out a prefix then, which releases have."""
+    wanted = released(hub_families.model(family), tmp_path / "saved")
+    export_hf(tmp_path / "saved", tmp_path / "hf")
+    assert_same(tmp_path / "hf", wanted)
 
 
 def test_names_in_memory_are_written_on_request_and_verification_names_them(tmp_path, sample):

@@ -390,7 +390,9 @@ def source_of_release(reader: TensorReader, dims: Dims) -> Side:
             f"the files are not a whole {dims.family.name} model: missing {missing[:8]}, "
             "unexpected "
             f"{unexpected[:8]}",
-            remedy="pass a directory with all weights and the config that belongs to them",
+            remedy="pass a directory with all weights and the config that belongs to them; one "
+            "that transformers saved of a model that was never loaded gets released names by "
+            "export_hf",
             path=reader.url,
         )
     side = side_of_reader(reader, hub, dims, Degrees.of(1, 1))

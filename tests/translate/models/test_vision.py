@@ -338,3 +338,13 @@ def test_a_layout_without_rows_for_a_tower_says_so(tmp_path, hub, layout):
     directory = hub("qwen3_vl")[2]
     with pytest.raises(errors.CheckpointError, match=r"no row for \['deepstack|is not known for"):
         import_hf(directory, tmp_path / "in", Parallel(layout))
+
+
+def test_experts_whose_order_transformers_cannot_tell_are_noted(tmp_path):
+    for size in (32, 48):  # half of the hidden size: as many rows as columns
+        config = vision.config(MOE)
+        config.text_config.moe_intermediate_size = size
+        state = AutoModelForImageTextToText.from_config(config).state_dict()
+        torch.save(state, tmp_path / "model.pt")
+        report = export_hf(tmp_path / "model.pt", tmp_path / f"{size}", config=config)
+        assert any("gate_up_proj is square" in n for n in report.notes) == (size == 32)

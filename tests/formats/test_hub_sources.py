@@ -13,6 +13,7 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+import smckpt
 from smckpt import ExportOptions, Parallel, errors, export_hf, import_hf, verify_hf
 from smckpt.cli.app import app
 from tests.support.models import references
@@ -247,6 +248,20 @@ def test_experts_in_one_tensor_need_scales_too(tmp_path, scale):
         return
     with pytest.raises(errors.UsageError, match=r"experts.gate_up_proj.*no scales"):
         export_hf(tmp_path / "model.safetensors", tmp_path / "hf")
+
+
+def test_a_dtype_of_safetensors_that_is_not_read_is_named(tmp_path, llama):
+    """As the factors of some releases have it. Publishing reads no values."""
+    model, state = llama
+    folder = tmp_path / "release"
+    model.config.save_pretrained(folder)
+    factors = {"model.layers.0.mlp.up_proj.weight_scale_inv": torch.ones(2, 2)}
+    odd = {name: factor.to(torch.float8_e8m0fnu) for name, factor in factors.items()}
+    save_file({**state, **odd}, folder / "model.safetensors")
+    with pytest.raises(errors.UsageError, match=r"has the dtype F8_E8M0.*to do: pass the model in"):
+        export_hf(folder, tmp_path / "hf")
+    report = smckpt.publish(folder, tmp_path / "published")
+    assert report.number == 0
 
 
 def test_quantized_weights_without_their_settings_are_noted(tmp_path, llama):

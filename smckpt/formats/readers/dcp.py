@@ -381,7 +381,7 @@ def _parts(file: ArchiveRecord, header: Header) -> list[tuple[str, Box, StoredTe
             offsets = positions[name]["saved_offsets"]
             if len(offsets) != len(slot.shape) or any(type(n) is not int or n < 0 for n in offsets):
                 raise ValueError(f"{name} is at {offsets}")
-            out.append((name, Box(tuple(offsets), slot.shape), stored_slot(file, slot)))
+            out.append((name, Box(tuple(offsets), slot.shape), stored_slot(file, name, slot)))
     except (ValueError, LookupError, TypeError) as error:
         raise CorruptCheckpointError(
             f"its {_SHARDING_INFO} is damaged: {error}",

@@ -144,8 +144,9 @@ def hub_tensors(folder: Folder, *, exact: bool = False) -> dict[TensorKey, Saved
     for name, file in files.items():
         try:
             state = stored_state(folder.source, file)
-        except UsageError as error:  # of a file with several models
-            error.remedy = f"pass the file itself, and {error.remedy}"
+        except UsageError as error:
+            if "prefix=" in (error.remedy or ""):  # of a file with several models
+                error.remedy = f"pass the file itself, and {error.remedy}"
             raise
         for tensor, stored in state.tensors.items():
             key = TensorKey(tensor, 0, 0)

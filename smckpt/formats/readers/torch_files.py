@@ -259,7 +259,7 @@ def safetensors_of(source: SourceFiles, file: ArchiveRecord) -> dict[str, Stored
     """The tensors of a safetensors file.
 
     Raises:
-        UsageError: it is a file of a checkpoint of smckpt.
+        UsageError: it is a file of a checkpoint of smckpt, or has a dtype that is not read.
         CorruptCheckpointError: it is damaged.
     """
     try:
@@ -275,13 +275,23 @@ def safetensors_of(source: SourceFiles, file: ArchiveRecord) -> dict[str, Stored
                 remedy="export the checkpoint's directory",
                 path=file.path,
             )
-        out[name] = stored_slot(file, slot)
+        out[name] = stored_slot(file, name, slot)
     return out
 
 
-def stored_slot(file: ArchiveRecord, slot: StoredSlot) -> StoredTensor:
-    """Where a tensor of a safetensors file is."""
-    (dtype,) = (d.name for d in DTYPES.values() if d.code == slot.code)
+def stored_slot(file: ArchiveRecord, name: str, slot: StoredSlot) -> StoredTensor:
+    """Where a tensor of a safetensors file is.
+
+    Raises:
+        UsageError: it has a dtype of safetensors that is not read.
+    """
+    dtype = next((d.name for d in DTYPES.values() if d.code == slot.code), None)
+    if dtype is None:
+        raise UsageError(
+            f"{name} has the dtype {slot.code}, which smckpt does not read",
+            remedy="pass the model in another dtype, such as the release in bfloat16",
+            path=file.path,
+        )
     record = file.part(slot.offset, slot.nbytes)
     return StoredTensor(dtype, slot.shape, row_major_strides(slot.shape), 0, record)
 

@@ -19,7 +19,7 @@ from smckpt.checkpoint.reading.plan_local import LoadingRank
 from smckpt.checkpoint.reading.read import StoredCopy, scattered
 from smckpt.checkpoint.reading.whole import kind_of, nested, under_names
 from smckpt.errors import CorruptCheckpointError, KeysMismatchError, MemoryBudgetError, StateError
-from smckpt.layout.containers import made_again
+from smckpt.layout.containers import is_array, made_again, order_in
 from smckpt.layout.entries import Path, dotted
 from smckpt.staging.ring import OnDevice
 from smckpt.state_dict.modes import neutral
@@ -169,11 +169,10 @@ def whole_state(
     for tensor in Planner(me).tensors():
         path = tensor.path
         if only is None or str(path[0]) in only:
-            room = _room(catalogue, tensor)
             kind = kind_of(catalogue, path) or ""
-            leaves[path] = (
-                room.numpy() if kind == "ndarray" else flagged(room, kind.partition(";")[2])
-            )
+            room = _room(catalogue, tensor, order_in(kind))
+            array = is_array(kind)
+            leaves[path] = room.numpy() if array else flagged(room, kind.partition(";")[2])
             around = tensors
             for key in path[:-1]:
                 around = around.setdefault(key, {})
@@ -209,7 +208,9 @@ def whole_state(
     return nested(catalogue, leaves), tensors
 
 
-def _room(catalogue: Catalogue, tensor: LogicalTensor) -> torch.Tensor:
+def _room(
+    catalogue: Catalogue, tensor: LogicalTensor, order: tuple[int, ...] | None
+) -> torch.Tensor:
     name, shape, nbytes = dotted(tensor.path), tensor.shape, tensor.nbytes
     if (
         catalogue.ours and catalogue.whole and nbytes > catalogue.nbytes
@@ -221,7 +222,9 @@ def _room(catalogue: Catalogue, tensor: LogicalTensor) -> torch.Tensor:
             path=catalogue.url,
         )
     try:
-        return torch.empty(shape, dtype=getattr(torch, tensor.dtype), device="cpu")
+        if order is None or len(order) != len(shape):
+            order = tuple(range(len(shape)))
+        return torch.empty_permuted(shape, order, dtype=getattr(torch, tensor.dtype), device="cpu")
     except RuntimeError as error:  # torch has no class of its own for it
         raise MemoryBudgetError(
             f"there is no memory for {name!r} {list(shape)}: {error}",

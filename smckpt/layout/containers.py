@@ -31,6 +31,7 @@ __all__ = [
     "class_of_name",
     "container_kind",
     "flattened",
+    "is_array",
     "items_of",
     "joined",
     "lacking_keys",
@@ -245,18 +246,23 @@ def _key(text: Any) -> Any:
     return text if type(value) in (str, int) else value
 
 
-def order_kind(order: tuple[int, ...]) -> str:
-    """The kind of an array whose dimensions lie in another order in memory: "order:1,0". What an
-    optimizer's tensor is to autograd follows a semicolon: "order:1,0;grad", ";gradparameter"; and
-    "whole" if a mesh divided its parameter, but not the tensor."""
-    return "order:" + ",".join(map(str, order))
+def order_kind(order: tuple[int, ...], of_numpy: bool) -> str:
+    """The kind of an array whose dimensions lie in another order in memory: "order:1,0", or
+    "ndarray:1,0". What a tensor is to autograd follows a semicolon: "order:1,0;grad",
+    ";gradparameter"; and "whole" if a mesh divided its parameter, but not the tensor."""
+    return ("ndarray:" if of_numpy else "order:") + ",".join(map(str, order))
+
+
+def is_array(kind: str | None) -> bool:
+    """Whether it is the kind of an array of NumPy."""
+    return (kind or "").partition(":")[0] == "ndarray"
 
 
 def order_in(kind: str | None) -> tuple[int, ...] | None:
     """The inverse of `order_kind`; None for any other kind."""
     name, _, dims = (kind or "").partition(";")[0].partition(":")
     numbers = dims.split(",")
-    if name != "order" or not all(number.isdecimal() for number in numbers):
+    if name not in ("order", "ndarray") or not all(number.isdecimal() for number in numbers):
         return None
     found = tuple(map(int, numbers))
     return found if sorted(found) == list(range(len(found))) else None

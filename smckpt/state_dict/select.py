@@ -184,7 +184,7 @@ class Selector:
             entries.append(entry)
             strided = not local.is_contiguous() and (tag is None or tag.after)
             if strided and (order := order_of(tensor)) is not None:
-                walk.containers.setdefault(path, order_kind(order))  # an array stays one
+                walk.containers[path] = order_kind(order, path in walk.containers)
             tensors.append(local)
             tags.append(tag)
         optimizers = walk.optimizers
@@ -197,16 +197,18 @@ class Selector:
             walk.owners.append((path, binding))
         states = {(*path, "state"): whole_in(binding) for path, binding in walk.owners}
         depths = sorted({len(path) for path in states})
-        for path, tensor in walk.tensors:  # a new optimizer has none whose flags could be kept
+        for path, tensor in walk.tensors:  # a load may have to make it
+            # A block's own tensors, unless an optimizer keeps them, are their model's.
+            flags = flags_of(tensor) if tag_of(tensor) is None else ""
             for depth in depths:
                 if len(path) <= depth:
                     break
                 if (whole_of := states.get(path[:depth])) is None:
                     continue
                 flags = flags_of(tensor) + "whole" * whole_of(path[depth:], tensor)
-                if flags and walk.containers.get(path) != "ndarray":
-                    walk.containers[path] = f"{walk.containers.get(path, '')};{flags}"
                 break
+            if flags:
+                walk.containers[path] = f"{walk.containers.get(path, '')};{flags}"
         if len(entries) != len(self._last) or any(
             a is not b for a, b in zip(entries, self._last, strict=True)
         ):

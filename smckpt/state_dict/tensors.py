@@ -131,8 +131,12 @@ def zeros_on_mesh(
 
 
 def flags_of(tensor: torch.Tensor) -> str:
-    """What a tensor of an optimizer's state is to autograd: "", or "grad", "parameter" or both."""
-    return "grad" * tensor.requires_grad + "parameter" * isinstance(tensor, nn.Parameter)
+    """What a tensor is to autograd and to modules: "", or "grad", "parameter" or both; or "buffer"
+    (`nn.Buffer`), with "unsaved" if it is not persistent."""
+    found = "grad" * tensor.requires_grad + "parameter" * isinstance(tensor, nn.Parameter)
+    if getattr(tensor, "_is_buffer", False):
+        found += "buffer" + "unsaved" * (not getattr(tensor, "persistent", True))
+    return found
 
 
 def flagged(tensor: torch.Tensor, flags: str) -> torch.Tensor:
@@ -140,6 +144,8 @@ def flagged(tensor: torch.Tensor, flags: str) -> torch.Tensor:
     if not flags:
         return tensor
     made = tensor.detach().requires_grad_("grad" in flags)
+    if "buffer" in flags:
+        return nn.Buffer(made, persistent="unsaved" not in flags)
     return nn.Parameter(made, made.requires_grad) if "parameter" in flags else made
 
 

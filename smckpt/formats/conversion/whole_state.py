@@ -22,7 +22,7 @@ from smckpt.checkpoint.reading.catalogue import Catalogue, LogicalTensor
 from smckpt.checkpoint.reading.read import Meter, Progress
 from smckpt.checkpoint.reading.whole import WholeTensors, kind_of, nested, under_names
 from smckpt.errors import StateError
-from smckpt.layout.containers import flattened
+from smckpt.layout.containers import flattened, is_array
 from smckpt.layout.entries import Path, dotted
 from smckpt.layout.strided import Box
 
@@ -180,7 +180,7 @@ class WholeState:
         for number, tensor in enumerate(self.tensors):
             if key not in (None, tensor.path[0]):
                 continue
-            array = kind_of(self.catalogue, tensor.path) == "ndarray"
+            array = is_array(kind_of(self.catalogue, tensor.path))
             if array or held(tensor):
                 if tensor.nbytes > AT_ONCE:
                     raise StateError(

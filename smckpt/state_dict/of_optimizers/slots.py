@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from smckpt.errors import StateError
-from smckpt.layout.containers import FACTS, items_of, like, made, named_class, order_in
+from smckpt.layout.containers import (
+    FACTS,
+    is_array,
+    items_of,
+    like,
+    made,
+    named_class,
+    order_in,
+)
 from smckpt.layout.entries import Path, dotted
 from smckpt.state_dict.of_optimizers.bindings import Binding
 from smckpt.state_dict.tags import tag_of
@@ -119,7 +127,7 @@ class SavedState:
                 name,
                 rank in row.ranks,
                 order_in(kinds.get(row.path)),
-                kinds.get(row.path) == "ndarray",
+                is_array(kinds.get(row.path)),
                 kinds.get(row.path, "").partition(";")[2],
             )
             stored = row.path  # its containers are recorded under this one
@@ -269,7 +277,8 @@ def aligned(saved: Any, live: Any, make: Room, *, keep: bool = False, at: Path =
         if saved.array:
             return saved.zeros().numpy()
         tensor = make(saved, live, at)
-        return live if tensor is live else flagged(tensor, saved.flags)
+        fits = tensor is live and saved.flags.replace("whole", "") in ("", flags_of(live))
+        return live if fits else flagged(tensor, saved.flags)
     if isinstance(saved, Mapping):
         if FACTS in saved:  # the parts of a tensor that holds others: `parts.make_state` makes it
             return live if isinstance(live, torch.Tensor) else ABSENT

@@ -1,0 +1,109 @@
+"""What a load makes for an object, a dict or nobody is what `torch.save` and `torch.load` give."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import smckpt
+
+
+class Kept:
+    """An object that gives what it has, and keeps whatever it is given."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def state_dict(self) -> Any:
+        return self.value
+
+    def load_state_dict(self, value: Any) -> None:
+        self.value = value
+
+
+T = torch.arange(6.0).reshape(2, 3)
+IMAGE = torch.arange(120.0).reshape(2, 3, 4, 5)
+
+TENSORS: dict[str, Callable[[], Any]] = {
+    "a parameter": lambda: nn.Parameter(T.clone()),
+    "a frozen parameter": lambda: nn.Parameter(T.clone(), requires_grad=False),
+    "parameters in containers": lambda: {"l": [nn.Parameter(T.clone()), (nn.Parameter(T + 1), T)]},
+    "a tensor that wants a gradient": lambda: {"w": T.clone().requires_grad_()},
+    "a result of gradients": lambda: [T.clone().requires_grad_() * 2],
+    "buffers": lambda: {"b": nn.Buffer(T.clone()), "c": nn.Buffer(T + 1, persistent=False)},
+    "channels last": lambda: IMAGE.to(memory_format=torch.channels_last),
+    "a parameter with channels last": lambda: [
+        nn.Parameter(IMAGE.to(memory_format=torch.channels_last))
+    ],
+    "a transposed tensor": lambda: {"t": T.clone().t()},
+    "an array in another order": lambda: {"a": np.asfortranarray(np.arange(6.0).reshape(2, 3))},
+    "an array": lambda: np.arange(6.0).reshape(2, 3),
+}
+
+
+def described(value: Any) -> Any:
+    """For a comparison: values with their bits, classes and all that is kept beside them."""
+    if isinstance(value, torch.Tensor):
+        raw = value.detach().contiguous().reshape(-1).view(torch.uint8).tolist()
+        kept = type(value), isinstance(value, nn.Buffer), getattr(value, "persistent", None)
+        return *kept, value.requires_grad, value.dtype, tuple(value.shape), value.stride(), raw
+    if isinstance(value, np.ndarray):
+        return str(value.dtype), value.shape, value.strides, value.tobytes()
+    if isinstance(value, Mapping):
+        return type(value), [(key, described(child)) for key, child in value.items()]
+    if isinstance(value, (list, tuple)):
+        return type(value), [described(child) for child in value]
+    return type(value), repr(value)
+
+
+def by_torch(value: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def emptied(value: Any) -> Any:
+    """A value of the same structure, with other numbers in its tensors."""
+    for tensor in torch.utils._pytree.tree_leaves(value):
+        if isinstance(tensor, torch.Tensor):
+            tensor.data.zero_()
+        elif isinstance(tensor, np.ndarray):
+            tensor[...] = 0
+    return value
+
+
+TARGETS: dict[str, Callable[[Any], Any]] = {
+    "a new object": lambda _: Kept({}),
+    "an object with None": lambda _: Kept(None),
+    "an object of that structure": lambda make: Kept(emptied(make())),
+}
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_a_load_gives_what_torch_gives(tmp_path: Path, name: str) -> None:
+    make = TENSORS[name]
+    expected = described(by_torch(make()))
+    smckpt.save({"x": [{"o": Kept(make())}]}, checkpoint_id=tmp_path / "one")
+    for target in TARGETS.values():
+        kept = target(make)
+        smckpt.load({"x": [{"o": kept}]}, checkpoint_id=tmp_path / "one")
+        assert described(kept.value) == expected
+    with smckpt.CheckpointManager(tmp_path / "run", signals=()) as manager:
+        manager.save(1, {"o": Kept(make())}).wait()
+        fresh = Kept({})
+        manager.restore(into={"o": fresh})
+    assert described(fresh.value) == expected
+    smckpt.save({"value": make(), "n": 1}, checkpoint_id=tmp_path / "value")
+    loaded = smckpt.load(checkpoint_id=tmp_path / "value")
+    assert described(loaded["value"]) == expected
+    filled = {"value": emptied(make()), "n": 0}
+    smckpt.load(filled, checkpoint_id=tmp_path / "value")
+    assert described(filled["value"]) == expected

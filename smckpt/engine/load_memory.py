@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,14 +19,14 @@ from smckpt.checkpoint.reading.plan_local import LoadingRank
 from smckpt.checkpoint.reading.read import StoredCopy, scattered
 from smckpt.checkpoint.reading.whole import kind_of, nested, under_names
 from smckpt.errors import CorruptCheckpointError, KeysMismatchError, MemoryBudgetError, StateError
-from smckpt.layout.containers import is_array, made_again, order_in
+from smckpt.layout.containers import dims_in, is_array, made_again
 from smckpt.layout.entries import Path, dotted
 from smckpt.staging.ring import OnDevice
 from smckpt.state_dict.modes import neutral
 from smckpt.state_dict.restore import put
 from smckpt.state_dict.select import Selection
 from smckpt.state_dict.tags import put_back, tag_of
-from smckpt.state_dict.tensors import fill, flagged, same_bits
+from smckpt.state_dict.tensors import arranged, expanded_in, fill, flagged, same_bits
 
 __all__ = ["LoadMemory", "memory_of", "whole_state"]
 
@@ -56,6 +56,9 @@ class LoadMemory:
         for device in devices:
             torch.accelerator.synchronize(device)  # a stream of the device may still write to them
         for tensor, staged in self.late:
+            dims = expanded_in(tensor)  # all elements along them are one
+            for dim in dims:
+                tensor, staged = tensor.narrow(dim, 0, 1), staged.narrow(dim, 0, 1)
             fill(tensor, staged)
         put_back(self.selection.tensors)
         for device in devices:  # kernels fill strided tensors, and no other stream waits for them
@@ -76,9 +79,12 @@ class LoadMemory:
             )
 
 
-def memory_of(selection: Selection, copies: Sequence[StoredCopy], *, partly: bool) -> LoadMemory:
+def memory_of(
+    selection: Selection, copies: Sequence[StoredCopy], kinds: Mapping[Path, str], *, partly: bool
+) -> LoadMemory:
     """
     Args:
+        kinds: as in a `Catalogue`'s containers.
         partly: some tensors may not be read. They keep their values.
 
     Raises:
@@ -100,11 +106,11 @@ def memory_of(selection: Selection, copies: Sequence[StoredCopy], *, partly: boo
             buffers.append(OnDevice(live))
             continue
         elif not live.is_cpu or not _is_plain(live):
-            strides = live.stride()
-            if any(step == 0 and size > 1 for size, step in zip(live.shape, strides, strict=True)):
+            dims, path = expanded_in(tensor), selection.entries[number].path
+            if dims and not {*dims} <= {*(dims_in(kinds.get(path), "expanded") or ())}:
                 raise StateError(
-                    f"{selection.entries[number].key!r} is an expanded tensor with strides "
-                    f"{strides}: its elements share memory and cannot be filled",
+                    f"{dotted(path)!r} is an expanded tensor with strides {tensor.stride()}: its "
+                    "elements share memory, and no such tensor was saved",
                     remedy="call .contiguous() or .clone() on it before the load",
                 )
             live = _stand_in(tensor, partly)
@@ -170,7 +176,7 @@ def whole_state(
         path = tensor.path
         if only is None or str(path[0]) in only:
             kind = kind_of(catalogue, path) or ""
-            room = _room(catalogue, tensor, order_in(kind))
+            room = _room(catalogue, tensor, kind)
             array = is_array(kind)
             leaves[path] = room.numpy() if array else flagged(room, kind.partition(";")[2])
             around = tensors
@@ -208,9 +214,7 @@ def whole_state(
     return nested(catalogue, leaves), tensors
 
 
-def _room(
-    catalogue: Catalogue, tensor: LogicalTensor, order: tuple[int, ...] | None
-) -> torch.Tensor:
+def _room(catalogue: Catalogue, tensor: LogicalTensor, kind: str) -> torch.Tensor:
     name, shape, nbytes = dotted(tensor.path), tensor.shape, tensor.nbytes
     if (
         catalogue.ours and catalogue.whole and nbytes > catalogue.nbytes
@@ -222,9 +226,9 @@ def _room(
             path=catalogue.url,
         )
     try:
-        if order is None or len(order) != len(shape):
-            order = tuple(range(len(shape)))
-        return torch.empty_permuted(shape, order, dtype=getattr(torch, tensor.dtype), device="cpu")
+        order, expanded = dims_in(kind, "order", "ndarray"), dims_in(kind, "expanded") or ()
+        dtype = getattr(torch, tensor.dtype)
+        return arranged(tuple(shape), order, expanded, dtype=dtype, device="cpu")
     except RuntimeError as error:  # torch has no class of its own for it
         raise MemoryBudgetError(
             f"there is no memory for {name!r} {list(shape)}: {error}",

@@ -250,7 +250,8 @@ def plan_of(
         if request.strict:
             objects = _asked_for(objects, tops, request, me)
         _check_objects(selection, objects, settled, request, me)
-    memory = memory_of(selection, plan.copies, partly=not request.strict)
+    kinds = catalogue.containers or {}
+    memory = memory_of(selection, plan.copies, kinds, partly=not request.strict)
     gathered: list[tuple[str, Any]] = []
     if selection.gathered:
         gathered = [(dotted(path), put) for path, put in gathered_parts(state_dict)]

@@ -30,17 +30,17 @@ __all__ = [
     "class_name",
     "class_of_name",
     "container_kind",
+    "dims_in",
     "flattened",
     "is_array",
     "items_of",
     "joined",
+    "kind_with",
     "lacking_keys",
     "like",
     "made",
     "made_again",
     "named_class",
-    "order_in",
-    "order_kind",
     "parts_of_value",
     "register_value_class",
     "renewed",
@@ -246,11 +246,12 @@ def _key(text: Any) -> Any:
     return text if type(value) in (str, int) else value
 
 
-def order_kind(order: tuple[int, ...], of_numpy: bool) -> str:
+def kind_with(form: str, dims: tuple[int, ...]) -> str:
     """The kind of an array whose dimensions lie in another order in memory: "order:1,0", or
-    "ndarray:1,0". What a tensor is to autograd follows a semicolon: "order:1,0;grad",
-    ";gradparameter"; and "whole" if a mesh divided its parameter, but not the tensor."""
-    return ("ndarray:" if of_numpy else "order:") + ",".join(map(str, order))
+    "ndarray:1,0"; or of one in which all elements along these dimensions are one: "expanded:0".
+    What a tensor is to autograd follows a semicolon: "order:1,0;grad", ";gradparameter"; and
+    "whole" if a mesh divided its parameter, but not the tensor."""
+    return f"{form}:" + ",".join(map(str, dims))
 
 
 def is_array(kind: str | None) -> bool:
@@ -258,14 +259,16 @@ def is_array(kind: str | None) -> bool:
     return (kind or "").partition(":")[0] == "ndarray"
 
 
-def order_in(kind: str | None) -> tuple[int, ...] | None:
-    """The inverse of `order_kind`; None for any other kind."""
+def dims_in(kind: str | None, *forms: str) -> tuple[int, ...] | None:
+    """The inverse of `kind_with`; None for a kind of another form."""
     name, _, dims = (kind or "").partition(";")[0].partition(":")
     numbers = dims.split(",")
-    if name not in ("order", "ndarray") or not all(number.isdecimal() for number in numbers):
+    if name not in forms or not all(number.isdecimal() for number in numbers):
         return None
     found = tuple(map(int, numbers))
-    return found if sorted(found) == list(range(len(found))) else None
+    if name != "expanded" and sorted(found) != list(range(len(found))):
+        return None
+    return found
 
 
 # -- values of classes by name --------------------------------------------------------------------

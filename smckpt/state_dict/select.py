@@ -16,7 +16,7 @@ from smckpt.layout.containers import (
     class_of_name,
     container_kind,
     items_of,
-    order_kind,
+    kind_with,
     text_of_key,
 )
 from smckpt.layout.entries import DTYPES, Entry, ObjectLeaf, Path, dotted
@@ -48,6 +48,7 @@ from smckpt.state_dict.tensors import (
     cuts_itself,
     dtensor_parts,
     dtype_name,
+    expanded_in,
     flags_of,
     flattened,
     is_dtensor,
@@ -183,8 +184,11 @@ class Selector:
                 note_attributes(tensor, path, walk.unmade, walk.bare)
             entries.append(entry)
             strided = not local.is_contiguous() and (tag is None or tag.after)
+            array = walk.containers.get(path)
             if strided and (order := order_of(tensor)) is not None:
-                walk.containers[path] = order_kind(order, path in walk.containers)
+                walk.containers[path] = kind_with(array or "order", order)
+            elif array is None and (dims := expanded_in(local)):
+                walk.containers[path] = kind_with("expanded", dims)
             tensors.append(local)
             tags.append(tag)
         optimizers = walk.optimizers

@@ -7,6 +7,7 @@ another torch the error names the one that it lacks.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,10 +20,12 @@ from smckpt.layout.strided import Box
 
 __all__ = [
     "PLAIN",
+    "arranged",
     "cuts_itself",
     "detached",
     "dtensor_parts",
     "dtype_name",
+    "expanded_in",
     "fill",
     "flagged",
     "flags_of",
@@ -156,6 +159,25 @@ def order_of(tensor: torch.Tensor) -> tuple[int, ...] | None:
         return None
     order = tuple(sorted(range(tensor.dim()), key=lambda dim: -tensor.stride()[dim]))
     return order if tensor.permute(order).is_contiguous() else None
+
+
+def expanded_in(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The dimensions along which all elements are one, so that no copy can fill them."""
+    if is_dtensor(tensor) or tensor.layout is not torch.strided or tensor.is_contiguous():
+        return ()
+    steps = enumerate(zip(tensor.shape, tensor.stride(), strict=True))
+    return tuple(dim for dim, (size, step) in steps if step == 0 and size > 1)
+
+
+def arranged(
+    shape: tuple[int, ...], order: tuple[int, ...] | None, expanded: Sequence[int], **like: Any
+) -> torch.Tensor:
+    """A tensor with its dimensions in an order of memory, or expanded along some of them. One in
+    the usual order has no values yet."""
+    if order is not None and len(order) == len(shape):
+        return torch.empty_permuted(shape, order, **like).zero_()
+    sizes = [1 if dim in expanded else size for dim, size in enumerate(shape)]
+    return torch.zeros(sizes, **like).expand(*shape) if expanded else torch.empty(shape, **like)
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:

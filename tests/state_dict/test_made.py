@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,8 @@ TENSORS: dict[str, Callable[[], Any]] = {
     ],
     "a transposed tensor": lambda: {"t": T.clone().t()},
     "an array in another order": lambda: {"a": np.asfortranarray(np.arange(6.0).reshape(2, 3))},
+    "an expanded tensor": lambda: torch.arange(3.0).expand(4, 3),
+    "expanded ones inside": lambda: [nn.Parameter(torch.ones(3, 1).expand(3, 2)), 1],
     "an array": lambda: np.arange(6.0).reshape(2, 3),
 }
 
@@ -74,7 +77,8 @@ def emptied(value: Any) -> Any:
     """A value of the same structure, with other numbers in its tensors."""
     for tensor in torch.utils._pytree.tree_leaves(value):
         if isinstance(tensor, torch.Tensor):
-            tensor.data.zero_()
+            own = [slice(None) if step else slice(1) for step in tensor.stride()]
+            tensor.data[tuple(own)] = 0
         elif isinstance(tensor, np.ndarray):
             tensor[...] = 0
     return value
@@ -107,3 +111,20 @@ def test_a_load_gives_what_torch_gives(tmp_path: Path, name: str) -> None:
     filled = {"value": emptied(make()), "n": 0}
     smckpt.load(filled, checkpoint_id=tmp_path / "value")
     assert described(filled["value"]) == expected
+
+
+class Broadcast(nn.Linear):
+    """A buffer whose rows are one."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__(3, 3)
+        self.register_buffer("row", torch.full((3,), value).expand(2, 3))
+
+
+@pytest.mark.parametrize("kind", [None, smckpt.LOCAL, smckpt.SHARDED])
+def test_an_expanded_buffer_is_filled(tmp_path: Path, kind: Any) -> None:
+    trained, other = Broadcast(4.0), Broadcast(0.0)
+    for call, model in ((smckpt.save, trained), (smckpt.load, other)):
+        with nullcontext() if kind is None else smckpt.sm_state_dict_type(model, kind):
+            call({"model": model if kind is None else model.state_dict()}, checkpoint_id=tmp_path)
+    assert torch.equal(other.row, trained.row) and other.row.stride() == (0, 1)

@@ -15,18 +15,20 @@ import torch
 from smckpt.errors import StateError
 from smckpt.layout.containers import (
     FACTS,
+    dims_in,
     is_array,
     items_of,
     like,
     made,
     named_class,
-    order_in,
 )
 from smckpt.layout.entries import Path, dotted
 from smckpt.state_dict.of_optimizers.bindings import Binding
 from smckpt.state_dict.tags import tag_of
 from smckpt.state_dict.tensors import (
+    arranged,
     dtensor_parts,
+    expanded_in,
     flagged,
     flags_of,
     is_dtensor,
@@ -46,7 +48,7 @@ class SavedSlot:
     takes, if ranks saved arrays of their own; None if a mesh or a flat parameter divides the
     tensor. placements: as the mesh's dimensions divided it: the tensor's dimension, or None. array:
     it was one of NumPy. flags: as of `flags_of`, and "whole" if a mesh divided its parameter, but
-    not the tensor."""
+    not the tensor. expanded: the dimensions along which all elements are one."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -57,6 +59,7 @@ class SavedSlot:
     order: tuple[int, ...] | None = None
     array: bool = False
     flags: str = ""
+    expanded: tuple[int, ...] = ()
 
     @property
     def flat(self) -> bool:
@@ -66,10 +69,10 @@ class SavedSlot:
     def zeros(self, device: torch.device | None = None) -> torch.Tensor:
         """Of the shape that this rank takes, in the order of memory that was saved."""
         shape = self.shape if self.local is None else self.local
-        if self.order is None or len(self.order) != len(shape):
-            return torch.zeros(shape, dtype=self.dtype, device=device or "cpu")
-        made = torch.empty_permuted(shape, self.order, dtype=self.dtype, device=device or "cpu")
-        return made.zero_()
+        like: Any = {"dtype": self.dtype, "device": device or "cpu"}
+        if self.order is None and not self.expanded:
+            return torch.zeros(shape, **like)
+        return arranged(shape, self.order, self.expanded, **like)
 
 
 class _Absent:
@@ -126,9 +129,10 @@ class SavedState:
                 _placements(geometry),
                 name,
                 rank in row.ranks,
-                order_in(kinds.get(row.path)),
+                dims_in(kinds.get(row.path), "order", "ndarray"),
                 is_array(kinds.get(row.path)),
                 kinds.get(row.path, "").partition(";")[2],
+                dims_in(kinds.get(row.path), "expanded") or (),
             )
             stored = row.path  # its containers are recorded under this one
             inside = part in owned and len(full) > deep
@@ -352,7 +356,7 @@ def room(
     def make(saved: SavedSlot, live: Any, at: Path) -> torch.Tensor:
         like = bool(saved.shape) and (saved.shape in shapes or (flat and saved.local is None))
         like &= not (parameter is not None and is_dtensor(parameter) and "whole" in saved.flags)
-        if isinstance(live, torch.Tensor) and not _is_expanded(live):
+        if isinstance(live, torch.Tensor) and not expanded_in(live):
             shape = tuple(live.shape)
             if parameter is not None and flat and like:
                 fits = shape == tuple(parameter.shape)
@@ -391,13 +395,6 @@ def room(
         raise _no_room(saved)
 
     return make
-
-
-def _is_expanded(live: torch.Tensor) -> bool:
-    """Whether elements share memory, so that they cannot be filled."""
-    return not is_dtensor(live) and any(
-        step == 0 and size > 1 for size, step in zip(live.shape, live.stride(), strict=True)
-    )
 
 
 def _whole(saved: SavedSlot) -> bool:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import enum
+import json
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
@@ -56,6 +57,7 @@ PLAIN_DICTS = (dict, OrderedDict, defaultdict)  # not those of a class of the us
 FACTORIES: dict[str, Any] = {
     "": None,
     **{kind.__name__: kind for kind in (dict, list, set, tuple, int, float, str, bool)},
+    **{kind.__name__: kind for kind in (OrderedDict, Counter, deque, complex, bytes, frozenset)},
 }
 
 _CLASSES: Registry[type] = Registry("class of values", type, "smckpt.value_classes", {})
@@ -190,6 +192,8 @@ def container_kind(value: Any) -> str | None:
         return f"deque:{'' if value.maxlen is None else value.maxlen}"
     if isinstance(value, OrderedDict):
         kind = "ordered"
+    if type(value) is Counter:
+        kind = "counter"
     if isinstance(value, defaultdict):
         name = getattr(value.default_factory, "__name__", "")
         known = name in FACTORIES and FACTORIES[name] is value.default_factory
@@ -197,6 +201,33 @@ def container_kind(value: Any) -> str | None:
     if isinstance(value, dict) and any(type(key) not in (str, int) for key in value):
         return f"keys:{kind or ''}"
     return kind
+
+
+def is_made(value: Any) -> bool:
+    """Whether `made` gives a container of its class."""
+    kind = type(value)
+    if kind in (dict, list, tuple, deque, OrderedDict, Counter):
+        return True
+    if kind is defaultdict:
+        return container_kind(value) is not None
+    return named_class(value) == "data" or kind.__module__.split(".")[0] == "smckpt"
+
+
+def in_sequence(keys: list[Any], kind: str | None) -> str:
+    """The kind of a dict in which a value stands before a tensor, with its keys in order. A reader
+    finds tensors first."""
+    return f"sequence:{json.dumps(keys)}{kind or ''}"
+
+
+def object_kind(kind: type, inner: str | None = None) -> str:
+    """The kind of what an object inside another one's state gave, before the kind of its dict."""
+    return f"object:{class_name(kind)}/{inner or ''}"
+
+
+def object_in(kind: str | None) -> str | None:
+    """The name of the class in an `object_kind`."""
+    form, _, what = (kind or "").partition(":")
+    return what.partition("/")[0] if form == "object" else None
 
 
 def text_of_key(key: Any) -> Any:
@@ -217,6 +248,13 @@ def text_of_key(key: Any) -> Any:
 def made(kind: str | None, items: Mapping[Any, Any]) -> Any:
     """A container of a recorded kind. One of an unknown class is a tuple or a dict."""
     form, _, what = (kind or "").partition(":")
+    if form == "sequence":
+        keys, end = json.JSONDecoder().raw_decode(what)
+        at = {key: number for number, key in enumerate(keys)}
+        pairs = sorted(items.items(), key=lambda pair: at.get(pair[0], len(at)))
+        return made(what[end:] or None, dict(pairs))
+    if form == "object":
+        return made(what.partition("/")[2] or None, items)
     if form == "keys":
         return made(what or None, {_key(key): child for key, child in items.items()})
     if form in ("list", "tuple", "deque", "named"):
@@ -228,6 +266,8 @@ def made(kind: str | None, items: Mapping[Any, Any]) -> Any:
         return ordered if form == "list" else tuple(ordered)
     if form == "ordered":
         return OrderedDict(items)
+    if form == "counter":
+        return Counter(items)
     if form == "defaultdict":
         return defaultdict(FACTORIES[what], items)
     if form == "data" and (found := class_of_name(what)) is not None:

@@ -16,7 +16,7 @@ from torch import nn
 from smckpt.errors import TopologyError, UsageError
 from smckpt.full.context import sm_state_dict_type
 from smckpt.state_dict import SMStateDictType
-from smckpt.state_dict.select import is_stateful
+from smckpt.state_dict.tags import is_stateful
 
 log = logging.getLogger("smckpt")
 

@@ -34,12 +34,12 @@ from smckpt.state_dict.of_optimizers.own_methods import (
     has_own_methods,
     is_optimizer,
 )
-from smckpt.state_dict.select import is_stateful
 from smckpt.state_dict.tags import (
     OptimizerStateDict,
     RememberingDict,
     RememberingList,
     StatefulStateDict,
+    is_stateful,
     model_of,
     set_tag,
     tag_of,
@@ -135,13 +135,16 @@ class Opened:
         if not isinstance(inner, dict):
             return inner
         if not isinstance(inner, StatefulStateDict):
+            holds = getattr(inner, "holds", ())
             inner = self._copy(StatefulStateDict(inner), given)
+            inner.holds = holds
         if is_optimizer(value):
             inner.of_optimizer = True
             self._optimizers.append((value, inner))
         else:
             is_module = isinstance(value, nn.Module)
             inner.reads = read_by(value) if is_module else lambda _: True
+            inner.form = None if is_module else type(given)
         return inner
 
     def _given(self, value: MutableMapping[str, Any]) -> StatefulStateDict:
@@ -216,6 +219,9 @@ class Opened:
             new = self.settle(own[key], filled[key]) if had else filled[key]
             if not had or new is not own[key]:
                 own[key] = new
+        if getattr(filled, "form", None) is not None and [*own] != [*filled]:
+            for key in filled:
+                own[key] = own.pop(key)
         return own
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from smckpt.errors import StateError
-from smckpt.layout.containers import items_of, renewed
+from smckpt.layout.containers import class_name, items_of, like, object_in, renewed
 from smckpt.layout.entries import Path, dotted
 from smckpt.state_dict.modes import is_extra_state
 from smckpt.state_dict.of_optimizers.bindings import (
@@ -172,8 +174,13 @@ def make_read(
     Raises:
         StateError: nothing says how ranks divide a tensor.
     """
-    renewed, settled = False, set[Path]()
+    changed, settled = False, set[Path]()
     make: Room | None = None
+    objects = {
+        at: name
+        for at, kind in (catalogue.containers or {}).items()
+        if (name := object_in(kind)) is not None
+    }
     for path, given in [*_reading(state_dict)]:
         above = SavedState(catalogue, values, path[:-1], rank, owned=()).more()
         saved = above.get(str(path[-1]), ABSENT) if path else above
@@ -182,15 +189,22 @@ def make_read(
         make = make or room(None, None, {}, [*_divided(state_dict)])
         reads = (getattr(given, "reads", None) if grows else None) or _none
         apart = {at[0] for at, _ in _apart(given)}
-        if not (isinstance(given, dict) and isinstance(saved, Mapping)):
+        form = getattr(given, "form", None)
+        other = form in _FORMS and (
+            type(saved) is not form or objects.get(path, "") in map(class_name, _OF_PARAMETERS)
+        )
+        if other or not (isinstance(given, dict) and isinstance(saved, Mapping)):
             if grows and not apart and (reads is not _none or not isinstance(given, dict)):
                 around: Any = state_dict
                 for key in path[:-1]:
                     around = around[key]
-                around[path[-1]] = aligned(saved, given, make)
+                new = aligned(saved, given, make)
+                new = like(saved, new) if new is given and other else new
+                around[path[-1]] = _with_objects(new, path, objects, top=True)
                 settled.add(path)
-                renewed = True
-            continue
+                changed = True
+            if not (other and apart):
+                continue
         for key in [key for key in given if reads(key) and key not in saved and key not in apart]:
             del given[key]
         for key, value in saved.items():
@@ -198,10 +212,50 @@ def make_read(
                 continue
             new = aligned(value, given.get(key), make)
             if new is not ABSENT:
-                given[key] = new
-                settled.add((*path, key if type(key) is int else str(key)))
-        renewed = True
-    return renewed, frozenset(settled)
+                at = (*path, key if type(key) is int else str(key))
+                given[key] = _with_objects(new, at, objects)
+                settled.add(at)
+        if form is not None and reads is not _none:  # in the order that was saved
+            for key in [key for key in saved if key in given]:
+                given[key] = given.pop(key)
+        changed = True
+    return changed, frozenset(settled)
+
+
+_FORMS = (dict, OrderedDict, defaultdict, Counter)
+_OF_PARAMETERS = (nn.ParameterList, nn.ParameterDict)
+
+
+def _with_objects(new: Any, path: Path, objects: Mapping[Path, str], *, top: bool = False) -> Any:
+    """A value that a load made, with lists and dicts of parameters made again.
+
+    Args:
+        objects: path → the class of an object there, which was saved inside another one.
+        top: the object at `path` itself is there.
+
+    Raises:
+        StateError: another object is to be made.
+    """
+    if not any(at[: len(path)] == path for at in objects):
+        return new
+    items = dict(items_of(new) or ())
+    found = {
+        key: _with_objects(child, (*path, key), objects)
+        for key, child in items.items()
+        if type(key) in (str, int)
+    }
+    for kind in _OF_PARAMETERS:
+        if objects.get(path) == class_name(kind):
+            return kind(items.values() if kind is nn.ParameterList else items)
+    if path in objects and not top:
+        raise StateError(
+            f"{dotted(path)} was saved by an object of the class {objects[path]}, and the target "
+            "has none there, which no load can make",
+            remedy="make it before the load; or have the object around it give its state_dict(), "
+            "and not the object",
+        )
+    changed = {key: child for key, child in found.items() if child is not items[key]}
+    return renewed(new, changed) if changed else new
 
 
 def _none(_: Any) -> bool:

@@ -15,11 +15,14 @@ from smckpt.layout.containers import (
     FACTS,
     class_of_name,
     container_kind,
+    in_sequence,
+    is_made,
     items_of,
     kind_with,
+    object_kind,
     text_of_key,
 )
-from smckpt.layout.entries import DTYPES, Entry, ObjectLeaf, Path, dotted
+from smckpt.layout.entries import Entry, ObjectLeaf, Path, dotted
 from smckpt.layout.geometry import BoxGeometry, Geometry, MeshGeometry, PerRankGeometry
 from smckpt.layout.mesh import Mesh
 from smckpt.state_dict.model_views import names_in_state
@@ -40,6 +43,7 @@ from smckpt.state_dict.tags import (
     RememberingDict,
     StatefulStateDict,
     Tag,
+    is_stateful,
     local_of,
     tag_of,
 )
@@ -51,14 +55,18 @@ from smckpt.state_dict.tensors import (
     expanded_in,
     flags_of,
     flattened,
+    from_numpy,
     is_dtensor,
+    is_of_own_class,
     is_sharded_tensor,
     is_transformed,
-    is_wrapper,
     mesh_of,
+    of_parameters,
     order_of,
     placement_of,
+    refuse_kind,
     shards_of,
+    unsupported,
 )
 
 __all__ = ["Selection", "Selector", "geometry_of"]
@@ -99,7 +107,9 @@ class _Walk:
     objects: list[ObjectLeaf] = field(default_factory=list)
     kinds: set[str] = field(default_factory=set)
     containers: dict[Path, str] = field(default_factory=dict)
-    stateful: list[tuple[Path, Any]] = field(default_factory=list)  # not asked yet
+    # objects that are not asked yet, and whether they are inside what another one gave
+    stateful: list[tuple[Path, Any, bool]] = field(default_factory=list)
+    inside: str = ""  # what gave the part that is walked: "object", "module", "optimizer"
     owners: list[tuple[Path, Binding | None]] = field(default_factory=list)  # of optimizers
     gathered: bool = False
     fresh: bool = False  # in what an optimizer keeps
@@ -139,13 +149,20 @@ class Selector:
         try:
             self._visit(state_dict, (), walk)
             # In the order of their keys on all ranks: an object's state_dict may run a collective.
-            modules = [(at, v) for at, v in walk.stateful if isinstance(v, torch.nn.Module)]
+            modules = [(at, v) for at, v, _ in walk.stateful if isinstance(v, torch.nn.Module)]
             known: dict[int, tuple[str, str]] | None = None
             while walk.stateful:
                 found, walk.stateful = sorted(walk.stateful, key=lambda at: dotted(at[0])), []
-                for path, value in found:
+                for path, value, nested in found:
                     given = value.state_dict()
+                    walk.inside = "module" if isinstance(value, torch.nn.Module) else "object"
+                    walk.inside = "optimizer" if is_optimizer(value) else walk.inside
+                    if is_stateful(given) and of_parameters(given) is None:
+                        walk.unmade.append((dotted(path), *_of_own_class(type(given))))
                     self._visit(given, path, walk)
+                    if nested:  # no load could make it, so it says what it was
+                        inner = walk.containers.get(path)
+                        walk.containers[path] = object_kind(type(value), inner)
                     for at, tree, binding in optimizer_dicts(given, path):
                         if binding is None and (record := stock_record(tree)) is not None:
                             walk.optimizers[dotted(at)] = record
@@ -177,7 +194,7 @@ class Selector:
                 why = f"has no shape ({error})"
                 if is_transformed(tensor):
                     why = "is a value inside a transform of torch.func"
-                raise _unsupported(dotted(path), why, self._rank) from error
+                raise unsupported(dotted(path), why, self._rank) from error
             if entry is None:
                 continue
             if tag is None or tag.after:  # stock state of a model has no attributes either
@@ -249,6 +266,8 @@ class Selector:
             whole = type(value) in PLAIN or cuts_itself(value)
             if whole or (parts := self._parts(value, path)) is None:
                 walk.tensors.append((path, value))
+                if walk.inside == "object" and is_of_own_class(value):
+                    walk.unmade.append((dotted(path), *_of_own_class(type(value))))
                 return True
             inner, facts = parts
             for name, part in inner.items():
@@ -257,8 +276,12 @@ class Selector:
                 walk.unmade.append((dotted(path), *why))
             walk.objects.append(ObjectLeaf((*path, FACTS), facts))
             return True
+        if walk.inside == "object" and (listed := of_parameters(value)) is not None:
+            self._children(listed, listed.items(), path, walk)
+            walk.containers[path] = object_kind(type(value))
+            return True
         if is_stateful(value):  # a dict or list of objects, too, if it has both methods
-            walk.stateful.append((path, value))
+            walk.stateful.append((path, value, walk.inside == "object"))
             return True
         if isinstance(value, RememberingDict) and getattr(value, "put_through", None) is not None:
             walk.gathered = True
@@ -270,11 +293,13 @@ class Selector:
             return found or isinstance(value, StatefulStateDict)
         if isinstance(value, (list, tuple)):
             return self._children(value, enumerate(value), path, walk)
-        of_numpy = type(value).__module__ == "numpy" and type(value).__name__ == "ndarray"
-        if of_numpy and (shared := self._from_numpy(value, path)) is not None:
-            walk.tensors.append((path, shared))
-            walk.containers[path] = "ndarray"
-            return True
+        if type(value).__module__ == "numpy" and type(value).__name__ == "ndarray":
+            with neutral():
+                shared = from_numpy(value, path, self._rank)
+            if shared is not None:
+                walk.tensors.append((path, shared))
+                walk.containers[path] = "ndarray"
+                return True
         if is_sharded_tensor(value):
             walk.tensors.append((path, value))
             return True
@@ -285,6 +310,7 @@ class Selector:
 
     def _children(self, value: Any, items: Any, path: Path, walk: _Walk) -> bool:
         mark, found = len(walk.objects), bool(getattr(value, "holds", ()))
+        had_value = mixed = False  # a value stands before a tensor
         odd: list[Any] = []  # keys that no path can hold
         of_optimizer = is_optimizer_dict(value)
         for key, child in items:
@@ -300,9 +326,11 @@ class Selector:
                 )
             if type(key) not in (str, int):
                 odd.append(key)
-                found |= self._visit(child, (*path, repr(key)), walk)
-            else:
-                found |= self._visit(child, (*path, key), walk)
+                key = repr(key)
+            below = self._visit(child, (*path, key), walk)
+            mixed |= had_value and below
+            had_value |= not below
+            found |= below
         if of_optimizer:
             walk.fresh = False
         # An optimizer's dict is never one value, even without state (plain SGD): a load writes to
@@ -313,11 +341,19 @@ class Selector:
         if not found and path:
             del walk.objects[mark:]
             walk.objects.append(ObjectLeaf(path, value))
-        elif (type(value) is not dict or odd) and (kind := container_kind(value)) is not None:
-            walk.containers[path] = kind
-            form, _, name = kind.partition(":")
-            if form == "named" and walk.fresh and class_of_name(name) is None:
+            return found
+        kind = container_kind(value) if type(value) is not dict or odd else None
+        form, _, name = (kind or "").partition(":")
+        if form == "named":
+            if (walk.fresh or walk.inside == "object") and class_of_name(name) is None:
                 walk.unmade.append((dotted(path), *unregistered(type(value))))
+        elif walk.inside == "object" and not is_made(value):
+            walk.unmade.append((dotted(path), *_of_own_class(type(value))))
+        mixed &= walk.inside in ("", "object") and not isinstance(value, RememberingDict)
+        if mixed and path and isinstance(value, Mapping):
+            kind = in_sequence([k if type(k) in (str, int) else repr(k) for k in value], kind)
+        if kind is not None:
+            walk.containers[path] = kind
         return found
 
     def _refuse_odd(self, value: Any, odd: Any, path: Path) -> None:
@@ -357,21 +393,8 @@ class Selector:
         tag = tag_of(value)
         if parts and tag is not None and tag.geometry is not None and tag.geometry.flat:
             what = "is cut from a flat parameter, but holds other tensors"
-            raise _unsupported(dotted(path), what, self._rank)
+            raise unsupported(dotted(path), what, self._rank)
         return parts
-
-    @neutral()
-    def _from_numpy(self, value: Any, path: Path) -> torch.Tensor | None:
-        try:
-            return torch.from_numpy(value)
-        except (TypeError, ValueError) as error:
-            if isinstance(error, TypeError) and value.dtype.kind not in "OV":
-                return None  # torch has no such dtype (text, times)
-            raise StateError(
-                f"the array at {dotted(path)} of dtype {value.dtype} cannot be saved: {error}",
-                remedy="convert it to a plain dtype in the machine's order of bytes, and copy it",
-                rank=self._rank,
-            ) from error
 
     # -- entries -----------------------------------------------------------------------------
 
@@ -398,7 +421,7 @@ class Selector:
     def _make(
         self, path: Path, tensor: torch.Tensor, local: torch.Tensor, tag: Tag | None
     ) -> Entry:
-        _check(tensor, local, path, self._rank)
+        refuse_kind(tensor, local, path, self._rank)
         if tag is not None and len(tag.after) < len(path):
             fqns, after = tag.fqns, tag.after_in(path)
         else:
@@ -465,37 +488,9 @@ def geometry_of(tensor: torch.Tensor, fqn: str, rank: int) -> tuple[torch.Tensor
     return selection.tensors[0], selection.entries[0].geometry
 
 
-def is_stateful(value: Any) -> bool:
-    """Whether this is DCP's Stateful: an object, not a class, with both methods of a state dict."""
+def _of_own_class(kind: type) -> tuple[str, str]:
+    """As `not_made`, of a container with tensors, or a tensor, of a class that no load makes."""
     return (
-        not isinstance(value, type)
-        and callable(getattr(value, "state_dict", None))
-        and callable(getattr(value, "load_state_dict", None))
-    )
-
-
-def _check(tensor: torch.Tensor, local: torch.Tensor, path: Path, rank: int) -> None:
-    what = None
-    if is_wrapper(local):
-        what = f"is a {type(local).__name__}, which computes its values from other tensors"
-    elif is_transformed(tensor):
-        what = "is a value inside a transform of torch.func"
-    elif local.layout is not torch.strided:
-        what = f"is sparse ({local.layout})"
-    elif local.is_quantized:
-        what = "is quantised"
-    elif local.device.type == "meta":
-        what = "is on the meta device and has no data"
-    elif dtype_name(local.dtype) not in DTYPES:
-        what = f"has the dtype {local.dtype}"
-    if what is not None:
-        raise _unsupported(dotted(path), what, rank)
-
-
-def _unsupported(name: str, what: str, rank: int) -> StateError:
-    return StateError(
-        f"{name} {what}, which can be neither saved nor loaded",
-        remedy="give a dense tensor of a plain dtype with memory (a meta module: to_empty()), or "
-        "leave it out",
-        rank=rank,
+        f"{kind.__module__}.{kind.__qualname__}",
+        "put a plain tensor (as_subclass(torch.Tensor)), dict, list or tuple into the state",
     )

@@ -36,6 +36,7 @@ __all__ = [
     "StatefulStateDict",
     "Tag",
     "clear_tag",
+    "is_stateful",
     "local_of",
     "model_of",
     "plain_tag",
@@ -153,6 +154,15 @@ def put_back(tensors: Iterable[torch.Tensor]) -> None:
             at += part.numel()
 
 
+def is_stateful(value: Any) -> bool:
+    """Whether this is DCP's Stateful: an object, not a class, with both methods of a state dict."""
+    return (
+        not isinstance(value, type)
+        and callable(getattr(value, "state_dict", None))
+        and callable(getattr(value, "load_state_dict", None))
+    )
+
+
 def renew_tag(
     tensor: torch.Tensor, fqns: tuple[str, ...], geometry: Geometry | None, after: Path
 ) -> None:
@@ -238,8 +248,11 @@ class StatefulStateDict(RememberingDict):
     as part of the value around it.
 
     groups: those of the optimizer whose state it is, if it is one's. of_optimizer: an optimizer
-    gave it, so a load gives it exactly the keys that were saved.
+    gave it, so a load gives it exactly the keys that were saved. form: the class of the dict that
+    an object gave, if it is no module.
     """
+
+    form: type | None = None
 
     of_optimizer = False
     groups: Sequence[Mapping[str, Any]] = ()

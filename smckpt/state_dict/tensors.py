@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from smckpt.errors import StateError
-from smckpt.layout.entries import Path, dotted
+from smckpt.layout.entries import DTYPES, Path, dotted
 from smckpt.layout.mesh import Mesh, Placement
 from smckpt.layout.strided import Box
 
@@ -30,17 +30,22 @@ __all__ = [
     "flagged",
     "flags_of",
     "flattened",
+    "from_numpy",
     "is_dtensor",
     "is_flattening",
+    "is_of_own_class",
     "is_sharded_tensor",
     "is_transformed",
     "is_wrapper",
     "lacking",
     "mesh_of",
+    "of_parameters",
     "order_of",
     "placement_of",
+    "refuse_kind",
     "same_bits",
     "shards_of",
+    "unsupported",
     "unwrapped",
     "zeros_on_mesh",
 ]
@@ -190,6 +195,23 @@ def is_wrapper(tensor: torch.Tensor) -> bool:
     return bool(tensor.numel() and tensor.data_ptr() == 0)
 
 
+def is_of_own_class(tensor: torch.Tensor) -> bool:
+    """Whether it is of a class of the user's that a load cannot make."""
+    kind = type(tensor)
+    known = kind in PLAIN or kind.__module__.split(".")[0] in ("torch", "torchao")
+    return not known and not is_dtensor(tensor) and unwrapped(tensor) is tensor
+
+
+def of_parameters(value: Any) -> dict[str, nn.Parameter] | None:
+    """The parameters in a `ParameterList` or `ParameterDict` of parameters alone, by their names in
+    its state dict. A load can make such a module, and no other one."""
+    if type(value) not in (nn.ParameterList, nn.ParameterDict):
+        return None
+    found = {str(key): each for key, each in
+             (enumerate(value) if type(value) is nn.ParameterList else value.items())}  # fmt: skip
+    return found if all(type(each) is nn.Parameter for each in found.values()) else None
+
+
 def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor inside with the same values in the same form, if there is one: the result of a
     collective, or a weight that is cast on use. Else the tensor itself."""
@@ -240,6 +262,24 @@ def placement_of(placement: Any, fqn: str) -> Placement:
 @functools.cache
 def _shard(dim: int) -> Placement:
     return Placement("shard", dim)
+
+
+def from_numpy(value: Any, path: Path, rank: int) -> torch.Tensor | None:
+    """The memory of an array as a tensor; None if torch has no such dtype (text, times).
+
+    Raises:
+        StateError: it cannot be saved.
+    """
+    try:
+        return torch.from_numpy(value)
+    except (TypeError, ValueError) as error:
+        if isinstance(error, TypeError) and value.dtype.kind not in "OV":
+            return None
+        raise StateError(
+            f"the array at {dotted(path)} of dtype {value.dtype} cannot be saved: {error}",
+            remedy="convert it to a plain dtype in the machine's order of bytes, and copy it",
+            rank=rank,
+        ) from error
 
 
 def is_sharded_tensor(value: Any) -> bool:
@@ -323,4 +363,35 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     )
     return mine.shape == theirs.shape and torch.equal(
         *(t.contiguous().reshape(-1).view(torch.uint8) for t in (mine, theirs))
+    )
+
+
+def refuse_kind(tensor: torch.Tensor, local: torch.Tensor, path: Path, rank: int) -> None:
+    """
+    Raises:
+        StateError: it is of a kind that no checkpoint holds.
+    """
+    what = None
+    if is_wrapper(local):
+        what = f"is a {type(local).__name__}, which computes its values from other tensors"
+    elif is_transformed(tensor):
+        what = "is a value inside a transform of torch.func"
+    elif local.layout is not torch.strided:
+        what = f"is sparse ({local.layout})"
+    elif local.is_quantized:
+        what = "is quantised"
+    elif local.device.type == "meta":
+        what = "is on the meta device and has no data"
+    elif dtype_name(local.dtype) not in DTYPES:
+        what = f"has the dtype {local.dtype}"
+    if what is not None:
+        raise unsupported(dotted(path), what, rank)
+
+
+def unsupported(name: str, what: str, rank: int) -> StateError:
+    return StateError(
+        f"{name} {what}, which can be neither saved nor loaded",
+        remedy="give a dense tensor of a plain dtype with memory (a meta module: to_empty()), or "
+        "leave it out",
+        rank=rank,
     )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import random
+from collections import ChainMap, Counter, OrderedDict, UserDict, defaultdict, deque, namedtuple
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -14,6 +16,7 @@ import torch
 from torch import nn
 
 import smckpt
+from smckpt import errors
 
 
 class Kept:
@@ -59,6 +62,10 @@ def described(value: Any) -> Any:
         return *kept, value.requires_grad, value.dtype, tuple(value.shape), value.stride(), raw
     if isinstance(value, np.ndarray):
         return str(value.dtype), value.shape, value.strides, value.tobytes()
+    if isinstance(value, nn.ParameterDict):
+        return nn.ParameterDict, [(key, described(child)) for key, child in value.items()]
+    if isinstance(value, nn.ParameterList):
+        return nn.ParameterList, [described(child) for child in value]
     if isinstance(value, Mapping):
         return type(value), [(key, described(child)) for key, child in value.items()]
     if isinstance(value, (list, tuple)):
@@ -91,9 +98,75 @@ TARGETS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", TENSORS)
+CONTAINERS: dict[str, Callable[[], Any]] = {
+    "an ordered dict": lambda: OrderedDict(b=T.clone(), a=1, c=T + 1),
+    "a value before a tensor": lambda: {"z": 1, "b": T.clone(), "a": 2, 3: {"y": 0, "x": T + 1}},
+    "dicts with a default": lambda: {"a": defaultdict(OrderedDict, {"w": T.clone()}),
+                                     "b": defaultdict(deque, {"n": 1}), "c": defaultdict(int)},
+    "a dict with a default": lambda: defaultdict(list, {"a": [T.clone()]}),
+    "a counter": lambda: Counter({"b": 2, "a": 1}),
+    "a counter of tensors": lambda: {"c": Counter({"b": T.clone(), "a": 1})},
+    "empty containers": lambda: {"a": {}, "b": [], "d": T.clone(), "e": (), "f": OrderedDict()},
+    "keys of many kinds": lambda: {None: 1, True: T.clone(), (1, "a"): 2, 5: T + 1, "5x": ""},
+    "names in no order": lambda: {"a.b": T.clone(), "a": {"c": 1}, "": T + 1, "é": 2, "\n": T + 2},
+    "random states": lambda: {"py": random.Random(3).getstate(), "torch": torch.get_rng_state()},
+}  # fmt: skip
+LISTS: dict[str, Callable[[], Any]] = {
+    "a list of parameters": lambda: nn.ParameterList([T.clone(), nn.Parameter(T + 1, False)]),
+    "lists of parameters inside": lambda: {
+        "l": [nn.ParameterList([T.clone()])],
+        "d": nn.ParameterDict({"x": T.clone(), "a": nn.Parameter(T + 1, False)}),
+    },
+}
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_a_new_object_gets_lists_of_parameters(tmp_path: Path, name: str) -> None:
+    smckpt.save({"o": Kept(LISTS[name]())}, checkpoint_id=tmp_path)
+    for fresh in ({}, None, {"l": 1}):
+        kept = Kept(fresh)
+        smckpt.load({"o": kept}, checkpoint_id=tmp_path)
+        assert described(kept.value) == described(by_torch(LISTS[name]()))
+
+
+class Listed(list):  # type: ignore[type-arg]
+    pass
+
+
+class Odd(torch.Tensor):
+    pass
+
+
+Pair = namedtuple("Pair", "x y")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        UserDict(a=T), ChainMap({"a": T}), Listed([T]), {"x": Pair(1, T)}, [T.as_subclass(Odd)],
+        defaultdict(torch.Tensor, {"a": T}), nn.Linear(2, 2),
+    ],
+    ids=lambda value: type(value).__name__,
+)  # fmt: skip
+def test_what_no_load_could_make_is_refused_at_the_save(tmp_path: Path, value: Any) -> None:
+    with pytest.raises(errors.StateError, match=r"^.*\bo.* is a .*so a load could not make it"):
+        smckpt.save({"o": Kept(value)}, checkpoint_id=tmp_path)
+
+
+def test_an_object_that_the_target_has_not_is_named(tmp_path: Path) -> None:
+    smckpt.save({"o": Kept({"net": nn.Linear(2, 2), "n": 1})}, checkpoint_id=tmp_path)
+    target = Kept({"net": nn.Linear(2, 2)})
+    smckpt.load({"o": target}, checkpoint_id=tmp_path)
+    assert type(target.value["net"]) is nn.Linear and target.value["n"] == 1
+    fresh = Kept({})
+    with pytest.raises(errors.StateError, match=r"o\.net was saved by .*torch.nn.*Linear"):
+        smckpt.load({"o": fresh}, checkpoint_id=tmp_path)
+    assert fresh.value == {}
+
+
+@pytest.mark.parametrize("name", [*TENSORS, *CONTAINERS])
 def test_a_load_gives_what_torch_gives(tmp_path: Path, name: str) -> None:
-    make = TENSORS[name]
+    make = {**TENSORS, **CONTAINERS}[name]
     expected = described(by_torch(make()))
     smckpt.save({"x": [{"o": Kept(make())}]}, checkpoint_id=tmp_path / "one")
     for target in TARGETS.values():

@@ -245,6 +245,12 @@ def decode_containers(table: Mapping[str, Any], path: str = "") -> dict[Path, st
 def _kind(value: Any) -> str:
     """The kind of a container. One that is not known here is read as a dict."""
     kind, _, what = _text(value).removeprefix("keys:").partition(":")
+    if kind == "object":
+        _kind(what.partition("/")[2])
+    if kind == "sequence":
+        keys, end = json.JSONDecoder().raw_decode(what)
+        _path(keys)
+        _kind(what[end:])
     if kind == "defaultdict" and what not in FACTORIES:
         raise ValueError(f"a defaultdict of {what!r}")
     if kind == "deque" and what and not what.isdecimal():

@@ -99,6 +99,28 @@ class OfNone(Base):
         self.state["ema", 1] = {"deep": [torch.ones(2), 3]}  # type: ignore[index]
 
 
+class ByGroup(Base):
+    """State by the numbers of the groups, which are numbers of parameters too."""
+
+    def begin(self, slots: Any, parameter: torch.Tensor) -> None: ...
+
+    def go_on(self, group: Any, slots: Any, parameter: torch.Tensor) -> None:
+        held = self.state[0]
+        held["n"] = held.get("n", 0) + 1
+        held["ema"] = held.get("ema", torch.zeros(2)) + 1
+
+
+class Alone(Base):
+    """A parameter's state is one tensor, and no dict."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            held = self.state[parameter]
+            held = held if isinstance(held, torch.Tensor) else torch.ones_like(parameter)
+            self.state[parameter] = held * 0.9 + parameter  # type: ignore[assignment]
+
+
 class Listed(Base):
     """It keeps a parameter's tensor in a list of its own and among the options too."""
 
@@ -257,6 +279,8 @@ CASES: dict[str, Any] = {
     "a number in groups": Ungrouped,
     "of no parameter": OfNone,
     "of no parameter and of one": OfBoth,
+    "by the number of a group": ByGroup,
+    "a tensor alone": Alone,
     "listed": Listed,
     "a key of its own": Total,
     "hooks": Hooked,

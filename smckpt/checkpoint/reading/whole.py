@@ -91,7 +91,8 @@ def under_names(optimizers: Mapping[str, Any], path: Path, value: Any) -> list[t
         value: decoded, or in its stored form; the containers of param_groups look the same in both.
     """
     for at, part in enumerate(path):
-        ids = (optimizers.get(dotted(path[:at])) or {}).get("ids", [])
+        record = optimizers.get(dotted(path[:at])) or {}
+        ids = [] if record.get("form") == "fqn" else record.get("ids", [])
         if not any(names != [str(index)] for index, names in enumerate(ids)):
             continue
         if part == "state" and len(path) > at + 1 and isinstance(owner := path[at + 1], int):

@@ -149,7 +149,7 @@ class Binding:
                     remedy="remove it from optimizer.state, or add the tensor to a group",
                 )
             index, held = ids[id(parameter)], self.held.get(id(parameter))
-            if slots and self.flat(parameter) and isinstance(self.optimizer, torch.optim.LBFGS):
+            if isinstance(self.optimizer, torch.optim.LBFGS) and slots and self.flat(parameter):
                 raise StateError(
                     "LBFGS keeps one state for all parameters, and under FSDP1 each rank has other "
                     "parts of them",
@@ -309,8 +309,11 @@ def owner_of(state_dict: Mapping[str, Any]) -> torch.optim.Optimizer | None:
 
 def _has_slots(groups: Any, state: Mapping[Any, Any], given: Mapping[Any, Any]) -> bool:
     parameters = [p for group in groups for p in group["params"]]
-    numbered = dict(enumerate(parameters))  # a larger number is a key of the optimizer's own
-    return all(state.get(numbered.get(key, key)) is slots for key, slots in given.items())
+    numbered = dict(enumerate(parameters))  # a number may be a key of the optimizer's own, too
+    return all(
+        any(state.get(own) is slots for own in (numbered.get(key, key), key))
+        for key, slots in given.items()
+    )
 
 
 # -- in a user's dict ---------------------------------------------------------------------------

@@ -100,7 +100,8 @@ def prepare_optimizers(
         own = (catalogue.optimizers_of(rank) if numbered else catalogue.optimizers).get(
             dotted(path)
         )
-        other = _of_no_parameter(saved, own or record)
+        by_name = binding is not None and not binding.by_id
+        other = _of_no_parameter(saved, own or record, by_name)
         if binding is None:
             _align_given(tree, saved, strict)
             renewed = True
@@ -172,14 +173,21 @@ def _parameters_of(given: Any) -> list[torch.Tensor]:
     return found or [p for group in getattr(given, "groups", ()) for p in group["params"]]
 
 
-def _of_no_parameter(saved: SavedState, record: Mapping[str, Any] | None) -> list[str]:
-    """The saved keys of the state that name no parameter of any rank."""
+def _of_no_parameter(
+    saved: SavedState, record: Mapping[str, Any] | None, by_name: bool
+) -> list[str]:
+    """The saved keys of the state that name no parameter of any rank.
+
+    Args:
+        by_name: whether the target names its parameters, too.
+    """
     ids = record["ids"] if record else ()
     names = {str(name) for found in ids for name in found}
     owners = saved.owners()
     if not names and not any(owner.isdecimal() for owner in owners):
         return []  # saved by names that are not recorded
-    numbers = len(ids) or sys.maxsize  # a larger number is a key of the optimizer's own
+    # Beside names, and beyond the parameters, a number is a key of the optimizer's own.
+    numbers = 0 if by_name and record and record.get("form") == "fqn" else len(ids) or sys.maxsize
     return [
         owner
         for owner in owners
@@ -199,7 +207,8 @@ def _align_live(
     """Give the live optimizer the saved slots. Returns whether any changed."""
     state, changed = binding.optimizer.state, False
     for index, (parameter, group) in enumerate(binding.members()):
-        keys = (*binding.names(parameter, index), binding.number(index))
+        number = binding.number(index)
+        keys = (*binding.names(parameter, index), *([] if str(number) in other else [number]))
         wanted = saved.slots(keys)
         if has_no_elements(parameter) and not (
             any(t.mine and (binding.by_id or t.flat) for t in saved.tensors(keys))
@@ -211,7 +220,8 @@ def _align_live(
         elif has_no_elements(parameter) and isinstance(wanted, Mapping) and binding.by_id:
             wanted = {k: v for k, v in wanted.items() if getattr(v, "mine", True)}
         if wanted is ABSENT:
-            if state.get(parameter) and strict:
+            live = state.get(parameter)
+            if strict and (isinstance(live, torch.Tensor) or live):
                 del state[parameter]
                 changed = True
             continue
@@ -439,6 +449,8 @@ def named_as_target(
         owners = _owners(binding)
         for key, (leaf_path, value) in _of_owners(out, path):
             owner = leaf_path[len(path) + 1]
+            if isinstance(owner, int) and record.get("form") == "fqn":
+                continue  # a key of the optimizer's own
             known = isinstance(owner, int) and 0 <= owner < len(ids)
             saved = ids[owner] if known else [owner]
             targets = [t for name in saved for t in owners.get(str(name), ())]

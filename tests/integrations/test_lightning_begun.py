@@ -80,6 +80,20 @@ def test_a_resumed_run_has_the_memory_of_its_first_save_before_it(tmp_path: Path
     assert arenas() == before
 
 
+def test_a_new_run_has_the_memory_of_its_first_save_after_its_first_step(tmp_path: Path) -> None:
+    _RUNTIME.drop("lightning", 60)  # as in a new process
+    others, found = arenas(), list[dict[int, int]]()
+
+    class Looks(Begins):
+        def on_train_batch_start(self, *_: Any) -> None:
+            if len(found) < 2:
+                found.append(prewarmed("lightning") if found else arenas())
+
+    fit(SmckptTrainer, tmp_path, 1, begins=Looks())
+    assert found[0] == others and len(found[1]) == len(others) + 1
+    assert arenas() == found[1]
+
+
 class Raises(Callback):  # type: ignore[misc]
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         if trainer.global_step == 3:

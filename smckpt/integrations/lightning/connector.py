@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -114,11 +114,14 @@ class SmckptCheckpointConnector(_CheckpointConnector):  # type: ignore[misc]
             else:
                 own = decode_object(json.loads(own))
                 self.trainer.callbacks.append(_RestoresRandom(own, saved["epoch_ended"]))
-        resumed = bool(self._loaded_checkpoint) and self.trainer.state.fn == TrainerFn.FITTING
+        resumed, fits = bool(self._loaded_checkpoint), self.trainer.state.fn == TrainerFn.FITTING
         super().resume_end()
         callbacks = self.trainer.checkpoint_callbacks
-        if resumed and not all(getattr(one, "save_weights_only", False) for one in callbacks):
-            self._get_memory()
+        if fits and not all(getattr(one, "save_weights_only", False) for one in callbacks):
+            if resumed:
+                self._get_memory()
+            else:
+                self.trainer.callbacks.append(_GetsMemory(self._get_memory))
 
     def _get_memory(self) -> None:
         """Begin to get that of the first save."""
@@ -185,6 +188,21 @@ class _RestoresRandom(Callback):  # type: ignore[misc]
         if self.epoch_ended and plain:
             iter(loop._data_fetcher)  # the next epoch's order is drawn from these generators
         trainer.callbacks.remove(self)
+
+
+class _GetsMemory(Callback):  # type: ignore[misc]
+    """Begins to get the first save's memory after a new run's first step, if that was not saved."""
+
+    def __init__(self, get_memory: Callable[[], None]) -> None:
+        self.get_memory = get_memory
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if not (step := trainer.global_step):
+            return  # gradients are accumulated
+        trainer.callbacks.remove(self)
+        saved = (getattr(c, "_last_global_step_saved", 0) for c in trainer.checkpoint_callbacks)
+        if step not in saved:
+            self.get_memory()
 
 
 def _modified(path: str) -> int:

@@ -50,10 +50,14 @@ def rank(folder: str, saves: int, pause: float) -> dict[str, list[float]]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     whole = torch.arange(float(4 * dist.get_world_size())).reshape(-1, 4)
     state = {f"w{n}": distribute_tensor(whole + n, mesh, [Shard(0)]) for n in range(8)}
+    weights = torch.nn.Parameter(torch.ones(4))  # a new run's memory is got after its first step
+    optimizer = torch.optim.SGD([weights], momentum=0.9)
     out: dict[str, list[float]] = {"blocked": [], "committed": [], "loaded": [], "barrier": []}
     manager = smckpt.CheckpointManager(folder, keep_last_n=None) if pause >= 0 else None
     if manager is not None:
-        manager.restore(state)
+        manager.restore({**state, "optimizer": optimizer})
+        weights.sum().backward()
+        optimizer.step()
         manager.should_save(1)  # after each step, as a training does
         time.sleep(pause)
     for step in range(2, saves + 2):
@@ -64,7 +68,7 @@ def rank(folder: str, saves: int, pause: float) -> dict[str, list[float]]:
             if manager is None:
                 handles.append(smckpt.async_save({**state, "step": step}, checkpoint_id=there))
             else:
-                handles.append(manager.save(step, state))
+                handles.append(manager.save(step, {**state, "optimizer": optimizer}))
 
         blocked = timed(save)
         out["committed"].append(blocked + timed(lambda handles=handles: handles[0].wait()))

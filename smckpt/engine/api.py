@@ -185,7 +185,7 @@ def prewarm(
     *,
     process_group: Any = None,
     options: SaveOptions | None = None,
-) -> int | None:
+) -> None:
     """Begin what the first save of a process waits for: start the worker, meet the other ranks, and
     get host memory for a state like this one, at half a second to a second for each GiB.
 
@@ -200,22 +200,18 @@ def prewarm(
         process_group: as for the saves.
         options: as for the saves, of which the queue, the staging and what shapes the files count.
 
-    Returns:
-        The bytes that this process will write of such a state. None without a state, for a process
-        outside the group, and once a save of the queue has begun.
-
     Raises:
         UsageError, StateError: this state or these options cannot be saved.
     """
     known = checked(SaveOptions, options)
-    group = group_of(process_group)
-    return None if group is None else _RUNTIME.queue(group, known.queue).prewarm(state_dict, known)
+    if (group := group_of(process_group)) is not None:
+        _RUNTIME.queue(group, known.queue).prewarm(state_dict, known)
 
 
 @concrete()
 def bytes_of(state_dict: Mapping[str, Any], process_group: Any, options: SaveOptions) -> int:
-    """The bytes that this process writes in a save of this state. Its next save has found where
-    they lie."""
+    """The bytes that this process writes in a save of this state, for a caller that saves the same
+    dict next. That save does not take the state again."""
     if (group := group_of(process_group)) is None:
         return 0
     return _RUNTIME.queue(group, options.queue).bytes_of(state_dict, options)

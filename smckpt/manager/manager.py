@@ -41,7 +41,7 @@ from smckpt.manager.state import (
     Failed,
     give_back,
     go_on_at_random,
-    has_stepped,
+    optimizers_in,
     random_state,
     random_target,
     refuse_positions_of_ranks,
@@ -155,8 +155,8 @@ class CheckpointManager:
         self._only_memory: int | None = None  # the last step that is due there and not on disk
         self._groups: ReplicationGroup | None = None
         self._rounds = count(1)  # the ranks call it alike
-        self._begins: Mapping[str, Any] | None = None  # of a new run, until its first save is due
-        self._nbytes: int | None = None  # of a step on this rank, where `prewarm` has found it
+        # of a new run, until its first save is due: the state, and the optimizers in it
+        self._begins: tuple[Mapping[str, Any], list[Any]] | None = None
         self._prepared = self._timed = False  # there is room; the first save
         self._closed = self._announced = False
         self._pid = os.getpid()
@@ -167,13 +167,13 @@ class CheckpointManager:
     def should_save(self, step: int) -> bool:
         """Whether to save `step`, which has just ended. The answer is the same on all ranks.
 
-        Call it after each step. It takes microseconds; after a new run's first one milliseconds, to
-        begin to get the first save's memory. Once any rank has received a signal, it waits until
-        the ranks have agreed on a last step.
+        Call it after each step. It takes microseconds; after a new run's first one the time to look
+        through models and optimizers, to begin to get the first save's memory. Once any rank has
+        received a signal, it waits until the ranks have agreed on a last step.
         """
-        if (state := self._begins) is not None and has_stepped(state):
+        if (new := self._begins) and any(getattr(one, "state", True) for one in new[1]):
             self._begins = None
-            self._get_memory(partial(run_state, state, step, self._random))
+            self._get_memory(partial(run_state, new[0], step, self._random))
         due = self._watch.is_last(step) or self._schedule.is_due(step)
         self._only_memory = step if self._memory.is_due(step) and not due else None
         return due or self._only_memory == step
@@ -233,7 +233,7 @@ class CheckpointManager:
             meeting, point = self._membership.meeting(self._timeout), f"room/{next(self._rounds)}"
             run = self._steps.root, self._policies, self._retention.nbytes, self._degrees
             line = self._watch.save_seconds, self._options, self._timeout
-            meet_about_room(meeting, point, self._nbytes, live, group, *run, *line)
+            meet_about_room(meeting, point, live, group, *run, *line)
             self._prepared = True
         number = step if type(step) is int else None
         save = partial(async_save, process_group=group.process_group, step=number)
@@ -337,7 +337,7 @@ class CheckpointManager:
         found = resumed.found
         self._memory.restored(0 if found is None else found.step or 0)
         self._schedule.goes_on(self._steps.root, found)
-        self._begins = into if found is None else None
+        self._begins = (into, optimizers_in(into)) if found is None else None
         if found is None:
             if self._rank == 0:
                 log.info("no checkpoint below %s: the run starts from step 0", self.root)
@@ -363,8 +363,8 @@ class CheckpointManager:
         return step
 
     def _get_memory(self, take: Callable[[], Mapping[str, Any]]) -> None:
-        queues = [self._options, *([self._memory.options] if self._memory.root else [])]
-        self._nbytes = get_memory(take, self._group(None).process_group, queues)
+        memory = [self._memory.options] if self._memory.root else []
+        get_memory(take, self._group(None).process_group, [self._options, *memory])
 
     def _filled(
         self, found: FoundCheckpoint, into: Mapping[str, Any], group: ReplicationGroup, load: Any

@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from smckpt.checkpoint.commits.run_directory import RetentionPolicy
 from smckpt.engine.api import bytes_of, prewarm
 from smckpt.engine.groups import ReplicationGroup
@@ -18,6 +20,7 @@ from smckpt.engine.saving.job import SaveOptions, bytes_text
 from smckpt.errors import StorageError, count_text, few
 from smckpt.manager.retention import Best, Newest
 from smckpt.meeting.round import Meeting
+from smckpt.state_dict.select import is_stateful
 from smckpt.storage import Storage
 from smckpt.storage.disk import lustre
 from smckpt.topology import ParallelState
@@ -223,7 +226,6 @@ def _warn_of_full_targets(folder: str, rank: int) -> None:
 def meet_about_room(
     meeting: Meeting,
     point: str,
-    nbytes: int | None,
     live: Mapping[str, Any],
     group: ReplicationGroup,
     root: Storage,
@@ -236,17 +238,13 @@ def meet_about_room(
 ) -> None:
     """Before a manager's first save, on all ranks: is there room for the steps that stay?
 
-    Args:
-        nbytes: that this rank writes of a step. None: those of the state `live`.
-
     Raises:
         StorageError: not for one. All ranks raise it.
     """
 
     def mine() -> list[Any]:
         try:
-            found = bytes_of(live, group.process_group, options) if nbytes is None else nbytes
-            return [found, group.name]
+            return [bytes_of(live, group.process_group, options), group.name]
         except Exception:  # async_save finds it too, and tells the peers
             return [0, group.name]
 
@@ -261,13 +259,28 @@ def meet_about_room(
 
 def get_memory(
     take: Callable[[], Mapping[str, Any] | None], process_group: Any, queues: Sequence[SaveOptions]
-) -> int | None:
-    """`prewarm` for the first saves of a training whose state `take` gives. What fails here fails
-    those saves, or nothing. Returns what it returns for the first of the queues."""
+) -> None:
+    """`prewarm` for the first saves of a training whose state `take` gives, models, optimizers and
+    tensors. A user's other objects are not asked for their state: to ask may change it, or run a
+    collective. What fails here fails those saves, or nothing."""
     try:
-        state = take()
-        first, *_ = [prewarm(state, process_group=process_group, options=one) for one in queues]
-        return first
+        state = _without_objects(take())
+        for options in queues:
+            prewarm(state, process_group=process_group, options=options)
     except Exception as error:
         log.info("the first save gets its memory itself: %s", error)
-        return None
+
+
+def _without_objects(value: Any) -> Any:
+    """The same value where nothing is left out: an optimizer's dict is known by its identity."""
+    if type(value) is dict:
+        kept = {k: _without_objects(child) for k, child in value.items() if not _is_users(child)}
+        same = len(kept) == len(value) and all(kept[key] is value[key] for key in kept)
+        return value if same else kept
+    if type(value) in (list, tuple) and any(map(_is_users, value)):
+        return [child for child in value if not _is_users(child)]
+    return value
+
+
+def _is_users(value: Any) -> bool:
+    return is_stateful(value) and not isinstance(value, (torch.nn.Module, torch.optim.Optimizer))

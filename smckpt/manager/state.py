@@ -24,8 +24,8 @@ __all__ = [
     "Failed",
     "give_back",
     "go_on_at_random",
-    "has_stepped",
     "models_in",
+    "optimizers_in",
     "random_state",
     "random_target",
     "refuse_positions_of_ranks",
@@ -40,11 +40,9 @@ def models_in(state: Any) -> list[nn.Module]:
     return [value for _, value in _named(state, "") if isinstance(value, nn.Module)]
 
 
-def has_stepped(state: Mapping[str, Any]) -> bool:
-    """Whether an optimizer of the state has the state that its first step gives it, or there is no
-    optimizer at all."""
-    optimizers = [one for _, one in _named(state, "") if isinstance(one, torch.optim.Optimizer)]
-    return not optimizers or any(getattr(one, "state", True) for one in optimizers)
+def optimizers_in(state: Any) -> list[torch.optim.Optimizer]:
+    """Those that a state holds, but for those inside of objects."""
+    return [value for _, value in _named(state, "") if isinstance(value, torch.optim.Optimizer)]
 
 
 def taken(state: Mapping[str, Any], kind: SMStateDictType) -> dict[str, Any]:

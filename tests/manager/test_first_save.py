@@ -14,7 +14,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
+import smckpt
 from smckpt import CheckpointManager, find_checkpoints
 from smckpt.engine.api import _RUNTIME
 from smckpt.engine.saving.save import Saver
@@ -154,7 +157,7 @@ def test_a_restored_run_has_the_memory_of_its_first_save_before_the_save(
 def begun(folder: str) -> tuple[dict[int, int], dict[int, int], dict[int, int]]:
     """The arenas of a new run before the first step, after it, and after the saves."""
     with CheckpointManager(folder, signals=(), interval=3) as manager:
-        state = {**objects(0), "large": torch.zeros(1 << 18), "mean": Mean()}
+        state = {**objects(0), "large": torch.zeros(2 << 18)}
         assert manager.restore(into=state) == 0
         found = []
         for step in range(1, 7):
@@ -189,6 +192,87 @@ def test_a_first_save_takes_the_state_of_each_object_once(tmp_path: Path, restor
         before = state["mean"].asked
         manager.save(2, state).wait()
         assert state["mean"].asked == before + 1
+
+
+class Recipe:
+    """torch's recipe for an application's state, whose `state_dict` steps a fresh optimizer."""
+
+    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.both = model, optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        model, optimizer = get_state_dict(*self.both)
+        return {"model": model, "optimizer": optimizer}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        model, optimizer = state["model"], state["optimizer"]
+        set_state_dict(*self.both, model_state_dict=model, optim_state_dict=optimizer)
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_an_object_of_the_user_is_not_asked_before_the_first_save(
+    tmp_path: Path, beside: bool
+) -> None:
+    """A scaler may leave out the first step, and a program may ask before it steps."""
+    trained = []
+    for asks in (False, True):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 4)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        state: dict[str, Any] = {"recipe": Recipe(model, optimizer)}
+        if beside:  # steps first
+            other = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))])
+            state["other"] = other
+        with CheckpointManager(tmp_path, signals=(), interval=100) as manager:
+            assert manager.restore(into=state) == 0
+            for step in range(6):
+                model(torch.ones(1, 4)).sum().backward()
+                if beside:
+                    other.param_groups[0]["params"][0].grad = torch.ones(2)
+                    other.step()
+                if step:
+                    optimizer.step()
+                optimizer.zero_grad()
+                if asks:
+                    assert not manager.should_save(step + 1)
+        trained.append(model.state_dict())
+    assert all(torch.equal(trained[0][name], trained[1][name]) for name in trained[0])
+
+
+class Gathered:
+    """An object that has to ask the other ranks for its state."""
+
+    def state_dict(self) -> dict[str, Any]:
+        everyone = [torch.zeros(1) for _ in range(dist.get_world_size())]
+        dist.all_gather(everyone, torch.ones(1))
+        return {"everyone": torch.cat(everyone)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def of_a_frozen_stage(folder: str) -> list[bool]:
+    model = torch.nn.Linear(4, 4).requires_grad_(dist.get_rank() == 1)
+    state = {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
+    stages = smckpt.ParallelState(2, pipeline_parallel_degree=2)
+    options, due = smckpt.SaveOptions(parallel_state=stages), []
+    with CheckpointManager(folder, signals=(), interval=3, options=options) as manager:
+        manager.restore(into={**state, "gathered": Gathered()})
+        for step in range(1, 5):
+            if dist.get_rank() == 1:
+                model(torch.ones(2, 4)).sum().backward()
+            state["optimizer"].step()  # type: ignore[operator]
+            due.append(manager.should_save(step))
+            dist.all_reduce(torch.ones(1))  # the training's
+            if due[-1]:
+                manager.save(step, {**state, "gathered": Gathered()}).wait()
+    return due
+
+
+def test_ranks_of_which_one_has_no_state_yet_ask_no_object_that_gathers(tmp_path: Path) -> None:
+    assert (
+        run_ranks(of_a_frozen_stage, 2, str(tmp_path), timeout=60)
+        == [[False, False, True, False]] * 2
+    )
 
 
 def test_a_program_without_an_optimizer_gets_no_memory(tmp_path: Path) -> None:

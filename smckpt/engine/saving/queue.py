@@ -81,13 +81,9 @@ class SaveQueue(SavesOfGroup):
 
     # -- the front: called by the training thread -------------------------------------------
 
-    def prewarm(self, state_dict: Mapping[str, Any] | None, options: SaveOptions) -> int | None:
+    def prewarm(self, state_dict: Mapping[str, Any] | None, options: SaveOptions) -> None:
         """Start the worker, and the threads in which the ranks meet and the memory for this state
-        is provided. A failure there is that of the first save, which tries again.
-
-        Returns:
-            See `bytes_of`; None without a state, or once a save has begun.
-        """
+        is provided. A failure there is that of the first save, which tries again."""
 
         def provide() -> None:
             # Twice the memory: a rank that is refused here must not be refused by the first save of
@@ -103,28 +99,28 @@ class SaveQueue(SavesOfGroup):
                         self._saver.close()
 
         if not self._front.acquire(blocking=False):
-            return None  # a save, or another call of this, is under way
+            return  # a save, or another call of this, is under way
         try:
             if self._calls:
-                return None
+                return
             with contextlib.suppress(CheckpointError):
                 self._worker.start()
             self._meets = options.timeout
             self._start_thread()
-            if state_dict is None:
-                return None
-            nbytes, size, cuda = self._saver.needs(state_dict, options)
+            size, cuda = 0, None
+            if state_dict is not None:
+                _, size, cuda = self._saver.needs(state_dict, options)
         finally:
             self._front.release()
         if size:
             self._reserving = threading.Thread(target=provide, name="smckpt-arena", daemon=True)
             self._reserving.start()
-        return nbytes
 
     def bytes_of(self, state_dict: Mapping[str, Any], options: SaveOptions) -> int:
-        """The bytes that this rank writes of a state: its part of those that its group shares."""
+        """The bytes that this rank writes of a state: its part of those that its group shares. The
+        next save, of this same dict, comes at once, and takes what was found."""
         with self._front:
-            return self._saver.needs(state_dict, options)[0]
+            return self._saver.needs(state_dict, options, ahead=True)[0]
 
     def submit(
         self,

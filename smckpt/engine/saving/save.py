@@ -85,6 +85,7 @@ class Saver:
         self._worker = worker
         self._committer = committer
         self._selector = Selector(group.rank)
+        self._ahead: tuple[object, Selection] | None = None  # of the save that comes next
         self._compiled: Compiled | None = None
         # entries; max_file_bytes and the kinds of containers
         self._compiled_from: tuple[object, object] | None = None
@@ -170,6 +171,9 @@ class Saver:
                 "SaveOptions(queue=)",
                 rank=self.group.rank,
             )
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and ahead[0] is state_dict:
+            return ahead[1]
         return self._selector.select(state_dict)
 
     @neutral()
@@ -327,11 +331,17 @@ class Saver:
 
     @neutral()
     def needs(
-        self, state_dict: Mapping[str, Any], options: SaveOptions
+        self, state_dict: Mapping[str, Any], options: SaveOptions, *, ahead: bool = False
     ) -> tuple[int, int, torch.device | None]:
         """The bytes of this state's files and of the arena that it needs, and a CUDA device that it
-        is on. What an overlapped copy from that needs is compiled."""
+        is on. What an overlapped copy from that needs is compiled.
+
+        Args:
+            ahead: the next save takes the state as it was found here, if it is one of this dict.
+        """
         selection = self._selector.select(state_dict)
+        if ahead:
+            self._ahead = state_dict, selection
         layout = self._laid_out(selection, options).layout
         cuda = next((tensor.device for tensor in selection.tensors if tensor.is_cuda), None)
         if cuda is not None and self._overlapping(options, selection) is not None:

@@ -20,7 +20,7 @@ from smckpt.checkpoint.commits.discover import (
 )
 from smckpt.checkpoint.commits.foreign import natural_order
 from smckpt.checkpoint.commits.leases import leases_at
-from smckpt.checkpoint.records.format import ParsedName, parse_name
+from smckpt.checkpoint.records.format import ParsedName, ours_among
 from smckpt.checkpoint.upkeep.unfinished import Refusal, UnfinishedStep, unfinished_step
 from smckpt.errors import CheckpointError, CheckpointNotFoundError, StorageError
 from smckpt.manager.record import memory_of
@@ -167,10 +167,11 @@ def mend_remedy(storage: Storage) -> str:
 def _unfinished(
     root: Storage, subpath: str, storage: Storage, names: Sequence[str], why: str
 ) -> Condition | None:
-    parsed = [(name, p) for name in names if (p := parse_name(name)) is not None]
-    written = any(p.kind in ("data", "part", "manifest") for _, p in parsed)
-    if not written and not any(p.kind == "lease" for _, p in parsed):
-        if not any(p.kind == "probe" for _, p in parsed):
+    ours = ours_among(names)
+    kinds = {one.kind for one in ours}
+    written = not kinds.isdisjoint(("data", "part", "manifest"))
+    if not written and "lease" not in kinds:
+        if "probe" not in kinds:
             return None
         why = "a save has tried the directory, and has written nothing yet"
         remedy = "if no job saves here, it was killed: the next save to this directory removes it"
@@ -191,7 +192,7 @@ def _unfinished(
         )
     if not written:  # the directory of a step, whose groups are told each by itself
         return None
-    why = why or _waiting(root, storage, parsed)
+    why = why or _waiting(root, storage, ours)
     if isinstance(found, Refusal):
         why, remedy = f"{why}: {found.what}" if found.what not in why else why, found.remedy
     else:
@@ -200,8 +201,8 @@ def _unfinished(
     return Condition(subpath, _step_in(subpath), "unfinished", why, f"{remedy} sweeps it", nbytes)
 
 
-def _waiting(root: Storage, storage: Storage, parsed: Sequence[tuple[str, ParsedName]]) -> str:
-    wrote = {p.rank for _, p in parsed if p.kind == "part"}
+def _waiting(root: Storage, storage: Storage, ours: Sequence[ParsedName]) -> str:
+    wrote = {one.rank for one in ours if one.kind == "part"}
     due: set[int] = set()
     with contextlib.suppress(CheckpointError):
         for lease in leases_at(storage)[-1:]:

@@ -18,11 +18,12 @@ from smckpt.checkpoint.records.files import FILES_AT_ONCE, contradicts, read_fil
 from smckpt.checkpoint.records.format import (
     GroupManifest,
     Manifest,
+    ParsedName,
     Part,
     PartRecord,
     Record,
     manifest_name,
-    parse_name,
+    ours_among,
 )
 from smckpt.errors import (
     CheckpointError,
@@ -49,9 +50,6 @@ _LEVELS = 3  # how many directories above are searched for the error message
 _BELOW = 16  # and how many directories below
 _OF_OTHERS = re.compile(r"iter_\d{7}|global_step\d+(_universal)?")  # Megatron-LM's, DeepSpeed's
 _COMMITS = ("record-", "manifest-")
-
-# A candidate: (fencing token, number), "record" or "manifest", name.
-Candidate = tuple[tuple[int, int], str, str]
 
 
 @dataclass(frozen=True)
@@ -122,30 +120,24 @@ def _refuse_mixed(record: Record, at: str, manifests: Sequence[tuple[str, Manife
                 raise contradicts(path, f"the directory of rank {rank}", directory, owner[rank], at)
 
 
-def commits_at(storage: Storage) -> list[Candidate]:
-    """The candidates here, newest first, a record before its own manifests. Nothing is read yet. If
-    such a name belongs to something that is not a file, reading it raises, and no older commit is
-    taken instead."""
+def commits_at(storage: Storage) -> list[ParsedName]:
+    """The files here that may be commits, newest first, a record before its own manifests. Nothing
+    is read yet. If such a name belongs to something that is not a file, reading it raises, and no
+    older commit is taken instead."""
     return commits_in(storage.names(*_COMMITS, all_kinds=True))
 
 
-def commits_in(names: Iterable[str]) -> list[Candidate]:
-    """The candidates among the names of a directory, newest first."""
-    return sorted((c for name in names if (c := _candidate(name)) is not None), reverse=True)
-
-
-def _candidate(name: str) -> Candidate | None:
-    parsed = parse_name(name)
-    if parsed is None or parsed.kind not in ("record", "manifest"):
-        return None
-    return (parsed.fencing_token, parsed.number), parsed.kind, name
+def commits_in(names: Iterable[str]) -> list[ParsedName]:
+    """Those among the names of a directory, newest first."""
+    found = ours_among(names, "record", "manifest")
+    return sorted(found, key=lambda one: (one.order, one.kind, one.name), reverse=True)
 
 
 def choose_commit(
     storage: Storage,
     choose: str | None = None,
     name: str | None = None,
-    candidates: Sequence[Candidate] | None = None,
+    candidates: list[ParsedName] | None = None,
 ) -> Commit:
     """Find the newest commit here, or the one named `choose`.
 
@@ -159,9 +151,10 @@ def choose_commit(
         CorruptCheckpointError: the newest is damaged. An older one is never taken silently.
         FormatVersionError: a newer major version wrote the newest.
     """
-    if name is not None and (candidate := _candidate(name)) is not None:
-        candidates = [candidate]
-    candidates = commits_at(storage) if candidates is None else list(candidates)
+    if name is not None:
+        candidates = commits_in([name]) or None
+    if candidates is None:
+        candidates = commits_at(storage)
     for _ in range(_TURNS):
         failure: CheckpointNotFoundError | None = None
         try:
@@ -208,23 +201,24 @@ def refuse_committed(storage: Storage) -> None:
     )
 
 
-def _first(storage: Storage, candidates: list[Candidate], choose: str | None) -> Commit | None:
+def _first(storage: Storage, candidates: list[ParsedName], choose: str | None) -> Commit | None:
     if choose is not None:
-        named = _candidate(choose)
-        if named is None:
+        named = commits_in([choose])
+        if not named:
             raise UsageError(f"{choose!r} is not a commit", remedy="pass Catalogue.identity")
-        candidates = [c for c in candidates if c[0][0] == named[0][0]]
-    for order, kind, name in candidates:
-        if kind == "record":
-            commit = _by_record(storage, name, order) if choose in (None, name) else None
+        candidates = [one for one in candidates if one.fencing_token == named[0].fencing_token]
+    for one in candidates:
+        if one.kind == "record":
+            commit = _by_record(storage, one) if choose in (None, one.name) else None
         else:
-            commit = _by_manifest(storage, name, order, choose)
+            commit = _by_manifest(storage, one, choose)
         if commit is not None:
             return commit
     return None
 
 
-def _by_record(storage: Storage, name: str, order: tuple[int, int]) -> Commit:
+def _by_record(storage: Storage, file: ParsedName) -> Commit:
+    name = file.name
     record = read_file(Record, storage, name)
     strict = storage.reading_from(storage.url)
     known: dict[bytes, Any] = {}
@@ -237,13 +231,12 @@ def _by_record(storage: Storage, name: str, order: tuple[int, int]) -> Commit:
         manifests = tuple(pool.map(one, record.groups))
     _refuse_mixed(record, file_url(storage.url, name), manifests)
     return Commit(
-        name, name, record.committed_at, order, manifests, True, record.groups, record.replaces
+        name, name, record.committed_at, file.order, manifests, True, record.groups, record.replaces
     )  # fmt: skip
 
 
-def _by_manifest(
-    storage: Storage, name: str, order: tuple[int, int], choose: str | None
-) -> Commit | None:
+def _by_manifest(storage: Storage, file: ParsedName, choose: str | None) -> Commit | None:
+    name, order = file.name, file.order
     manifest = read_file(Manifest, storage, name)
     if manifest.record is None:
         if choose not in (None, name):
@@ -313,8 +306,7 @@ def what_is_here(storage: Storage) -> tuple[str, str]:
             return f"but a checkpoint is above, in {above.url}", ""
     if steps := [name for name in directories if _OF_OTHERS.fullmatch(name)]:
         return f"but steps of Megatron-LM or DeepSpeed are below, in {', '.join(steps[-4:])}", ""
-    ours = [name for name in names if parse_name(name) is not None]
-    if ours:
+    if ours := ours_among(names):
         return f"the directory holds only {len(ours)} files of unfinished saves", ""
     for name in names:
         if (known := not_read(name)) is not None:

@@ -36,6 +36,7 @@ from smckpt.checkpoint.records.format import (
     Record,
     manifest_name,
     nested,
+    ours_among,
     parse_name,
     parse_temporary,
     record_name,
@@ -227,8 +228,8 @@ def _take_back(storage: Storage, fencing_token: int, attempt: str, error: Storag
     first of the two that raises the fence decides."""
     try:
         raised = raise_fence(storage, attempt)
-        manifests = (parse_name(name) for name in storage.names("manifest-"))
-        tokens = {p.fencing_token for p in manifests if p and p.attempt == attempt}
+        manifests = ours_among(storage.names("manifest-"))
+        tokens = {one.fencing_token for one in manifests if one.attempt == attempt}
         if (not raised and claimed(storage, attempt)) or max(tokens, default=0) > fencing_token:
             error = taken_over(attempt, storage.url)
         elif not tokens:

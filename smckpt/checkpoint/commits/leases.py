@@ -25,7 +25,7 @@ from smckpt.checkpoint.records.format import (
     Record,
     fence_name,
     lease_name,
-    parse_name,
+    ours_among,
     probe_name,
 )
 from smckpt.checkpoint.records.prefixes import open_spread, spread_over
@@ -125,7 +125,7 @@ def take_lease(
     for _ in range(_TURNS):
         # above the last try too: a dangling link may have the name, and no listing shows it
         here = (name for store in (storage, *inside) for name in store.names(*_WITH_TOKEN))
-        tokens = (parsed.fencing_token for name in here if (parsed := parse_name(name)))
+        tokens = (one.fencing_token for one in ours_among(here))
         fencing_token = max(fencing_token, *tokens, 0) + 1
         for store in (storage, *inside) if ranks else ():
             remarks |= _refuse_shared(store, groups or [directory], session, ranks, since)
@@ -231,7 +231,7 @@ def probe(
     """
     storage = access.open(directory)
     name = probe_name(session)
-    if parse_name(name) is None:
+    if not ours_among([name]):
         raise UsageError(
             f"{session!r} is not a session", remedy="pass 12 hex digits", path=directory
         )
@@ -278,19 +278,14 @@ def later_run(
             path=storage.url,
         )
     scope = frozenset(scope)
-    for name in sorted(names):
-        parsed = parse_name(name)
-        if (
-            parsed is not None
-            and parsed.fencing_token > fencing_token
-            and _scope_of(storage, name) & scope
-        ):
+    for one in ours_among(sorted(names)):
+        if one.fencing_token > fencing_token and _scope_of(storage, one.name) & scope:
             return StorageError(
-                f"the lease with fencing token {parsed.fencing_token} was taken after this "
+                f"the lease with fencing token {one.fencing_token} was taken after this "
                 f"session's ({fencing_token}): a later run writes here; this save is not committed",
                 remedy="end the older of the two jobs; give each its own directory if both "
                 "are meant to run",
-                path=file_url(storage.url, name),
+                path=file_url(storage.url, one.name),
             )
     return None
 
@@ -343,18 +338,15 @@ def leases_at(storage: Storage, names: Iterable[str] | None = None) -> list[Leas
         names: of the files there, if the caller has listed them.
     """
     found = []
-    for name in storage.names("epoch-") if names is None else names:
-        if name.startswith("epoch-") and parse_name(name) is not None:
-            with contextlib.suppress(CheckpointNotFoundError):  # swept meanwhile
-                found.append(_read_lease(storage, name))
+    for lease in ours_among(storage.names("epoch-") if names is None else names, "lease"):
+        with contextlib.suppress(CheckpointNotFoundError):  # swept meanwhile
+            found.append(_read_lease(storage, lease.name))
     return sorted(found, key=lambda lease: lease.fencing_token)
 
 
 def sessions_at(names: Iterable[str]) -> set[str]:
     """The sessions that wrote parts, data or a probe among these names."""
-    found = (parse_name(name) for name in names)
-    kinds = ("data", "crc", "part", "probe")
-    return {p.session for p in found if p is not None and p.kind in kinds}
+    return {one.session for one in ours_among(names, "data", "crc", "part", "probe")}
 
 
 def _create_lease(

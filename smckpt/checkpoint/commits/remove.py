@@ -33,6 +33,7 @@ from smckpt.checkpoint.records.format import (
     Rank,
     name_of,
     order_of,
+    ours_among,
     parse_name,
     parse_temporary,
 )
@@ -63,8 +64,6 @@ __all__ = [
     "remove_newest",
     "remove_probes",
 ]
-
-_WRITTEN = ("record", "manifest", "part", "data", "crc")
 
 log = logging.getLogger("smckpt")
 
@@ -240,7 +239,7 @@ def _tidy(
     """
     urls = {store.url for store in directories}
     names = {name for store in directories for name in left[store.url]}
-    written = [p for p in map(parse_name, names) if p is not None and p.kind in _WRITTEN]
+    written = ours_among(names, "record", "manifest", "part", "data", "crc")
     fencing_token = max(group.fencing_token for group in removal.groups)
     ours = not any(p.fencing_token == fencing_token for p in written)
     sessions = {group.session for group in removal.groups}
@@ -250,10 +249,9 @@ def _tidy(
         except CheckpointError as error:
             log.warning("leases stay: %s", error)
             return
-        for name in left[store.url]:
-            probe = parse_name(name)
-            if probe is not None and probe.kind == "probe" and probe.session in sessions:
-                store.delete(name)
+        for probe in ours_among(left[store.url], "probe"):
+            if probe.session in sessions:
+                store.delete(probe.name)
         for lease in leases:
             over = (
                 ours
@@ -338,7 +336,7 @@ def _wait_for_marks(storage: Storage, wanted: str) -> None:
     """
     until = time.monotonic() + _WITHDRAWAL
     while _marks(storage):
-        if time.monotonic() > until or all(name != wanted for *_, name in commits_at(storage)):
+        if time.monotonic() > until or all(one.name != wanted for one in commits_at(storage)):
             raise _going(storage)
         time.sleep(_LOOK)
     try:
@@ -384,7 +382,7 @@ def remove_checkpoint(contents: Contents) -> None:
                 remedy=f"wait until the reader has ended; {pin} says which process it is",
                 path=top.url,
             )
-        newest = [name for *_, name in commits_in(names)[:1]]
+        newest = [one.name for one in commits_in(names)[:1]]
         # a newer manifest may be of a step that was never committed
         if newest != [contents.identity] and contents_of(top).identity != contents.identity:
             raise CheckpointReplacedError(

@@ -27,6 +27,7 @@ from smckpt.checkpoint.records.format import (
     ParsedName,
     Record,
     fence_name,
+    ours_among,
     parse_name,
     parse_temporary,
     save_of,
@@ -46,6 +47,7 @@ from smckpt.storage.urls import file_url, join_url, parent_url, relative_url
 
 __all__ = ["discard_attempt", "sweep", "sweep_records"]
 
+_WRITTEN = ("part", "data", "crc")
 # A file that names others is deleted before them. Leases, which tell old from new, come near the
 # end.
 _ORDER = ("record", "manifest", "part", "data", "crc", "probe", "lease", "fence")
@@ -118,12 +120,10 @@ def sweep(
         return parsed if gone else None
 
     doomed = [(parsed.kind, name) for name in sizes if (parsed := over(name)) is not None]
-    written = {p.attempt for _, p in _written(sizes)}
-    for name in {*sizes, *map(fence_name, given_up)}:
-        fence = parse_name(name)
-        if fence is not None and fence.kind == "fence":
-            done = fence.attempt not in written - given_up
-            doomed += [("fence", name)] if done else []
+    written = {one.attempt for one in ours_among(sizes, *_WRITTEN)}
+    for fence in ours_among({*sizes, *map(fence_name, given_up)}, "fence"):
+        done = fence.attempt not in written - given_up
+        doomed += [("fence", fence.name)] if done else []
     steps = [name for kind, name in doomed if kind == "manifest"]
     deleted += _delete_cut_records(storage, steps, kept)
     files.discard_unfinished([name for name in begun if over(name)])
@@ -150,12 +150,11 @@ def sweep_records(access: Access, directory: str, keep: Sequence[str], fencing_t
         return 0
     newest = max((record.fencing_token, record.number) for record in kept)
     doomed = []
-    for info in storage.list("record-"):
-        parsed = parse_name(info.name)
-        if parsed is None or info.name in keep or (parsed.fencing_token, parsed.number) >= newest:
+    for one in ours_among(info.name for info in storage.list("record-")):
+        if one.name in keep or one.order >= newest:
             continue
-        if scope_of(storage, read_file(Record, storage, info.name)) & scope:
-            doomed.append((parsed.kind, info.name))
+        if scope_of(storage, read_file(Record, storage, one.name)) & scope:
+            doomed.append((one.kind, one.name))
     doomed += [
         ("lease", lease.name)
         for lease in leases_at(storage)
@@ -178,19 +177,18 @@ def _delete_cut_records(storage: Storage, doomed: Sequence[str], kept: Sequence[
     tokens = {manifest.fencing_token for manifest in kept}
     led = {parent_url(join_url(storage.url, m.record)) for m in kept if m.record is not None}
     deleted = 0
-    for name in doomed:
-        parsed = parse_name(name)
-        if parsed is None or parsed.fencing_token in tokens:
+    for manifest in ours_among(doomed):
+        if manifest.fencing_token in tokens:
             continue  # same groups as the kept manifests
         with contextlib.suppress(CheckpointError):  # damaged, or without its record
-            ref = read_file(Manifest, storage, name).record
+            ref = read_file(Manifest, storage, manifest.name).record
             at = storage.url if ref is None else join_url(storage.url, ref)
-            parsed_record = parse_name(at.rsplit("/", 1)[-1])
-            if parsed_record is None or parsed_record.kind != "record" or parent_url(at) in led:
+            record = at.rsplit("/", 1)[-1]
+            if not ours_among([record], "record") or parent_url(at) in led:
                 continue
-            parent, record = storage.at(parent_url(at)), at.rsplit("/", 1)[-1]
+            parent = storage.at(parent_url(at))
             named = {(u.directory, u.manifest) for u in read_file(Record, parent, record).groups}
-            if (relative_url(storage.url, parent.url), name) in named:
+            if (relative_url(storage.url, parent.url), manifest.name) in named:
                 parent.delete(record)
                 parent.sync()
                 deleted += 1
@@ -199,9 +197,8 @@ def _delete_cut_records(storage: Storage, doomed: Sequence[str], kept: Sequence[
 
 def discard_attempt(storage: Storage, attempt: str) -> int:
     """Delete the files of an attempt that is not committed and never will be. Returns how many."""
-    names = _written(info.name for info in storage.list())
-    ours = [(p.kind, n) for n, p in names if p.attempt == attempt]
-    return _delete(storage, ours)
+    written = ours_among((info.name for info in storage.list()), *_WRITTEN)
+    return _delete(storage, [(one.kind, one.name) for one in written if one.attempt == attempt])
 
 
 @dataclass(frozen=True)
@@ -256,21 +253,13 @@ class _Attempts:
         return parsed.session in self.older
 
 
-def _written(names: Iterable[str]) -> list[tuple[str, ParsedName]]:
-    """The names of parts and data, parsed."""
-    parsed = ((name, parse_name(name)) for name in names)
-    return [(n, p) for n, p in parsed if p is not None and p.kind in ("part", "data", "crc")]
-
-
 def _last_tokens(storage: Storage, leases: Iterable[Lease]) -> dict[str, int]:
     """The latest fencing token of each session here, from its leases and manifests."""
     last: dict[str, int] = {}
     for lease in leases:
         last[lease.session] = max(last.get(lease.session, 0), lease.fencing_token)
-    for info in storage.list("manifest-"):
-        parsed = parse_name(info.name)
-        if parsed is not None:
-            last[parsed.session] = max(last.get(parsed.session, 0), parsed.fencing_token)
+    for one in ours_among(info.name for info in storage.list("manifest-")):
+        last[one.session] = max(last.get(one.session, 0), one.fencing_token)
     return last
 
 
@@ -282,7 +271,8 @@ def _give_up(storage: Storage, names: Iterable[str], attempts: _Attempts) -> fro
     leases again. A session takes its lease before it publishes, and looks for a fence before it
     checks its files. So one of the two sees the other.
     """
-    found = {p.attempt for _, p in _written(names) if p.session in attempts.without_lease}
+    written = ours_among(names, *_WRITTEN)
+    found = {one.attempt for one in written if one.session in attempts.without_lease}
     for attempt in tuple(found):
         if not raise_fence(storage, attempt) and claimed(storage, attempt):
             found.remove(attempt)  # a repair is about to commit it

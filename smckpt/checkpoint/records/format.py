@@ -42,6 +42,7 @@ __all__ = [
     "name_of",
     "new_attempt",
     "order_of",
+    "ours_among",
     "parse_name",
     "parse_temporary",
     "part_name",
@@ -138,6 +139,7 @@ def probe_name(session: str) -> str:
 class ParsedName:
     """The fields of one of our file names. Fields that its kind lacks are -1 or ""."""
 
+    name: str = field(compare=False)
     kind: str
     session: str = ""
     number: int = -1
@@ -149,6 +151,11 @@ class ParsedName:
     def attempt(self) -> str:
         return attempt_of(self.session, self.number)
 
+    @property
+    def order(self) -> tuple[int, int]:
+        """Of the file of a commit: a later commit has more."""
+        return self.fencing_token, self.number
+
 
 def parse_name(name: str) -> ParsedName | None:
     """Parse a file name; None if the file is not ours."""
@@ -156,6 +163,7 @@ def parse_name(name: str) -> ParsedName | None:
         if match := pattern.fullmatch(name):
             found = match.groupdict()
             return ParsedName(
+                name,
                 kind,
                 found.get("session") or "",
                 *(int(found.get(key) or -1) for key in ("number", "fencing_token", "rank", "file")),
@@ -163,10 +171,16 @@ def parse_name(name: str) -> ParsedName | None:
     return None
 
 
+def ours_among(names: Iterable[str], *kinds: str) -> list[ParsedName]:
+    """Our files among the names of a directory: those of these kinds, or all."""
+    parsed = map(parse_name, names)
+    return [one for one in parsed if one is not None and (not kinds or one.kind in kinds)]
+
+
 def order_of(commit: str) -> tuple[int, int]:
-    """Fencing token and number in the name of the file of a commit: a later commit has more."""
+    """`ParsedName.order` of the file of a commit. Checkpoints of others have none."""
     parsed = parse_name(commit)
-    return (0, 0) if parsed is None else (parsed.fencing_token, parsed.number)
+    return (0, 0) if parsed is None else parsed.order
 
 
 def parse_temporary(name: str) -> ParsedName | None:

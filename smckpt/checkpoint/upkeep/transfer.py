@@ -157,7 +157,7 @@ class _Copy(Sink):
         """Refuse a target with another commit, because one of the two would hide the other."""
         ours = {self.contents.identity, *(g.manifest_name for g in self.contents.groups)}
         for directory in [self.target, *(group.target for group in self._groups)]:
-            if all(name in ours for _, _, name in commits_at(directory)):
+            if all(one.name in ours for one in commits_at(directory)):
                 continue
             try:
                 found = choose_commit(directory).identity

@@ -17,7 +17,7 @@ from smckpt.checkpoint.commits.leases import Lease, leases_at
 from smckpt.checkpoint.reading.blocks import not_missing
 from smckpt.checkpoint.records.crc import crc64, hex64
 from smckpt.checkpoint.records.files import decode_body, read_body
-from smckpt.checkpoint.records.format import Part, attempt_of, parse_name, part_name
+from smckpt.checkpoint.records.format import Part, attempt_of, ours_among, parse_name, part_name
 from smckpt.checkpoint.records.prefixes import is_prefix, spread_over
 from smckpt.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, few
 from smckpt.storage import Storage
@@ -159,9 +159,8 @@ def attempts_at(storage: Storage, subpath: str) -> list[UnfinishedSave]:
     for spread in dict.fromkeys([None, *(lease.spread for lease in leases)]):
         files = spread_over(storage, [spread])
         wrote: dict[tuple[str, int], set[int]] = {}
-        for info in files.list("part-"):
-            if (parsed := parse_name(info.name)) is not None:
-                wrote.setdefault((parsed.session, parsed.number), set()).add(parsed.rank)
+        for one in ours_among(info.name for info in files.list("part-")):
+            wrote.setdefault((one.session, one.number), set()).add(one.rank)
         for (session, number), ranks in wrote.items():
             name, token = part_name(attempt_of(session, number), min(ranks)), tokens.get(session, 0)
             with contextlib.suppress(CheckpointNotFoundError):  # deleted meanwhile

@@ -20,7 +20,7 @@ from smckpt.engine.saving.job import SaveOptions, bytes_text
 from smckpt.errors import StorageError, count_text, few
 from smckpt.manager.retention import Best, Newest
 from smckpt.meeting.round import Meeting
-from smckpt.state_dict.select import is_stateful
+from smckpt.state_dict.tags import is_stateful
 from smckpt.storage import Storage
 from smckpt.storage.disk import lustre
 from smckpt.topology import ParallelState

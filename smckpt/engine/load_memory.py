@@ -191,8 +191,9 @@ def whole_state(
                     **me.where,
                 )
             around[path[-1]] = room
-    for rank in dict.fromkeys((saved, min(catalogue.object_ranks))):
-        for path, saved_value in catalogue.objects(rank, unmade=True).values():
+    mine = catalogue.objects(saved, unmade=True)
+    for values in (mine, catalogue.lacked(saved)):
+        for path, saved_value in values.values():
             if only is None or str(path[0]) in only:
                 value = made_again(saved_value)
                 if value is not saved_value and (path not in leaves):
@@ -202,6 +203,8 @@ def whole_state(
                         dotted(path),
                     )
                 for dotted_path, renamed in under_names(catalogue.optimizers, path, value):
+                    if values is mine and dotted_path == path:
+                        leaves[path] = renamed  # not the tensor that another rank has there
                     leaves.setdefault(dotted_path, renamed)
     if lacking := set(only or ()) - {str(path[0]) for path in leaves}:
         had = sorted({str(t.path[0]) for t in catalogue.logical.values()})

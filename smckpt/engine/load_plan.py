@@ -391,11 +391,10 @@ def _values(
     classes. A value that the followed rank did not save comes from the lowest rank that did,
     because one rank may save a value for all."""
     objects = catalogue.objects(saved, unmade=True)
-    first = min(catalogue.object_ranks)
     tensors = {entry.key for entry in selection.entries}
     lacking = {leaf.key for leaf in selection.objects} - objects.keys()
-    if lacking and first != saved:
-        for key, found in catalogue.objects(first, unmade=True).items():
+    if lacking:
+        for key, found in catalogue.lacked(saved).items():
             if key in lacking and key not in tensors:
                 objects[key] = found
     objects = named_as_target(state_dict, objects, catalogue.optimizers)

@@ -367,6 +367,21 @@ class Catalogue(ABC):
                 path=self.part_url(rank),
             ) from error
 
+    def lacked(self, rank: int) -> dict[str, tuple[Path, Any]]:
+        """The values, unmade, that saved rank `rank` takes from the lowest one, since it saved
+        nothing there: nor a tensor or a value above or below, which it has in their place."""
+        first = min(self.object_ranks)
+        if first == rank:
+            return {}
+        own = {path for path, _ in self.objects(rank, unmade=True).values()}
+        own |= {row.path for row in self.rows if rank in row.ranks}
+        above = {path[:depth] for path in own for depth in range(1, len(path) + 1)}
+        return {
+            key: (path, value)
+            for key, (path, value) in self.objects(first, unmade=True).items()
+            if path not in above and own.isdisjoint(path[:depth] for depth in range(1, len(path)))
+        }
+
     def refuse_unread(self, left_out: Callable[[str], bool]) -> None:  # noqa: B027 (most have none)
         """
         Raises:

@@ -207,6 +207,10 @@ class Planner:
         saved = {rank for row, _ in rows for rank in row.ranks}
         filled = {rank for row, fqn in rows for rank in self._pieces.filled(row, fqn)}
         own = self._me.of_own(saved & filled or saved)
+        # the rank whose values are taken, if it has the tensor: an object's parts are of one rank
+        of_values = self._me.followed(self._me.catalogue.object_ranks)
+        if of_values in own and self._me.rank not in own:
+            own = [of_values]
         self._ranks[name] = self._me.followed(own)
         return self._ranks[name]
 

@@ -167,6 +167,13 @@ class SavedState:
             else:
                 self._values.setdefault(_key(part), {})[full[deep:]] = value
 
+        for key, leaves in self._values.items() if not owned else ():
+            # where this rank saved a value, the tensors of others are none of it
+            others = self._tensors.get(key, {})
+            for rest in [r for r, leaf in others.items() if not leaf.mine]:
+                if any(rest[: len(at)] == at for at in leaves):
+                    del others[rest]
+
     @property
     def has_groups(self) -> bool:
         return self.whole_groups is not ABSENT or any(

@@ -1,0 +1,136 @@
+"""Objects of which a rank keeps tensors where another one keeps none, such as an EMA of rank 0."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed as dist
+
+import smckpt
+from smckpt import errors
+from tests.support.launch import run_ranks
+
+T = torch.full((2,), 7.0)
+FORMS: dict[str, tuple[Any, Any]] = {  # of rank 0, of rank 1
+    "tensor, none": ({"t": T}, {"t": None}),
+    "none, tensor": ({"t": None}, {"t": T}),
+    "tensor, empty": ({"t": T}, {}),
+    "empty, tensor": ({}, {"t": T}),
+    "tensor and number, number": ({"t": T, "n": 0}, {"n": 1}),
+    "number, tensor and number": ({"n": 0}, {"t": T, "n": 1}),
+    "deep": ({"a": {"t": T, "x": 1}, "b": 1}, {"a": {"t": None, "x": 2}, "b": 2}),
+    "deep, beside a tensor": ({"a": {"t": T}, "u": T}, {"a": None, "u": T + 1}),
+    "list, empty list": ({"l": [T, T]}, {"l": []}),
+    "lists": ({"l": [T, 1]}, {"l": [None, T]}),
+    "other keys": ({"t": T, "n": 0}, {"u": T + 1, "n": 1}),
+    "bare, none": (T, None),
+    "none, bare": (None, T),
+    "bare list, empty list": ([T], []),
+    "shapes": ({"t": T}, {"t": torch.zeros(0)}),
+    "dtypes": ({"t": T}, {"t": T.to(torch.bfloat16)}),
+    "dict, tensor": ({"t": {"x": T}}, {"t": T}),
+    "array, none": ({"t": T.numpy()}, {"t": None}),
+    "dict with a number, number": ({"t": {"n": 1, "x": T}, "u": T}, {"t": 5, "u": T}),
+    "number, dict with a number": ({"t": 5, "u": T}, {"t": {"n": 1, "x": T}, "u": T}),
+}
+
+
+class Own:
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def state_dict(self) -> Any:
+        return self.value
+
+    def load_state_dict(self, state: Any) -> None:
+        self.value = state
+
+
+def plain(value: Any) -> str:
+    """A text that tells values apart, whatever the order of their keys."""
+    if isinstance(value, dict):
+        return str(sorted((key, plain(each)) for key, each in value.items()))
+    return str([*map(plain, value)]) if isinstance(value, list) else repr(value)
+
+
+def save_all(folder: str) -> None:
+    for name, forms in FORMS.items():
+        state = {"own": Own(forms[dist.get_rank()]), "w": torch.ones(2)}
+        with smckpt.CheckpointManager(f"{folder}/{name}", signals=(), timeout=60) as manager:
+            manager.save(1, state).wait()
+
+
+def job(folder: str, *hows: str) -> dict[str, dict[str, str]]:
+    if dist.get_world_size() == 2:
+        save_all(folder)
+    return {how: load_all(folder, how) for how in hows}
+
+
+def load_all(folder: str, how: str) -> dict[str, str]:
+    """Form → what this rank has after a load, or the name of its error."""
+    rank, found = dist.get_rank(), {}
+    for name, forms in FORMS.items():
+        step, kept = f"{folder}/{name}/1", copy.deepcopy(forms[rank % 2])
+        own = Own({"fresh": {}, "other": copy.deepcopy(forms[1 - rank % 2])}.get(how, kept))
+        state: dict[str, Any] = {"own": own, "w": torch.zeros(2)}
+        try:
+            if how == "restore":
+                root = f"{folder}/{name}"
+                with smckpt.CheckpointManager(root, signals=(), timeout=60) as manager:
+                    assert manager.restore(into=state) == 1
+            elif how == "no target":
+                own.value = (smckpt.load(checkpoint_id=step) or {})["own"]
+            elif how == "no object":
+                state["own"] = kept
+                smckpt.load(state, checkpoint_id=step)
+                own.value = state["own"]
+            else:
+                smckpt.load(state, checkpoint_id=step)
+            found[name] = plain(own.value)
+        except errors.CheckpointError as error:
+            found[name] = type(error).__name__
+        dist.barrier()
+    return found
+
+
+def test_each_rank_gets_its_own_object_back_be_it_tensors_or_none(tmp_path: Path) -> None:
+    hows = ("equal", "fresh", "other", "restore", "no object", "no target")
+    for rank, found in enumerate(run_ranks(job, 2, str(tmp_path), *hows, timeout=240)):
+        # A load without a target has the tensors of all ranks, but where this rank has other things
+        whole, keys = found.pop("no target"), FORMS["other keys"]
+        assert whole.pop("dict, tensor") == "StateError"  # one name cannot be both
+        assert whole.pop("other keys") == plain({**keys[1 - rank], **keys[rank]})
+        for name in whole:
+            assert whole[name] == plain(FORMS[name][rank]), (rank, name)
+        for how, by_form in found.items():
+            for name, forms in FORMS.items():
+                assert by_form[name] == plain(forms[rank]), (how, rank, name)
+    # On other numbers of ranks an object follows one saved rank.
+    for rank, found in enumerate(run_ranks(job, 3, str(tmp_path), "fresh")):
+        for name, forms in FORMS.items():
+            assert found["fresh"][name] == plain(forms[rank % 2]), (rank, name)
+    # One rank follows rank 0. A tensor of which it would have nothing is refused by name.
+    (found,) = run_ranks(job, 1, str(tmp_path), "fresh")
+    lost = {"none, tensor", "empty, tensor", "number, tensor and number", "lists", "other keys",
+            "none, bare", "dict, tensor", "number, dict with a number"}  # fmt: skip
+    for name, forms in FORMS.items():
+        wanted = "KeysMismatchError" if name in lost else plain(forms[0])
+        assert found["fresh"][name] == wanted, name
+
+
+def three(folder: str, into: bool) -> Any:
+    rank = dist.get_rank()
+    own = Own({} if into else {"t": None if rank == 1 else T + rank, "n": rank})
+    state = {"own": own, "w": torch.ones(2)}
+    (smckpt.load if into else smckpt.save)(state, checkpoint_id=folder)
+    return plain(own.value)
+
+
+def test_a_rank_takes_the_tensors_and_the_numbers_of_an_object_from_one_rank(
+    tmp_path: Path,
+) -> None:
+    saved = run_ranks(three, 3, str(tmp_path), False)
+    assert run_ranks(three, 4, str(tmp_path), True) == [*saved, saved[0]]

@@ -79,6 +79,8 @@ def resume(
         load: fills this rank's state.
 
     Raises:
+        Exception: what `load` raised, on the rank where it did; the others raise ours with its
+            text.
         CorruptCheckpointError: there are steps, but none of them loads; on all ranks. The state is
             undefined then.
         StorageError: likewise, where the store could read none of them.
@@ -130,31 +132,40 @@ def resume(
         return Turn(None)
 
     outcome, found, count = Outcome(), None, 0
+    own: Exception | None = None
 
     def mine() -> Outcome:
         return outcome
 
     while True:
-        turn = meeting.round(
-            f"{point}/{count}",
-            mine,
-            next_turn,
-            timeout=timeout,
-            brings=Outcome,
-            gives=Turn,
-        )
+        try:
+            turn = meeting.round(
+                f"{point}/{count}",
+                mine,
+                next_turn,
+                timeout=timeout,
+                brings=Outcome,
+                gives=Turn,
+            )
+        except CheckpointError as error:
+            if own is None:
+                raise
+            if error.to_json() != outcome.error:
+                raise error from own
+            break  # it came back to its rank
         if turn.found is None:
             return Resumed(found, turn.lost)
         found, count = FoundCheckpoint.from_json(turn.found), count + 1
         time.sleep(turn.pause)
         try:
             load(found)
-            outcome = Outcome()
+            outcome, own = Outcome(), None
         except Exception as error:
-            ours = as_checkpoint_error(error)
+            own, ours = error, as_checkpoint_error(error, meeting.rank)
             passing = any(map(may_pass, causes(ours)))
             bad = is_damage(ours, steps.is_in_memory(found))
             outcome = Outcome(True, bad, passing, ours.to_json())
+    raise own
 
 
 def is_damage(error: CheckpointError, in_memory: bool = False) -> bool:

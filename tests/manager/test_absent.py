@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -80,3 +81,32 @@ def test_a_late_rank_is_named_in_time_and_hears_of_it(
     assert one[0], "the late rank went on alone"
     assert max(zero[1], two[1]) < seconds(60)
     assert zero[2] == one[2] == two[2] == "", (zero, one, two)
+
+
+class Choosy:
+    """Takes back no state on rank 1."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {"n": 1}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        if dist.get_rank() == 1:
+            raise LookupError("no such user")
+
+
+def an_object_refuses(folder: str) -> tuple[str, str]:
+    with smckpt.CheckpointManager(folder, signals=(), timeout=60) as manager:
+        manager.save(1, {"object": Choosy()}).wait()
+        try:
+            manager.restore(into={"object": Choosy()})
+        except Exception as error:
+            return type(error).__name__, "".join(traceback.format_exception(error))
+    return "", ""
+
+
+def test_the_error_of_an_object_that_refuses_its_state_keeps_its_traceback(
+    tmp_path: Path,
+) -> None:
+    (other, text), (kind, trace) = run_ranks(an_object_refuses, 2, str(tmp_path))
+    assert kind == "LookupError" and 'raise LookupError("no such user")' in trace
+    assert other == "CheckpointError" and "rank 1" in text and "no such user" in text

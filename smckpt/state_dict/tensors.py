@@ -326,17 +326,17 @@ def shards_of(
         shape = value.size()
     else:
         items = value.__create_write_items__(dotted(path), value)
-        said = [item.tensor_data for item in items]
-        if None in said:
+        described = [item.tensor_data for item in items]
+        if None in described:
             raise StateError(
                 f"{dotted(path)} is a {type(value).__name__}, whose items are no boxes of a tensor",
                 remedy="leave it out, or put what it holds into the state",
                 rank=rank,
             )
-        shape = said[0].size if said else value.shape
+        shape = described[0].size if described else value.shape
         held = [
             (data.chunk.offsets, data.chunk.sizes, value.__get_tensor_shard__(item.index))
-            for item, data in zip(items, said, strict=True)
+            for item, data in zip(items, described, strict=True)
         ]
     return tuple(shape), tuple((Box(tuple(at), tuple(of)), t.detach()) for at, of, t in held)
 

@@ -7,6 +7,7 @@ packs that into the checkpoint. So one commit has all of it.
 
 Hooks of `register_save_state_pre_hook` write into the checkpoint's directory before the save, on
 all ranks, and save the models that they take from the weights. So they are done when it commits.
+Hooks of loads are called before the models are loaded, and under FSDP after it, as by accelerate.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from typing import Any, TypeVar
 
 from accelerate import Accelerator, DistributedType, PartialState
 from accelerate.logging import get_logger
-from accelerate.utils import SAFE_WEIGHTS_NAME, WEIGHTS_NAME, broadcast_object_list, save
+from accelerate.utils import RNG_STATE_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_NAME, save
+from accelerate.utils import broadcast_object_list as broadcast_objects
 from accelerate.utils import merge_fsdp_weights as stock_merge
 
 import smckpt
@@ -75,7 +77,8 @@ class SmckptAccelerator(Accelerator):  # type: ignore[misc]
     smckpt_arguments: more arguments for `smckpt.async_save` and `smckpt.load` (`storage`).
 
     Raises:
-        UsageError: a kind of training, a setting or a hook is not honoured; the message names it.
+        UsageError: a kind of training or a setting is not honoured; the message names it. So does
+            a save whose hooks have a URL to write to, or change weights.
     """
 
     smckpt_root: str | None = None
@@ -122,7 +125,7 @@ def save_state(
     named = accelerator.project_configuration.automatic_checkpoint_naming
     iteration = accelerator.save_iteration
     arguments = _arguments(accelerator)
-    directory = os.fspath(output_dir) if output_dir is not None else ""
+    directory = os.path.expanduser(output_dir or "")  # as accelerate finds it at the load
     if named:
         directory = f"{_folder(accelerator)}/checkpoint_{iteration}"
         if _on_main(lambda: _is_committed(directory, arguments)):
@@ -146,7 +149,7 @@ def save_state(
         own = packed.getvalue()
     shared = [own]
     if accelerator.num_processes > 1:
-        shared = broadcast_object_list([own if accelerator.is_main_process else b""])
+        shared = broadcast_objects([own if accelerator.is_main_process else b""])
     limit = accelerator.project_configuration.total_limit
 
     def after_commit(_: smckpt.SaveHandle) -> None:
@@ -176,13 +179,15 @@ def _saved_by_hooks(
         written, by its name in the directory, with `stamps`.
 
     Raises:
-        UsageError: the directory is a URL, or has a committed checkpoint, whose files they would
+        UsageError: the directory is a URL, or has a whole checkpoint, whose files they would
             replace one by one; or a hook has changed what is to be saved. On all ranks, as what a
             hook raises on one of them.
+        SaveFailedError: an earlier save was not committed.
     """
     hooks, models = accelerator._save_model_state_pre_hook.values(), accelerator._models
-    if not hooks:
+    if not _has_hooks(hooks):
         return list(range(len(models))), {}
+    smckpt.maybe_finalize_async_calls()  # they may write over the files of a save in flight
     weights: list[Any] = []
     if accelerator.distributed_type != DistributedType.FSDP:  # accelerate gives none there
         weights = [accelerator.get_state_dict(model, unwrap=False) for model in models]
@@ -190,10 +195,11 @@ def _saved_by_hooks(
     seen: dict[str, tuple[int, int]] = {}
 
     def ready() -> None:
-        if not is_local(directory) or _is_committed(directory, arguments):
+        local = is_local(directory)
+        if not local or _is_committed(directory, arguments) or _is_of_accelerate(directory):
             raise UsageError(
                 "hooks of register_save_state_pre_hook write to a path, and a file at a time: they "
-                "have no URL, and no directory with a committed checkpoint",
+                "have no URL, and no directory with a whole checkpoint",
                 remedy="save each step into a new local directory, or remove the old checkpoint "
                 "there first (smckpt.remove)",
                 path=directory,
@@ -236,18 +242,14 @@ def _changed_by_a_hook(directory: str) -> UsageError:
     )
 
 
-def _left_by_hooks(accelerator: Any, hooks: Collection[Any], directory: str) -> list[int]:
-    """Run the hooks of loads. Returns the numbers of the models that they leave to smckpt."""
-    fsdp = accelerator.distributed_type == DistributedType.FSDP  # accelerate gives no models there
-    models = [] if fsdp else [*accelerator._models]
+def _run_on_load(accelerator: Any, models: list[Any], directory: str) -> None:
+    """Run the hooks of loads, which take models from the list."""
 
     def run() -> None:
-        for hook in hooks:
+        for hook in accelerator._load_model_state_pre_hook.values():
             hook(models, directory)
 
     over_group().round("hooks", run, lambda brought: brought() and None)
-    of = enumerate(accelerator._models)
-    return [at for at, one in of if fsdp or any(one is left for left in models)]
 
 
 def _keep_last(accelerator: Any, count: int, newest: int) -> None:
@@ -345,12 +347,18 @@ def load_state(
             remedy="leave it out",
         )
     else:
-        hooks = accelerator._load_model_state_pre_hook.values()
-        if hooks:
-            wanted = _left_by_hooks(accelerator, hooks, directory)
+        hooked = _has_hooks(accelerator._load_model_state_pre_hook)
+        fsdp = accelerator.distributed_type == DistributedType.FSDP
+        if hooked and not fsdp:
+            left = [*accelerator._models]
+            _run_on_load(accelerator, left, directory)
+            of = enumerate(accelerator._models)
+            wanted = [at for at, one in of if any(one is other for other in left)]
         target = {**_live(accelerator, wanted), "files": b"", "own_files": b""}
-        matched: Any = "target" if hooks else True  # a hook may leave what the checkpoint has, too
+        matched: Any = "target" if hooked else True  # a hook may leave what the checkpoint has, too
         smckpt.load(target, checkpoint_id=directory, check_keys_matched=matched, **arguments)
+        if hooked and fsdp:  # accelerate gives them no models, since all are loaded
+            _run_on_load(accelerator, [], directory)
         with _rest_alone(accelerator), tempfile.TemporaryDirectory() as folder:
             for name in ("files", "own_files"):  # files of the second replace those of the first
                 with zipfile.ZipFile(io.BytesIO(target[name])) as packed:
@@ -413,6 +421,11 @@ def _folder(accelerator: Any) -> str:
     return f"{os.fspath(root).rstrip('/')}/checkpoints"
 
 
+def _has_hooks(hooks: Collection[Any]) -> bool:
+    """Whether a rank has some: accelerate calls a hook where the script has registered it."""
+    return over_group().round("any", lambda: bool(hooks), lambda brought: any(brought().values()))
+
+
 def _on_main(look: Callable[[], Result]) -> Result:
     """What the main process finds, on all ranks; they all raise its error."""
     return over_group().round("look", lambda: None, lambda _: look())
@@ -420,6 +433,12 @@ def _on_main(look: Callable[[], Result]) -> Result:
 
 def _is_committed(directory: str, arguments: dict[str, Any]) -> bool:
     return bool(smckpt.find_checkpoints(directory, sure=True, **arguments))
+
+
+def _is_of_accelerate(directory: str) -> bool:
+    """Whether accelerate itself saved it: the last that it writes for a rank are random numbers,
+    while weights may be of a hook."""
+    return any(name.startswith(f"{RNG_STATE_NAME}_") for name in stamps(directory))
 
 
 def _run(accelerator: Any) -> RunDirectory:
@@ -434,27 +453,26 @@ def _to_load(accelerator: Any, input_dir: Any) -> tuple[str, bool]:
         CheckpointNotFoundError: only a save of smckpt has begun there, or accelerate can load
             nothing from a URL. The message names the newest whole checkpoint beside it.
     """
-    at = "" if input_dir is None else os.fspath(input_dir)
+    at = os.path.expanduser(input_dir or "")
     if not at and accelerator.project_configuration.automatic_checkpoint_naming:
         run = _run(accelerator)
         newest = run.newest()
         directories = run.directories()
-        stock = (
-            one for one, subpath in directories if stock_files(f"{_folder(accelerator)}/{subpath}")
-        )
+        folder = _folder(accelerator)
+        stock = (one for one, subpath in directories if _is_of_accelerate(f"{folder}/{subpath}"))
         committed = [] if newest is None else [newest.step or 0]
         number = max([*committed, *stock], default=None)
         if number is None:
             number = directories[0][0] if directories else None
-        if number is None and is_local(_folder(accelerator)):
+        if number is None and is_local(folder):
             return "", False
-        at = f"{_folder(accelerator)}/checkpoint_{number or 0}"
+        at = f"{folder}/checkpoint_{number or 0}"
     if at and _is_committed(at, _arguments(accelerator)):
         return at, True
     # whether a local directory has files of a save of smckpt, and nothing but what hooks write
     names = os.listdir(at) if os.path.isdir(at) else []
     ours = [name.startswith(".") or parse_name(name) is not None for name in names]
-    begun = os.path.isdir(at) and (all(ours) or (any(ours) and not stock_files(at)))
+    begun = os.path.isdir(at) and (all(ours) or (any(ours) and not _is_of_accelerate(at)))
     if at and (not is_local(at) or begun):
         above = os.path.dirname(at.rstrip("/") if not is_local(at) else os.path.abspath(at))
         beside = smckpt.find_checkpoints(above, sure=True, **_arguments(accelerator))[-1:]

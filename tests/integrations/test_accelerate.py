@@ -147,127 +147,6 @@ def test_other_kinds_of_jobs_are_refused_by_name(
             call()
 
 
-class Hooked:
-    """Hooks as in diffusers' scripts: the first model is written by the script itself, beside a
-    file of its own; to write it draws random numbers."""
-
-    def __init__(self, accelerator: Accelerator) -> None:
-        self.models = [torch.nn.Linear(2, 2), torch.nn.Linear(2, 3)]
-        both = [weight for model in self.models for weight in model.parameters()]
-        self.optimizer = torch.optim.Adam(both, lr=0.1)
-        accelerator.prepare(*self.models, self.optimizer)
-        accelerator.register_save_state_pre_hook(self.save)
-        accelerator.register_load_state_pre_hook(self.load)
-
-    def step(self) -> None:
-        drawn = torch.randn(1, 2)
-        sum(model(drawn).sum() for model in self.models).backward()  # type: ignore[union-attr]
-        self.optimizer.step()
-
-    def save(self, models: list[Any], weights: list[Any], folder: str) -> None:
-        (Path(folder) / "own").mkdir(exist_ok=True)
-        torch.save(models[0].state_dict(), f"{folder}/own/first.pt")
-        Path(folder, "note.txt").write_text("a script's")
-        weights.pop(0)
-        torch.rand(1)
-
-    def load(self, models: list[Any], folder: str) -> None:
-        models.pop(0).load_state_dict(torch.load(f"{folder}/own/first.pt"))
-        torch.rand(1)
-
-    def all(self) -> list[bytes]:
-        held = [*self.models[0].parameters(), *self.models[1].parameters(), torch.rand(3)]
-        states = [v for one in self.optimizer.state.values() for v in one.values()]
-        return [torch.as_tensor(each).detach().numpy().tobytes() for each in held + states]
-
-
-def accelerators(kind: type[Accelerator], root: Path, count: int, **more: Any) -> Iterator[Any]:
-    for _ in range(count):
-        AcceleratorState._reset_state(reset_partial_state=True)
-        named = ProjectConfiguration(str(root), automatic_checkpoint_naming=True, **more)
-        yield kind(cpu=True, project_config=named)
-        smckpt.maybe_finalize_async_calls()
-    AcceleratorState._reset_state(reset_partial_state=True)
-
-
-@pytest.mark.parametrize("step", [0, 1])
-def test_hooks_write_their_files_and_the_rest_goes_on_as_with_accelerates_own(
-    tmp_path: Path, step: int
-) -> None:
-    found = []
-    for kind in (Accelerator, SmckptAccelerator):
-        torch.manual_seed(1)
-        root = tmp_path / kind.__name__
-        made = accelerators(kind, root, 2)
-        saving = next(made)
-        torch.manual_seed(2)
-        one = Hooked(saving)
-        for _ in range(2):
-            one.step()
-            saving.save_state()
-        one.step()
-        loading = next(made)
-        torch.manual_seed(3)
-        other = Hooked(loading)
-        loading.load_state(str(root / "checkpoints" / f"checkpoint_{step}"))
-        if step == 0:
-            other.step()
-        other.step()
-        found.append(other.all())
-        assert next(made, None) is None
-        at = root / "checkpoints" / "checkpoint_1"
-        assert (at / "note.txt").exists() and (at / "own" / "first.pt").exists()
-    assert found[0] == found[1]
-    saved = smckpt.load(checkpoint_id=at)
-    assert saved is not None and "model" not in saved and "model_1" in saved
-
-
-def test_the_limit_removes_what_hooks_wrote_and_no_other_file(tmp_path: Path) -> None:
-    for accelerator in accelerators(SmckptAccelerator, tmp_path, 1, total_limit=1):
-        one = Hooked(accelerator)
-        for step in range(3):
-            accelerator.save_state()
-            smckpt.maybe_finalize_async_calls()
-            if step == 1:
-                (tmp_path / "checkpoints" / "checkpoint_1" / "mine.txt").touch()
-        one.step()
-    left = sorted(str(path.relative_to(tmp_path / "checkpoints")) for path in tmp_path.rglob("*.*"))
-    assert [name for name in left if "checkpoint_2" not in name] == ["checkpoint_1/mine.txt"]
-    assert not (tmp_path / "checkpoints" / "checkpoint_0").exists()
-
-
-def test_what_hooks_cannot_do_is_refused_by_name(tmp_path: Path, s3_root: str) -> None:
-    for accelerator in accelerators(SmckptAccelerator, tmp_path, 1):
-        one = Hooked(accelerator)
-        accelerator.project_configuration.automatic_checkpoint_naming = False
-        accelerator.save_state(str(tmp_path / "a"))
-        smckpt.maybe_finalize_async_calls()
-        for place in (tmp_path / "a", f"{s3_root}/a"):  # committed; a URL
-            with pytest.raises(UsageError, match="hooks of register_save_state_pre_hook write to"):
-                accelerator.save_state(str(place))
-
-        def halves(models: list[Any], weights: list[Any], folder: str) -> None:
-            weights[0] = {name: tensor.half() for name, tensor in weights[0].items()}
-
-        def drops(models: list[Any], weights: list[Any], folder: str) -> None:
-            weights[0].popitem()
-
-        for hook in (halves, drops):
-            handle = accelerator.register_save_state_pre_hook(hook)
-            with pytest.raises(UsageError, match="has changed weights, or put others among them"):
-                accelerator.save_state(str(tmp_path / hook.__name__))
-            handle.remove()
-        one.save = lambda *_: 1 / 0  # type: ignore[assignment]
-        accelerator._save_model_state_pre_hook.clear()
-        accelerator.register_save_state_pre_hook(one.save)
-        with pytest.raises(ZeroDivisionError):
-            accelerator.save_state(str(tmp_path / "b"))
-        with pytest.raises(CheckpointNotFoundError, match=r"load .*/a, the newest whole one"):
-            (tmp_path / "c" / "own").mkdir(parents=True)
-            (tmp_path / "c" / "part-0123456789ab-00000000-r00000.json").touch()
-            accelerator.load_state(str(tmp_path / "c"))
-
-
 def test_an_iteration_is_saved_once(accelerator: SmckptAccelerator) -> None:
     accelerator.save_state()
     smckpt.maybe_finalize_async_calls()
@@ -464,3 +343,18 @@ def test_the_command_merges_weights_under_smckpt_run(
     merged = load_file(out / "model.safetensors")
     assert merged.keys() == state.keys()
     assert all(torch.equal(merged[name], state[name]) for name in state)
+
+
+def test_a_directory_below_the_home_is_found_there(
+    plain: SmckptAccelerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    saved = plain.save_state("~/out")
+    smckpt.maybe_finalize_async_calls()
+    assert saved == str(tmp_path / "home" / "out")
+    assert len(smckpt.find_checkpoints(saved)) == 1
+    plain.load_state("~/out")
+    Accelerator.save_state(plain, str(tmp_path / "home" / "stock"))
+    plain.load_state("~/stock")
+    assert [path.name for path in tmp_path.iterdir()] == ["home"]

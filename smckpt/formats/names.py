@@ -265,8 +265,11 @@ def _like_a_model(held: list[LogicalTensor]) -> bool:
     return any("float" in DTYPES[t.dtype].name for t in held)
 
 
-def unwrapped(found: Mapping[str, T]) -> dict[str, T]:
+def unwrapped(found: Mapping[str, T], among: Collection[str] = ()) -> dict[str, T]:
     """The tensors by names without the parts that wrappers and trainers' modules add.
+
+    Args:
+        among: the names of the whole model, if these are those of a pipeline stage.
 
     Raises:
         UsageError: two tensors would then have one name.
@@ -276,17 +279,21 @@ def unwrapped(found: Mapping[str, T]) -> dict[str, T]:
         for name, tensor in found.items():
             number, _, rest = name.partition(".")
             chunks.setdefault(number, {})[rest] = tensor
-        return {f"{n}.{name}": t for n, c in chunks.items() for name, t in unwrapped(c).items()}
-    if not all(name.partition(".")[0] in _WRAPPERS for name in found):
+        among = {name.partition(".")[2] for name in among or found}
+        return {
+            f"{n}.{name}": t for n, c in chunks.items() for name, t in unwrapped(c, among).items()
+        }
+    among = among or found
+    if not all(name.partition(".")[0] in _WRAPPERS for name in among):
         # one of several models is wrapped, and its wrapper is its place
         places, bare = (
-            places_of_models(names) for names in (found, [".".join(_bare(name)) for name in found])
+            places_of_models(names) for names in (among, [".".join(_bare(name)) for name in among])
         )
         if len(bare) > 1 and "" in bare and "" not in places:
             return dict(found)
     out: dict[str, T] = {}
     # wrappers and trainers' modules may be in any order: DDP of a trainer's module, a compiled DDP
-    names = {".".join(_bare(name)) for name in found if not _VALUE_HEAD.fullmatch(name)}
+    names = {".".join(_bare(name)) for name in among if not _VALUE_HEAD.fullmatch(name)}
     outer = 0
     while names and (
         all(name.startswith(f"{_DDP}.") for name in names)

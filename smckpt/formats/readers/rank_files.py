@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from smckpt.checkpoint.records.sealed import strict_json
@@ -43,7 +43,7 @@ _INDEX_LIMIT, _CONFIG_LIMIT = 256 << 20, 64 << 20  # bytes
 
 def open_files(
     files: Mapping[str, StoredState], degrees: Degrees, source: SourceFiles,
-    alone: re.Pattern[str] | None = None,
+    alone: re.Pattern[str] | None = None, among: Collection[str] = (),
 ) -> BoxTensors:  # fmt: skip
     """Open the files of all ranks, in Megatron's order: tensor-parallel ranks innermost, then
     expert-parallel ones. What the first rank alone holds, and `alone` matches, is every rank's.
@@ -85,7 +85,7 @@ def open_files(
                 "stages",
                 path=file,
             )
-    clean = {old: new for new, old in unwrapped({name: name for name in dtypes}).items()}
+    clean = {old: new for new, old in unwrapped({name: name for name in dtypes}, among).items()}
     keyed = {key._replace(name=clean[key.name]): tensor for key, tensor in tensors.items()}
     return BoxTensors(next(iter(files.values())).path, keyed, source)
 
@@ -114,7 +114,8 @@ def open_stages(
         )
     every = list(files.items())
     stages = [dict(every[at : at + each]) for at in range(0, len(every), each)]
-    return [open_files(stage, degrees, source, alone) for stage in stages]
+    names = {name for state in files.values() for name in state.tensors}
+    return [open_files(stage, degrees, source, alone, names) for stage in stages]
 
 
 def open_directory(directory: Path, *, exact: bool = False) -> BoxTensors:

@@ -249,6 +249,17 @@ def test_files_of_ranks_in_stages_are_exported(tmp_path, llama):
             export_hf(paths, tmp_path / "no", config=model.config, parallel=Parallel(**given))
 
 
+@pytest.mark.parametrize("prefix", ["net.", "model.module."])
+def test_files_of_stages_leave_out_what_a_trainer_adds_to_all_names(tmp_path, llama, prefix):
+    """A stage without the embedding does not look like a model."""
+    model, state = llama
+    paths = [tmp_path / f"rank{number}.safetensors" for number in range(2)]
+    for path, (chunk,) in zip(paths, of_megatron(state, 2), strict=True):
+        save_file({f"{prefix}{n}": t.contiguous() for n, t in chunk.items()}, path)
+    export_hf(paths, tmp_path / "hf", config=model.config, parallel=Parallel(pp=2))
+    assert_same(tmp_path / "hf", state)
+
+
 def megatron_lm(folder: Path, ranks: list[list[State]], t: int, pp: int, **said: Any) -> Path:
     """`torch.save` of what Megatron-LM's `save_checkpoint` puts together."""
     for number, chunks in enumerate(ranks):

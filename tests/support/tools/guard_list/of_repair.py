@@ -25,13 +25,13 @@ REPAIR = [
     ),
     of(
         "repair: the claim ends with the repair", "checkpoint/upkeep/repair.py",
-        "            release(one.storage, one.name)\n", "            pass\n",
+        "            release(one.storage, one.attempt)\n", "            pass\n",
         FINISH + "test_parts_whose_coordinator_died_are_committed",
         "test_a_step_of_groups_is_committed_wherever_its_lead_died",
     ),
     of(
         "repair: the claim", "checkpoint/upkeep/repair.py",
-        "            if not claim(one.storage, one.name):\n", "            if False:\n",
+        "            if not claim(one.storage, one.attempt):\n", "            if False:\n",
         FINISH + "test_a_session_that_wakes_up_at_any_moment_loses_nothing",
         "test_what_another_run_gave_up_is_left_to_it",
     ),

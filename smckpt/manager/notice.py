@@ -129,6 +129,7 @@ class Watch:
         )
         self._thread = threading.Thread(target=self._serve, name="smckpt-notice", daemon=True)
         self._thread.start()
+        atexit.register(while_alive(self._close_at_exit))
 
     # -- the training thread ---------------------------------------------------------------------
 
@@ -174,6 +175,12 @@ class Watch:
             self._timer.cancel()
         if self._timer is not None or self._flag is not None:
             atexit.register(while_alive(self._hold_grace))
+
+    def _close_at_exit(self) -> None:
+        """A program that ends with the thread in a call of torch's store may be aborted. Not after
+        a signal, whose grace time holds on."""
+        if self._flag is None and self.notice is None:
+            self.close()
 
     def _start_grace(self, seconds: float) -> None:
         self._until = time.monotonic() + seconds

@@ -8,6 +8,7 @@ that. So a rank waits only if it is further ahead of rank 0.
 
 from __future__ import annotations
 
+import atexit
 import datetime
 import logging
 import math
@@ -17,6 +18,7 @@ import time
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
+from smckpt.calls import while_alive
 from smckpt.checkpoint.commits.discover import FoundCheckpoint
 from smckpt.engine.saving.job import Timings
 from smckpt.errors import PeerError, UsageError
@@ -150,6 +152,7 @@ class Schedule:
         if self._thread is None and not self._alone:
             self._thread = threading.Thread(target=self._serve, name="smckpt-schedule", daemon=True)
             self._thread.start()
+            atexit.register(while_alive(self.close))  # see `Watch`
         if self._decides:
             self._decide(step, self._every)
         elif step > self._plan.settled:

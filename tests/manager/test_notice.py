@@ -333,6 +333,36 @@ def test_an_exit_handler_that_hangs_ends_with_the_grace_time(tmp_path: Path, how
     assert len(find_checkpoints(tmp_path)) == 1
 
 
+LEFT_OPEN = """
+import atexit, datetime, sys, threading, torch
+import torch.distributed as dist
+
+asking = {"smckpt-notice", "smckpt-schedule"}  # the threads that ask the job's store all the time
+names = lambda: sorted(asking & {one.name for one in threading.enumerate()})
+atexit.register(lambda: print("at the end:", names(), flush=True))  # it runs last
+from smckpt import CheckpointManager
+
+dist.init_process_group("gloo")
+state = {"model": torch.nn.Linear(2, 2)}
+manager = CheckpointManager(sys.argv[1], interval=datetime.timedelta(minutes=9))
+manager.restore(into=state)
+for step in range(1, 4):
+    manager.should_save(step)
+manager.save(step, state).wait()
+print("in the training:", names(), flush=True)
+"""
+
+
+def test_a_program_that_leaves_its_manager_open_ends_without_a_thread_of_it(tmp_path: Path) -> None:
+    """One that is in a call of torch's store when the interpreter ends may abort the program."""
+    with without_launcher(2, LEFT_OPEN, tmp_path) as ranks:
+        texts = [rank.communicate(timeout=seconds(100))[0] for rank in ranks]
+    for rank, text in zip(ranks, texts, strict=True):
+        assert "in the training: ['smckpt-notice', 'smckpt-schedule']" in text, text
+        assert rank.returncode == 0, text
+        assert "at the end: []" in text, text
+
+
 PEER_GONE = """
 import atexit, os, signal, sys, torch
 import torch.distributed as dist

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 import smckpt
 from smckpt import errors
+from smckpt.engine.saving.commit import Committer
 from tests.support import child
 from tests.support.faults import refuse
 from tests.support.launch import run_ranks
@@ -118,6 +119,41 @@ def test_a_path_that_is_not_shared_is_refused_on_all_hosts_and_the_blind_one_wri
         assert os.uname().nodename in text
     assert not files
     assert not list(tmp_path.rglob("manifest-*"))
+
+
+def looks(folder: str, first: str) -> list[str]:
+    """What saves below two directories tell; rank 1 does not see the first one at first."""
+    look, looked = Committer._look, []
+
+    def late(self: Any, *arguments: Any, create: bool, **more: Any) -> Any:
+        seen = look(self, *arguments, create=create, **more)
+        looked.append(create)
+        if create or looked.count(False) > 2:
+            return seen
+        if first == "fails":
+            raise errors.StorageError("an input or output error", remedy="look at the mount")
+        return False
+
+    Committer._look = late  # type: ignore[method-assign]
+    found = []
+    for directory in ("one/1", "one/2", "two/1", "one/3"):
+        try:
+            smckpt.save({"a": torch.ones(10)}, checkpoint_id=f"{folder}/{directory}")
+            found.append("committed")
+        except errors.SaveFailedError as error:
+            found.append(str(error))
+    return found
+
+
+@pytest.mark.parametrize("first", ["fails", "is blind"])
+def test_a_host_looks_again_in_each_save_until_it_sees_the_directory(
+    tmp_path: Path, first: str
+) -> None:
+    for found in run_ranks(looks, 2, str(tmp_path), first):
+        for number, text in enumerate(found[:2], 1):
+            assert ("input or output" if first == "fails" else "not shared") in text
+            assert first == "fails" or f"{tmp_path}/one/{number}" in text
+        assert found[2:] == ["committed"] * 2
 
 
 def test_arenas_that_do_not_fit_the_memory_of_the_host_are_refused_with_the_arithmetic(

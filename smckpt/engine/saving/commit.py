@@ -101,7 +101,8 @@ class Committer:
         self._steps = Steps(membership)
         self._tokens: dict[tuple[str, ...], int] = {}
         self.probed = False
-        self._unshared: StorageError | None = None  # why no save of this rank can be committed
+        # until this rank has seen it: a probe's directory, and the host that wrote it
+        self._unseen: tuple[str, str] | None = None
         self._tried: set[str] = set()
         self.met_before = 0
         self._unmet: dict[int, Moment] = {}  # the saves that were given up without a meeting
@@ -132,8 +133,8 @@ class Committer:
                 if bucket and bucket not in self._tried:
                     self._look(meeting, job, job.as_coordinator(), create=True, leave=False)
                     self._tried.add(bucket)
-            if self._unshared is not None:
-                raise self._unshared
+            if self._unseen is not None:
+                self._refuse_unshared(meeting, job, *self._unseen)
             return write(meeting)
 
         return meeting.round(
@@ -202,16 +203,22 @@ class Committer:
             gives=str,
         )
         self.probed = True  # on all ranks alike
-        if meeting.member and not self._look(
-            meeting, job, job.as_one_of_all(self.group), create=False
-        ):
-            self._unshared = StorageError(
+        self._unseen = (path, wrote) if meeting.member else None
+
+    def _refuse_unshared(self, meeting: Meeting, job: SaveJob, probed: str, wrote: str) -> None:
+        """Look for the probe, in each save until it is seen. Below another directory there is none,
+        and the coordinator misses this rank's part if it does not see it."""
+        if parent_url(job.request.directory) != parent_url(probed):
+            return
+        access = job.as_one_of_all(self.group)
+        if not self._look(meeting, job, access, create=False, directory=probed):
+            raise StorageError(
                 "the directory is not shared by all hosts of the group: "
                 f"{socket.gethostname()} does not see what host {wrote} writes",
-                remedy="mount one file system on all hosts, or use an s3:// checkpoint_id; then "
-                "start the job again",
-                path=path,
+                remedy="mount one file system on all hosts, or use an s3:// checkpoint_id",
+                path=job.request.directory,
             )
+        self._unseen = None
 
     def _look(
         self,
@@ -221,8 +228,9 @@ class Committer:
         *,
         create: bool,
         leave: bool = True,
+        directory: str = "",
     ) -> bool:
-        probe = Probe(job.request.directory, meeting.id, create, leave)
+        probe = Probe(directory or job.request.directory, meeting.id, create, leave)
         answer = self.worker.call(probe, timeout=job.timeout, access=access)
         if answer.remark is not None:
             log.warning("%s", answer.remark)

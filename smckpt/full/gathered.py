@@ -6,7 +6,8 @@ error.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -24,7 +25,7 @@ from smckpt.full.parallel import (
 )
 from smckpt.full.wire import Attempt, anywhere, gathers, own_rank
 from smckpt.layout.containers import items_of
-from smckpt.layout.entries import Path
+from smckpt.layout.entries import Path, dotted
 from smckpt.layout.strided import Box
 from smckpt.state_dict.fsdp1 import Fsdp1View
 from smckpt.state_dict.of_optimizers.bindings import bind, walked
@@ -214,17 +215,22 @@ def full_optimizer(
         state = _fsdp1_full_state(view, optimizer, wishes)
     else:
         on_mesh = sharded["param_groups"].binding.shapes_on_mesh()
+        sums: dict[str, int] = {}
         for attempt.step, (fqn, slots) in enumerate(sharded["state"].items()):
 
             def gather(value: torch.Tensor, at: Path, fqn: str = fqn) -> Any:
-                if fqn in on_mesh and value.dim() and not is_dtensor(value):
-                    whole.add((fqn, *at))
+                if fqn in on_mesh and not is_dtensor(value):
+                    sums[dotted((fqn, *at))] = _sum_of(value)
+                    if value.dim():
+                        whole.add((fqn, *at))
                 found = _gathered(value, wishes, attempt)
                 return found if found is None else flagged(found, flags_of(value))
 
             gathered = walked(slots, gather)
             if _holds(wishes):
                 state[fqn] = gathered
+        attempt.settle(all_groups)
+        attempt(lambda: _refuse_own(optimizer, sums, all_groups))
         attempt.settle(all_groups)
     groups: ParamGroups = sharded["param_groups"]  # on all ranks: each needs its learning rates
     if gathers():  # otherwise the tensors are live, as in SHARDED state
@@ -338,6 +344,37 @@ def _of_all_ranks(
     names = sorted({slot for _, _, slots, _ in everyone for slot in slots})
     flags = {slot: flag for *_, theirs in everyone for slot, flag in theirs.items()}
     return {k: v for k, v in numbers.items() if k not in options}, names, flags
+
+
+def _sum_of(value: torch.Tensor) -> int:
+    plain = value.detach().cpu().contiguous().reshape(-1)
+    return zlib.crc32(plain.view(torch.uint8).numpy().tobytes()) if plain.numel() else 0
+
+
+def _refuse_own(
+    optimizer: torch.optim.Optimizer, sums: Mapping[str, int], groups: Sequence[Any]
+) -> None:
+    """Refuse state that each rank keeps for its own part of a parameter: FULL has one rank's alone.
+    All ranks call it.
+
+    Args:
+        sums: checksums of the tensors that are to be alike. groups: as in `Attempt.settle`.
+    """
+    import torch.distributed as dist
+
+    for group in groups if gathers() else ():
+        everyone: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(everyone, zlib.crc32(repr(sorted(sums.items())).encode()), group)
+        if len({*everyone}) == 1:
+            continue
+        dist.all_gather_object(everyone, sums, group)
+        for name, own in sums.items():
+            if any(theirs.get(name, own) != own for theirs in everyone):
+                raise UsageError(
+                    f"FULL does not gather {name!r} of {type(optimizer).__name__}, which differs "
+                    "between ranks though no mesh divides it",
+                    remedy="save LOCAL or SHARDED",
+                )
 
 
 def _refuse_odd(optimizer: torch.optim.Optimizer) -> None:

@@ -6,6 +6,7 @@ import functools
 import traceback
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -21,6 +22,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import smckpt
+from smckpt.state_dict.tensors import dtensor_parts
 from tests.support.collectives import count_collectives
 from tests.support.launch import run_ranks
 from tests.support.nets import Net, groups_of, step
@@ -164,3 +166,71 @@ def test_local_state_is_what_torch_gathers_comes_back_and_trains_on_without_a_co
     for rank in results[case]:
         assert rank.pop("moved"), "the step must have changed something"
         assert {what: found for what, found in rank.items() if found} == {}
+
+
+class OfItsPart(torch.optim.Optimizer):
+    """One that keeps of each parameter the mean of all of it, as a DTensor, and a sum over the
+    elements of its own rank, or of all ranks."""
+
+    def __init__(self, parameters: Any, alike: bool) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        self.alike = alike
+
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            _, mesh, _, _ = dtensor_parts(parameter)
+            mean = parameter.full_tensor().mean()
+            own = parameter.full_tensor() if self.alike else parameter.to_local()
+            self.state[parameter] = {
+                "mean": DTensor.from_local(mean, mesh, [Replicate()]),
+                "own": own.sum().reshape(1, 1),
+            }
+
+
+def of_its_part(folder: str, kind: str, alike: bool) -> list[str]:
+    def made(seed: int) -> tuple[nn.Module, OfItsPart]:
+        torch.manual_seed(seed)
+        model = nn.Linear(4, 6)
+        fully_shard(model)
+        return model, OfItsPart(model.parameters(), alike)
+
+    def taken(model: nn.Module, optimizer: OfItsPart) -> dict[str, Any]:
+        if kind == "object":
+            return {"model": model, "optimizer": optimizer}
+        with smckpt.sm_state_dict_type(model, getattr(smckpt, kind)):
+            return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+
+    model, optimizer = made(0)
+    optimizer.step()
+    try:
+        smckpt.save(taken(model, optimizer), checkpoint_id=folder)
+    except smckpt.errors.CheckpointError as error:
+        return [str(error)]
+    other, fresh = made(1)
+    smckpt.load(taken(other, fresh), checkpoint_id=folder)
+    wrong = []
+    for (mine, was), now in zip(optimizer.state.items(), fresh.state.values(), strict=True):
+        shape = list(mine.shape)
+        wrong += [f"{name} of {shape}" for name in was if type(was[name]) is not type(now[name])]
+        wrong += [f"mean of {shape}"] * (not torch.equal(local(was["mean"]), local(now["mean"])))
+        wrong += [f"own of {shape}"] * (not torch.equal(was["own"], now["own"]))
+    return wrong
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    return dtensor_parts(tensor)[0] if isinstance(tensor, DTensor) else tensor
+
+
+@pytest.mark.parametrize("kind", ["object", "LOCAL", "SHARDED"])
+def test_an_optimizer_gets_its_own_tensors_back_as_their_class(tmp_path: Path, kind: str) -> None:
+    assert run_ranks(of_its_part, 2, str(tmp_path), kind, False) == [[], []]
+
+
+@pytest.mark.parametrize("alike", [False, True])
+def test_full_refuses_what_an_optimizer_keeps_of_each_rank(tmp_path: Path, alike: bool) -> None:
+    for found in run_ranks(of_its_part, 2, str(tmp_path), "FULL", alike):
+        if alike:
+            assert not [one for one in found if one.startswith("own")]
+        else:
+            assert len(found) == 1 and "'weight.own' of OfItsPart" in found[0]
+            assert "SHARDED" in found[0]

@@ -393,7 +393,7 @@ def room(
             return torch.zeros_like(parameter.detach(), dtype=saved.dtype)
         on_cpu = at[-1:] == ("step",) and not (group.get("fused") or group.get("capturable"))
         device = torch.device("cpu") if on_cpu else _device(parameter)
-        if saved.local is not None or not saved.shape:
+        if saved.local is not None or (not saved.shape and saved.placements is None):
             return saved.zeros(device)
         if is_dtensor(parameter):
             return zeros_on_mesh(parameter, saved.shape, saved.dtype, saved.placements)

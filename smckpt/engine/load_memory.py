@@ -192,6 +192,7 @@ def whole_state(
                 )
             around[path[-1]] = room
     mine = catalogue.objects(saved, unmade=True)
+    own = {row.path for row in catalogue.rows if saved in row.ranks}
     for values in (mine, catalogue.lacked(saved)):
         for path, saved_value in values.values():
             if only is None or str(path[0]) in only:
@@ -203,7 +204,7 @@ def whole_state(
                         dotted(path),
                     )
                 for dotted_path, renamed in under_names(catalogue.optimizers, path, value):
-                    if values is mine and dotted_path == path:
+                    if values is mine and dotted_path == path and path not in own:
                         leaves[path] = renamed  # not the tensor that another rank has there
                     leaves.setdefault(dotted_path, renamed)
     if lacking := set(only or ()) - {str(path[0]) for path in leaves}:

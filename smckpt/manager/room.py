@@ -273,13 +273,13 @@ def get_memory(
 
 def _without_objects(value: Any) -> Any:
     """The same value where nothing is left out: an optimizer's dict is known by its identity."""
-    if type(value) is dict:
-        kept = {k: _without_objects(child) for k, child in value.items() if not _is_users(child)}
-        same = len(kept) == len(value) and all(kept[key] is value[key] for key in kept)
-        return value if same else kept
-    if type(value) in (list, tuple) and any(map(_is_users, value)):
-        return [child for child in value if not _is_users(child)]
-    return value
+    if type(value) not in (dict, list, tuple):
+        return value
+    items = value if isinstance(value, dict) else dict(enumerate(value))
+    kept = {k: _without_objects(child) for k, child in items.items() if not _is_users(child)}
+    if len(kept) == len(items) and all(kept[key] is items[key] for key in kept):
+        return value
+    return kept if isinstance(value, dict) else [*kept.values()]
 
 
 def _is_users(value: Any) -> bool:

@@ -219,7 +219,7 @@ def test_an_object_of_the_user_is_not_asked_before_the_first_save(
         torch.manual_seed(0)
         model = torch.nn.Linear(4, 4)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        state: dict[str, Any] = {"recipe": Recipe(model, optimizer)}
+        state: dict[str, Any] = {"parts": [{"recipe": Recipe(model, optimizer)}]}
         if beside:  # steps first
             other = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))])
             state["other"] = other

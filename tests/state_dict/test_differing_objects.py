@@ -11,6 +11,7 @@ from torch import distributed as dist
 
 import smckpt
 from smckpt import errors
+from tests.state_dict.test_growing import Kept
 from tests.support.launch import run_ranks
 
 T = torch.full((2,), 7.0)
@@ -38,17 +39,6 @@ FORMS: dict[str, tuple[Any, Any]] = {  # of rank 0, of rank 1
 }
 
 
-class Own:
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def state_dict(self) -> Any:
-        return self.value
-
-    def load_state_dict(self, state: Any) -> None:
-        self.value = state
-
-
 def plain(value: Any) -> str:
     """A text that tells values apart, whatever the order of their keys."""
     if isinstance(value, dict):
@@ -58,7 +48,7 @@ def plain(value: Any) -> str:
 
 def save_all(folder: str) -> None:
     for name, forms in FORMS.items():
-        state = {"own": Own(forms[dist.get_rank()]), "w": torch.ones(2)}
+        state = {"own": Kept(forms[dist.get_rank()]), "w": torch.ones(2)}
         with smckpt.CheckpointManager(f"{folder}/{name}", signals=(), timeout=60) as manager:
             manager.save(1, state).wait()
 
@@ -74,7 +64,7 @@ def load_all(folder: str, how: str) -> dict[str, str]:
     rank, found = dist.get_rank(), {}
     for name, forms in FORMS.items():
         step, kept = f"{folder}/{name}/1", copy.deepcopy(forms[rank % 2])
-        own = Own({"fresh": {}, "other": copy.deepcopy(forms[1 - rank % 2])}.get(how, kept))
+        own = Kept({"fresh": {}, "other": copy.deepcopy(forms[1 - rank % 2])}.get(how, kept))
         state: dict[str, Any] = {"own": own, "w": torch.zeros(2)}
         try:
             if how == "restore":
@@ -123,7 +113,7 @@ def test_each_rank_gets_its_own_object_back_be_it_tensors_or_none(tmp_path: Path
 
 def three(folder: str, into: bool) -> Any:
     rank = dist.get_rank()
-    own = Own({} if into else {"t": None if rank == 1 else T + rank, "n": rank})
+    own = Kept({} if into else {"t": None if rank == 1 else T + rank, "n": rank})
     state = {"own": own, "w": torch.ones(2)}
     (smckpt.load if into else smckpt.save)(state, checkpoint_id=folder)
     return plain(own.value)

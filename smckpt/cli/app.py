@@ -334,7 +334,7 @@ def export(
         raise click.UsageError(f"--{next(iter(given))} needs --follow")
     from smckpt.translate.exports.options import export_group_of_environment
 
-    files = len(checkpoint) > 1 or os.path.isfile(checkpoint[0])
+    source = checkpoint if len(checkpoint) > 1 else checkpoint[0]
     group = export_group_of_environment(timeout)
     follows = group is not None and not group.leads
 
@@ -342,7 +342,7 @@ def export(
         options["options"] = taken(
             ExportOptions, options, progress=progress, process_group=group, timeout=timeout
         )
-        report = export_hf(checkpoint if files else checkpoint[0], out, **options)
+        report = export_hf(source, out, **options)
     if follows:
         return
     if as_json:

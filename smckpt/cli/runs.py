@@ -7,6 +7,7 @@ import sys
 import time
 from contextlib import suppress
 from dataclasses import asdict, replace
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -251,9 +252,9 @@ def status(root: str, as_json: bool) -> None:
         memory = sum(one.in_memory for one in whole)
         among = f" ({memory} in memory)" if memory else ""
         print_line(f"{count_text(len(whole), 'step')}{among}, {total}; the newest is "
-                   f"{newest.place}, committed {age:.0f} s ago")  # fmt: skip
+                   f"{newest.place or '.'}, committed {age:.0f} s ago")  # fmt: skip
     if newest is not None and run is not None:
-        print_line(f"the run has trained for {run['seconds'] / 3600:.3g} h, with "
+        print_line(f"the run has trained for {timedelta(seconds=round(run['seconds']))}, with "
                    f"{count_text(run['failures'], 'failure')}")  # fmt: skip
         if run["interval"] is not None:
             chosen = run["interval"]

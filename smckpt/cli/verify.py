@@ -99,11 +99,15 @@ def verify(
         except (CheckpointNotFoundError, StorageError) as error:
             if isinstance(error, StorageError) and not os.path.isfile(checkpoint):
                 raise
-            from smckpt.formats.readers.foreign_catalogue import verify_foreign
+            from smckpt.formats.readers.foreign_catalogue import foreign_catalogue, verify_foreign
+            from smckpt.storage import open_storage
 
-            found = (
-                None if quick else verify_foreign(checkpoint, threads=threads, progress=progress)
-            )
+            if quick and foreign_catalogue(open_storage(checkpoint)) is not None:
+                raise UsageError(
+                    "others wrote this, and recorded nothing that --quick could compare",
+                    remedy="leave --quick out", path=checkpoint,
+                ) from None  # fmt: skip
+            found = verify_foreign(checkpoint, threads=threads, progress=progress)
             if found is None:
                 raise
             report = found

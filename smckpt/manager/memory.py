@@ -34,6 +34,7 @@ from smckpt.errors import (
     StorageError,
     UsageError,
     as_checkpoint_error,
+    count_text,
 )
 from smckpt.manager.record import not_abandoned
 from smckpt.manager.retention import Newest, Retention, Rivals, refuse_count
@@ -167,10 +168,12 @@ class MemoryTier:
             log.info("steps are kept in memory (interval %s) below %s", memory.interval, self.root)
         elif self._member == 0:
             have = min(memory.replicas, len(peers) - 1)
-            text = "steps are kept in memory (interval %s) below %s: %d hosts, %d copies on others"
-            log.info(text, memory.interval, self.root, len(peers), have)
+            hosts = count_text(len(peers), "host")
+            text = "steps are kept in memory (interval %s) below %s, on %s"
+            log.info(text, memory.interval, self.root, hosts)
             if have < memory.replicas:
-                log.warning("%d hosts hold %d copies, not %d", len(peers), have, memory.replicas)
+                text = "Memory(replicas=%d) wants a host for each copy, but the job has %s"
+                log.warning(text, memory.replicas, hosts)
             if have and len({domain for *_, domain in peers}) == 1:
                 log.warning("all hosts are in domain %s: copies do not leave it", memory.domain)
 

@@ -105,6 +105,14 @@ def test_a_directory_that_is_absent_is_no_empty_root(tmp_path: Path, line: str) 
     done = command(*line.split(), tmp_path / "mistyped")
     assert (done.returncode, done.stdout) == (2, "")
     assert "mistyped: no such directory" in done.stderr
+    (tmp_path / "one.pt").write_bytes(b"")
+    done = command(*line.split(), tmp_path / "one.pt")
+    assert done.returncode == 2 and "one.pt: this is a file, not a directory" in done.stderr
+
+
+def test_a_step_itself_has_its_name_and_the_run_its_time(root: Path) -> None:
+    shown = command("status", root / "30").stdout
+    assert "; the newest is ., committed " in shown, shown
 
 
 def test_a_link_to_a_step_is_no_other_step(root: Path) -> None:

@@ -246,6 +246,9 @@ def test_verify_reads_what_torch_saved_and_tells_a_changed_byte(tmp_path, capsys
     )
     torch.save({"w": torch.ones(3)}, tmp_path / "one.pt")
     assert verified(tmp_path / "one.pt")[0] == 0
+    for other in (place, tmp_path / "one.pt"):
+        with pytest.raises(UsageError, match="leave --quick out"):
+            app(["verify", "--quick", str(other)])
     file = place / "__1_0.distcp"
     data = file.read_bytes()
     at = data.index(torch.tensor([66.0, 68.0]).numpy().tobytes())

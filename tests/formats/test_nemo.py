@@ -163,7 +163,14 @@ def test_an_archive_is_exported_where_it_is(tmp_path, llama, judged, tp, pp):
         )
         assert (report.source, report.layout) == ("NeMo", "mcore_te")
         assert_same(tmp_path / "hf", state)
-    assert sorted(tmp_path.iterdir()) == sorted([*before, tmp_path / "hf"])
+    model.config.save_pretrained(tmp_path / "config")
+    app(
+        ["export", str(path), str(tmp_path / "hf"), "--config", str(tmp_path / "config"),
+         "--overwrite"],
+        standalone_mode=False,
+    )  # fmt: skip
+    assert_same(tmp_path / "hf", state)
+    assert sorted(tmp_path.iterdir()) == sorted([*before, tmp_path / "config", tmp_path / "hf"])
     judged("llama", "NeMo archive", exports=["formulas"], at=str(tp))
 
 

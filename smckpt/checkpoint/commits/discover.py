@@ -161,12 +161,13 @@ def refuse_absent(root: Storage) -> None:
     Raises:
         CheckpointNotFoundError: it is on a file system, and is no directory.
     """
-    if root.folder is not None and not os.path.isdir(root.folder):
-        raise CheckpointNotFoundError(
-            "no such directory",
-            remedy="check the path, and that the file system is mounted",
-            path=root.url,
-        )
+    if root.folder is None or os.path.isdir(root.folder):
+        return
+    if os.path.isfile(root.folder):
+        what, remedy = "this is a file, not a directory", "`smckpt show` says what is in it"
+    else:
+        what, remedy = "no such directory", "check the path, and that the file system is mounted"
+    raise CheckpointNotFoundError(what, remedy=remedy, path=root.url)
 
 
 def walk(

@@ -238,11 +238,10 @@ def import_hf(
             directory,
             lambda: cleanup.enter_context(TemporaryDirectory(ignore_cleanup_errors=True)),
         )
-        where = os.fspath(files[0]) if files else read[0]
-        family = model_dims(settings, where).family
+        found = open_model(access, directory, from_prefix, settings, given)
+        family = model_dims(settings, os.fspath(files[0]) if files else read[0]).family
         assert settings is not None
         chosen = get_layout(ranks.layout, family)
-        found = open_model(access, directory, from_prefix, settings, given)
         side, reader, predicting, left_out = _side_of(found, settings, family, options.mtp)
         chunks, made = to_ranks(reader, side, chosen, degrees, multiple)
         cleanup.callback(chunks.close)

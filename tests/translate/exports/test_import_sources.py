@@ -163,6 +163,7 @@ def test_what_cannot_be_imported_is_refused_by_name(tmp_path, hub):
         (folder, {"parallel": Parallel("mcore_te", pp=3)}, "3 pipeline stages do not divide 4"),
         (folder, {"source": Parallel(tp=2)}, "names are Hugging Face's own"),
         (tmp_path / "none", {"config": folder}, "no committed checkpoint"),
+        (tmp_path / "none", {}, "no committed checkpoint"),
         (7, {}, "directory=7"),
     ]
     for source, given, text in cases:

@@ -64,17 +64,21 @@ class Runtime:
         self._lock = threading.Lock()
         self._pid = os.getpid()
         self._watching = False
+        self._wait_first = while_alive(self._at_exit)
         # When the process began, in nanoseconds since 1970; the time of this module's first use if
         # the system does not say
         self._since = int((began(start_of(os.getpid())) or time.time()) * 1e9)
         self._inherited: object = None  # in a forked child: the job's store of the parent
         os.register_at_fork(after_in_child=while_alive(self.note_fork))
+        # Now: what a handler of the user's registers, with a save in it, would run no more.
+        atexit.register(while_alive(self._at_exit))
 
     def queue(self, group: Group, name: str) -> SaveQueue:
         self._refuse_inherited(group)
         key = (name, group.ranks)
         with self._lock:
             self._forget_if_forked()
+            self._watch()
             old = self._queues.get(key)
             if old is not None and old.group.same_life(group):
                 return old
@@ -83,7 +87,6 @@ class Runtime:
             membership = self._membership(group, f"save/{name}")
             fresh = SaveQueue(membership, name, self._since, self.sinks, self.overlap)
             self._queues[key] = fresh
-            self._watch()
         if old is not None:
             log.info("the process group is new; waiting for the saves of the earlier one")
             fresh.inherit(old.close(_exit_timeout()))
@@ -224,10 +227,13 @@ class Runtime:
     def _watch(self) -> None:
         if not self._watching:
             self._watching = True
-            atexit.register(self._at_exit)
             if multiprocessing.parent_process() is not None:
                 # A forked child of multiprocessing ends without the handlers of `atexit`.
                 multiprocessing.util.Finalize(None, self._at_exit, exitpriority=100)
+        # Once more for each save, to wait before the handlers of whoever makes that save: a manager
+        # hears signals until its last one is committed.
+        atexit.unregister(self._wait_first)
+        atexit.register(self._wait_first)
 
     @alone("the end of the program")
     def _at_exit(self) -> None:

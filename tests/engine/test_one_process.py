@@ -460,6 +460,24 @@ def test_a_normal_exit_drains_the_save_in_flight(tmp_path: Path) -> None:
     assert bool(target["a"].all())
 
 
+def test_a_save_in_an_exit_handler_is_waited_for_too(tmp_path: Path) -> None:
+    """Python runs no handler that is registered by another one."""
+    for earlier in ("", "save({'a': torch.ones(2)}, checkpoint_id=sys.argv[1] + '/0')"):
+        folder = tmp_path / f"of-{len(earlier)}"
+        done = run_script(
+            f"""
+            import atexit, sys, torch
+            from smckpt import async_save, save
+            {earlier}
+            state = {{"a": torch.ones(4 << 20)}}
+            atexit.register(lambda: async_save(state, checkpoint_id=sys.argv[1] + "/1"))
+            """,
+            str(folder),
+        )
+        assert done.returncode == 0, done.stderr
+        assert smckpt.latest_checkpoint(folder / "1") is not None, earlier
+
+
 def test_a_child_of_multiprocessing_drains_the_save_in_flight_too(tmp_path: Path) -> None:
     child = multiprocessing.get_context("forkserver").Process(target=leave_early, args=(tmp_path,))
     child.start()

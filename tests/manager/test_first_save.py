@@ -180,6 +180,27 @@ def test_a_new_run_gets_the_memory_of_its_first_save_after_the_first_step(
         assert last == after
 
 
+class Computes:
+    """An object that computes what it gives, as an average of weights does."""
+
+    def state_dict(self) -> dict[str, Any]:
+        weights = torch.ones(2, 2, requires_grad=True)
+        return {"product": weights @ weights, "gradients": (weights * 1).requires_grad}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def test_a_first_save_takes_objects_as_the_others_do(tmp_path: Path) -> None:
+    state = {"computes": Computes(), **objects(0)}
+    with CheckpointManager(tmp_path, signals=()) as manager, torch.autocast("cpu", torch.bfloat16):
+        manager.restore(into=state)
+        for step in (1, 2):
+            manager.save(step, state).wait()
+    for step in (1, 2):
+        found = smckpt.load(checkpoint_id=tmp_path / str(step))["computes"]
+        assert (found["product"].dtype, found["gradients"]) == (torch.bfloat16, True), step
+
+
 @pytest.mark.parametrize("restored", [False, True])
 def test_a_first_save_takes_the_state_of_each_object_once(tmp_path: Path, restored: bool) -> None:
     state = trained(1) | {"mean": Mean()}

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+import smckpt
 from smckpt import CheckpointManager, Signals, find_checkpoints
 from smckpt.errors import UsageError
 from smckpt.manager import notice
@@ -333,6 +334,52 @@ def test_an_exit_handler_that_hangs_ends_with_the_grace_time(tmp_path: Path, how
     assert len(find_checkpoints(tmp_path)) == 1
 
 
+AT_EXIT = """
+import atexit, os, signal, sys, threading, torch, smckpt
+from smckpt.engine.saving.commit import Committer
+from smckpt.manager.manager import QUEUE
+
+earlier, weights, root = sys.argv[1:]
+state = {"model": torch.nn.Linear(2, 2)}
+if earlier == "load":
+    smckpt.load(state, checkpoint_id=weights)
+elif earlier != "nothing":
+    queue = QUEUE if earlier == "save, same queue" else "other"
+    options = smckpt.SaveOptions(queue=queue)
+    smckpt.save(state, checkpoint_id=f"{root}-before", options=options)
+publish, ends = Committer.publish, threading.Event()
+
+
+def slow(*arguments):
+    assert ends.wait(60)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert manager._watch._decided.wait(60)  # the process ends here if nothing hears the signal
+    return publish(*arguments)
+
+
+manager = smckpt.CheckpointManager(root, interval=1)
+manager.restore(into=state)
+Committer.publish = slow
+manager.save(1, state)
+atexit.register(ends.set)  # it runs first
+"""
+
+
+@pytest.mark.parametrize("earlier", ["load", "save", "save, same queue", "nothing"])
+def test_a_signal_while_the_exit_commits_the_last_save_leaves_it_its_time(
+    tmp_path: Path, earlier: str
+) -> None:
+    """The exit handlers run the last one first, and what a program did before it made its manager
+    had its handler before."""
+    smckpt.save({"model": torch.nn.Linear(2, 2)}, checkpoint_id=tmp_path / "weights")
+    done = subprocess.run(
+        [sys.executable, "-c", AT_EXIT, earlier, str(tmp_path / "weights"), str(tmp_path / "run")],
+        env=environment(), capture_output=True, text=True, timeout=seconds(100),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert [one.step for one in find_checkpoints(tmp_path / "run")] == [1]
+
+
 LEFT_OPEN = """
 import atexit, datetime, sys, threading, torch
 import torch.distributed as dist
@@ -364,7 +411,7 @@ def test_a_program_that_leaves_its_manager_open_ends_without_a_thread_of_it(tmp_
 
 
 PEER_GONE = """
-import atexit, os, signal, sys, torch
+import atexit, os, signal, sys, threading, torch
 import torch.distributed as dist
 from smckpt import CheckpointManager, Signals
 from smckpt.engine.background.worker_client import Worker
@@ -379,6 +426,7 @@ call = Worker.call
 def ends(self, command, **more):
     if command.function == "write_part":
         os.kill(os.getpid(), signal.SIGKILL if how == "killed" else signal.SIGSTOP)
+        threading.Event().wait(100)  # another thread may take the signal, and later than this one
     return call(self, command, **more)
 
 if rank == 1:

@@ -329,7 +329,6 @@ class Saver:
             looked=looked,
         )
 
-    @neutral()
     def needs(
         self, state_dict: Mapping[str, Any], options: SaveOptions, *, ahead: bool = False
     ) -> tuple[int, int, torch.device | None]:
@@ -342,10 +341,11 @@ class Saver:
         selection = self._selector.select(state_dict)
         if ahead:
             self._ahead = state_dict, selection
-        layout = self._laid_out(selection, options).layout
-        cuda = next((tensor.device for tensor in selection.tensors if tensor.is_cuda), None)
-        if cuda is not None and self._overlapping(options, selection) is not None:
-            self._overlap.prepare(cuda)
+        with neutral():
+            layout = self._laid_out(selection, options).layout
+            cuda = next((tensor.device for tensor in selection.tensors if tensor.is_cuda), None)
+            if cuda is not None and self._overlapping(options, selection) is not None:
+                self._overlap.prepare(cuda)
         return sum(file.size for file in layout.files), layout.arena_size, cuda
 
     def room(self, size: int, copies: int = 1) -> Arena:

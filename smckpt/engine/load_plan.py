@@ -24,7 +24,7 @@ from smckpt.meeting.group import Group
 from smckpt.state_dict.of_optimizers.bindings import optimizer_dicts
 from smckpt.state_dict.of_optimizers.groups import number_as_saved
 from smckpt.state_dict.of_optimizers.optimizers import named_as_target, prepare_optimizers
-from smckpt.state_dict.parts import make_state, match
+from smckpt.state_dict.parts import match
 from smckpt.state_dict.restore import gathered_parts, make_read
 from smckpt.state_dict.select import Selection, Selector
 from smckpt.storage import Access, Storage
@@ -236,7 +236,6 @@ def plan_of(
             for key, found in objects.items()
             if found[0][-1:] == (FACTS,) or not _is_under(found[0], settled)
         }
-        renewed |= make_state(state_dict, objects, catalogue.rows_by_key, saved)
         if renewed:
             selection = target.selector.select(state_dict)
         match(selection.objects, objects, request.strict)

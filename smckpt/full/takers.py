@@ -33,7 +33,7 @@ from smckpt.full.gathered import (
 from smckpt.full.parallel import FullWishes
 from smckpt.full.wire import Attempt, Wire, gathers, own_rank
 from smckpt.layout.containers import items_of, like
-from smckpt.layout.entries import Path
+from smckpt.layout.entries import Path, dotted
 from smckpt.layout.strided import Piece, execute, meet
 from smckpt.state_dict.context import FULL, Taker
 from smckpt.state_dict.of_optimizers.bindings import Binding, bind, walked
@@ -251,14 +251,15 @@ class FullTaker(Taker):
 
     def state_of_optimizer(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         check_optimizer(self.view, self._of_optimizers)
-        for slots in optimizer.state.values():
-            named = slots.items() if isinstance(slots, dict) else ()
-            tensors = ((f"the optimizer's {k}", v) for k, v in named if torch.is_tensor(v))
-            refuse_gathered(tensors, parts=gathers())
+        tensors: list[tuple[str, torch.Tensor]] = []
+        groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+        for kept in (*optimizer.state.values(), *groups):
+            walked(kept, lambda t, at: tensors.append((f"the optimizer's {dotted(at)}", t)))
+        refuse_gathered(tensors, parts=gathers())
         tree = full_optimizer(self.view, optimizer, self._of_optimizers)
         tree.put_through = partial(put_full_optimizer, self.view, optimizer)
-        groups: Any = tree["param_groups"]
-        groups.binding = replace(groups.binding, put_through=tree.put_through)
+        given: Any = tree["param_groups"]
+        given.binding = replace(given.binding, put_through=tree.put_through)
         return tree
 
     def load_optimizer(

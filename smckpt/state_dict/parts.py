@@ -5,13 +5,16 @@ save stores each of these tensors below the tensor's own path, and beside them, 
 name of the class, the context and, for a DTensor, its mesh. A load fills the parts of a live tensor
 of the same class and context. Or it makes one, if the class is on the list of those that may be
 imported: a checkpoint never chooses what is imported.
+
+A DTensor with a reduction pending (Partial) is of this kind, too: no rank has its values, and each
+has a tensor of its own from which torch computes them.
 """
 
 from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +25,6 @@ from smckpt.errors import CheckpointError, CorruptCheckpointError, StateError, T
 from smckpt.layout.containers import FACTS
 from smckpt.layout.entries import ObjectLeaf, Path, dotted
 from smckpt.registry import Registry
-from smckpt.state_dict.of_optimizers.bindings import Binding, optimizer_dicts
 from smckpt.state_dict.tags import Tag, clear_tag, set_tag, tag_of
 from smckpt.state_dict.tensors import (
     PLAIN,
@@ -30,12 +32,15 @@ from smckpt.state_dict.tensors import (
     dtensor_parts,
     is_dtensor,
     is_flattening,
+    pending_in,
+    pending_on_mesh,
     unwrapped,
 )
 
 __all__ = [
+    "is_made_as",
     "joined",
-    "make_state",
+    "made_of_parts",
     "match",
     "not_made",
     "note_attributes",
@@ -79,22 +84,27 @@ def parts_of(tensor: torch.Tensor, path: Path) -> tuple[dict[str, torch.Tensor],
     Raises:
         StateError: the class cannot say what is inside, or the context cannot be stored.
     """
-    local, mesh = tensor, None
+    local, mesh, placed = tensor, None, None
     if is_dtensor(tensor):
         local, mesh, placements, shape = dtensor_parts(tensor)
-    if not is_flattening(local) or unwrapped(local) is not local:
+        placed = pending_in(tensor)
+    kind, context = type(local), placed
+    if placed is not None:
+        kind, inner = type(tensor), {"local": local}
+    elif not is_flattening(local) or unwrapped(local) is not local:
         return None
-    try:
-        names, context = local.__tensor_flatten__()  # type: ignore[attr-defined]
-        inner = {name: getattr(local, name) for name in names}
-    except Exception as error:  # the class's own code
-        raise StateError(
-            f"{dotted(path)} is a {_name_of(type(local))}, which does not say what it holds: "
-            f"{type(error).__name__}: {error}",
-            remedy="leave it out, or save the tensors that it holds",
-        ) from error
+    else:
+        try:
+            names, context = local.__tensor_flatten__()  # type: ignore[attr-defined]
+            inner = {name: getattr(local, name) for name in names}
+        except Exception as error:  # the class's own code
+            raise StateError(
+                f"{dotted(path)} is a {_name_of(kind)}, which does not say what it holds: "
+                f"{type(error).__name__}: {error}",
+                remedy="leave it out, or save the tensors that it holds",
+            ) from error
     facts = {
-        "class": _name_of(type(local)),
+        "class": _name_of(kind),
         "context": _plain(context, path),
         "shape": list(local.shape),
         "stride": list(local.stride()),
@@ -177,6 +187,12 @@ def refuse_gathered(named: Iterable[tuple[str, torch.Tensor]], parts: bool = Tru
         if type(local) is not torch.Tensor and (kept := _own_attributes(local)):
             what, remedy = _with_attributes(local, kept)
             raise StateError(f"{name} is a {what}, which FULL state does not keep", remedy=remedy)
+        if parts and pending_in(tensor) is not None:
+            raise StateError(
+                f"{name} has the placements {dtensor_parts(tensor)[2]}: what each rank holds of it "
+                "is not kept by FULL state",
+                remedy="take LOCAL or SHARDED state; or redistribute it to Replicate",
+            )
         if parts and is_flattening(local) and unwrapped(local) is local:
             raise StateError(
                 f"{name} is a {_name_of(type(local))}, whose parts FULL state cannot gather",
@@ -206,9 +222,11 @@ def match(
             remedy = "give the target a tensor of the same class and options"
             if fact in ("mesh", "shape"):
                 remedy = (
-                    "load it on the mesh on which it was saved: what its class holds cannot be "
-                    "cut anew"
+                    "load it on the mesh on which it was saved: what each rank holds of it cannot "
+                    "be cut anew"
                 )
+                if saved.get("class") == _PENDING:
+                    remedy += "; or redistribute it to Replicate before the save"
             raise TensorMismatchError(
                 f"{key.removesuffix('.' + FACTS)} was saved with the {fact} {theirs!r}, and the "
                 f"target has {mine!r}",
@@ -222,103 +240,64 @@ def match(
 # -- tensors that a load makes -------------------------------------------------------------------
 
 
-def make_state(
-    state_dict: MutableMapping[str, Any],
-    objects: Mapping[str, tuple[Path, Any]],
-    rows: Mapping[str, Sequence[Any]],
-    saved: int,
-) -> bool:
-    """Give live optimizers the tensors of such classes that they lack; returns whether
-    `state_dict` has more tensors now.
+def is_made_as(live: torch.Tensor, facts: Any) -> bool:
+    """Whether a live tensor stays where one of these facts was saved. One with another reduction
+    pending does not; other differences `match` refuses."""
+    found = facts if isinstance(facts, Mapping) else {}
+    return pending_in(live) == (found.get("context") if found.get("class") == _PENDING else None)
+
+
+def made_of_parts(
+    saved: Mapping[str, Any], make: Callable[[Any], Any], like: torch.Tensor | None, name: str
+) -> torch.Tensor:
+    """A tensor of the class that was saved.
 
     Args:
-        rows: key → the saved arrays of this key (the catalogue's).
-        saved: the saved rank that this rank follows.
+        saved: its parts and facts. make: makes a part that holds no others. like: the parameter
+            whose state it is, or another one on its mesh.
 
     Raises:
-        StateError: the class may not be imported.
+        StateError: the class is not on the list, or takes no such context, or no mesh is there.
     """
-    made = False
-    for path, tree, binding in optimizer_dicts(state_dict):
-        if binding is None or binding.kind == "FULL":
-            continue
-        changed = False
-        for key, (at, _) in objects.items():
-            if at[-1:] != (FACTS,) or len(at) != len(path) + 4 or at[: len(path)] != path:
-                continue
-            parameter, slot = _owner(binding, at[-3]), at[-2]
-            if parameter is None or slot in binding.optimizer.state[parameter]:
-                continue
-            made_now = _made_of(key.removesuffix(FACTS), objects, rows, saved, parameter)
-            binding.optimizer.state[parameter][slot] = _like(parameter, made_now)
-            changed = True
-        if changed:
-            tree["state"] = binding.take()["state"]
-            made = True
-    return made
-
-
-def _made_of(
-    above: str,
-    objects: Mapping[str, tuple[Path, Any]],
-    rows: Mapping[str, Sequence[Any]],
-    saved: int,
-    parameter: torch.Tensor,
-) -> torch.Tensor:
-    """The tensor whose parts were saved below `above`, some of which may hold others too."""
-    ends = f".{FACTS}"
-    inner = [k[len(above) :].removesuffix(ends) for k in objects if k.startswith(above)]
-    inner = [name for name in inner if f"{above}{name}{ends}" in objects]
     parts = {
-        name: _made_of(f"{above}{name}.", objects, rows, saved, parameter)
-        for name in inner
-        if not name.startswith(tuple(f"{other}." for other in inner))
+        part: made_of_parts(inner, make, None, f"{name}.{part}")
+        if isinstance(inner, Mapping)
+        else make(inner)
+        for part, inner in saved.items()
+        if part != FACTS
     }
-    for name, row in _part_rows(above, rows, saved).items():
-        if not name.startswith(tuple(f"{other}." for other in inner)):
-            parts[name] = _room(row, saved, parameter)
-    return _built(objects[above + FACTS][1], parts, above[:-1])
+    facts: Any = saved.get(FACTS)
+    if not isinstance(facts, Mapping) or facts.get("class") != _PENDING:
+        made = _built(facts, parts, name)
+        if like is None or not is_dtensor(like) or "mesh" not in facts:
+            return made
+        from torch.distributed.tensor import DTensor
+
+        _, mesh, placements, shape = dtensor_parts(like)
+        return DTensor.from_local(
+            made, mesh, placements, run_check=False, shape=shape, stride=like.stride()
+        )
+    if like is None or not is_dtensor(like):
+        raise StateError(
+            f"{name} is to be computed from what each rank of a mesh holds, and the target has no "
+            "such mesh",
+            remedy="load it on the mesh on which it was saved; or redistribute it to Replicate "
+            "before the save",
+        )
+    try:
+        return pending_on_mesh(like, parts["local"], facts["context"], facts["mesh"]["shape"])
+    except Exception as error:
+        raise StateError(
+            f"{name} has placements that this torch or this mesh does not take, "
+            f"{facts.get('context')!r}: {error}",
+            remedy="load it on the mesh and with the torch with which it was saved",
+        ) from error
 
 
-def _owner(binding: Binding, key: Any) -> torch.Tensor | None:
-    for index, parameter in enumerate(binding.parameters()):
-        if key == index or str(key) in binding.names(parameter, index):
-            return parameter
-    return None
+_PENDING = "torch.distributed.tensor.DTensor"
 
 
-def _part_rows(above: str, rows: Mapping[str, Sequence[Any]], saved: int) -> dict[str, Any]:
-    return {
-        key.removeprefix(above): row
-        for key, found in rows.items()
-        if key.startswith(above)
-        for row in found
-        if row.geometry.per_rank and saved in row.ranks
-    }
-
-
-def _room(row: Any, saved: int, parameter: torch.Tensor) -> torch.Tensor:
-    local = dtensor_parts(parameter)[0] if is_dtensor(parameter) else parameter
-    return torch.empty(
-        tuple(row.geometry.local_shape(saved)),
-        dtype=getattr(torch, row.dtype),
-        device=local.device,
-    )
-
-
-def _like(parameter: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
-    """The tensor, sharded as its parameter is."""
-    if not is_dtensor(parameter):
-        return made
-    from torch.distributed.tensor import DTensor
-
-    _, mesh, placements, shape = dtensor_parts(parameter)
-    return DTensor.from_local(
-        made, mesh, placements, run_check=False, shape=shape, stride=parameter.stride()
-    )
-
-
-def _built(facts: Mapping[str, Any], parts: Mapping[str, Any], name: str) -> torch.Tensor:
+def _built(facts: Any, parts: Mapping[str, Any], name: str) -> torch.Tensor:
     """
     Raises:
         StateError: the class is not on the list, or takes no such context.

@@ -41,6 +41,8 @@ __all__ = [
     "mesh_of",
     "of_parameters",
     "order_of",
+    "pending_in",
+    "pending_on_mesh",
     "placement_of",
     "refuse_kind",
     "same_bits",
@@ -135,6 +137,54 @@ def zeros_on_mesh(
     known = dims if dims is not None and len(dims) == mesh.ndim else (None,) * mesh.ndim
     placements = [Replicate() if dim is None else Shard(dim) for dim in known]
     made: torch.Tensor = zeros(shape, dtype=dtype, device_mesh=mesh, placements=placements)
+    return made
+
+
+def pending_in(tensor: torch.Tensor) -> list[Any] | None:
+    """How a mesh holds a DTensor whose values torch has yet to compute from those of all ranks: the
+    kind of each placement, and what it was made with. None for any other tensor."""
+    if not is_dtensor(tensor):
+        return None
+    placements = dtensor_parts(tensor)[2]
+    kinds = [type(each).__name__ for each in placements]
+    if not any(kind in _PENDING for kind in kinds) or not _PLACED.keys() >= {*kinds}:
+        return None
+    pairs = zip(kinds, placements, strict=True)
+    return [[kind, {name: getattr(p, name) for name in _PLACED[kind]}] for kind, p in pairs]
+
+
+_PENDING = ("Partial", "_NormPartial")
+_PLACED: dict[str, tuple[str, ...]] = {  # the arguments of torch's placements
+    "Replicate": (),
+    "Shard": ("dim",),
+    "_StridedShard": ("dim", "split_factor"),
+    "Partial": ("reduce_op",),
+    "_NormPartial": ("norm_type",),
+}
+
+
+def pending_on_mesh(
+    like: torch.Tensor, local: torch.Tensor, placed: Sequence[Any], shape: Sequence[int]
+) -> torch.Tensor:
+    """The inverse of `pending_in`, on the mesh of another DTensor.
+
+    Raises:
+        ValueError: no placement of torch is of such a kind.
+    """
+    from torch.distributed.tensor import placement_types as kinds
+    from torch.distributed.tensor._ops import _math_ops
+
+    found = {**vars(_math_ops), **vars(kinds)}
+    if not _PLACED.keys() >= {kind for kind, _ in placed}:
+        raise ValueError(f"unknown placements {placed!r}")
+    made: torch.Tensor = _dtensor_class().from_local(  # type: ignore[attr-defined]
+        local,
+        dtensor_parts(like)[1],
+        [found[kind](**how) for kind, how in placed],
+        run_check=False,
+        shape=torch.Size(shape),
+        stride=torch.empty(tuple(shape), device="meta").stride(),
+    )
     return made
 
 

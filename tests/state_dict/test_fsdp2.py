@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import traceback
 import warnings
@@ -14,12 +15,13 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
     parallelize_module,
 )
+from torch.utils._pytree import keystr, tree_leaves_with_path
 
 import smckpt
 from smckpt.state_dict.tensors import dtensor_parts
@@ -217,7 +219,75 @@ def of_its_part(folder: str, kind: str, alike: bool) -> list[str]:
     return wrong
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
+class Pending(torch.optim.Optimizer):
+    """One that keeps what torch has not computed yet: norms and sums that ranks have parts of. Its
+    step needs what it kept before."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            if state:
+                parameter.mul_(0.9 + 0.01 * float(state["norm"].full_tensor()))
+            state["norm"] = parameter.norm()
+            state["more"] = [parameter.max(), {"sums": parameter.sum(0, keepdim=True)}]
+            state["mean"] = DTensor.from_local(
+                parameter.to_local().mean(), parameter.device_mesh, [Partial("avg")]
+            )
+            self.param_groups[0]["least"] = parameter.min()
+
+
+def of_pending(folder: str, kind: str, steps: int) -> list[str]:
+    def made(seed: int, steps: int, ranks: int = 2) -> tuple[nn.Module, Pending]:
+        torch.manual_seed(seed)
+        model = nn.Linear(4, 6)
+        fully_shard(model, mesh=init_device_mesh("cpu", (ranks,)))
+        optimizer = Pending(model.parameters())
+        for _ in range(steps):
+            optimizer.step()
+        return model, optimizer
+
+    def everything(optimizer: Pending) -> list[Any]:
+        kept = [*optimizer.state.values(), {**optimizer.param_groups[0]}]
+        placed = [
+            (keystr(at), *map(str, getattr(each, "placements", ())), local(each))
+            for at, each in tree_leaves_with_path(kept)
+        ]
+        return sorted(placed, key=lambda found: found[0])
+
+    def taken(model: nn.Module, optimizer: Pending) -> dict[str, Any]:
+        if kind == "object":
+            return {"model": model, "optimizer": optimizer}
+        with smckpt.sm_state_dict_type(model, getattr(smckpt, kind)):
+            return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+
+    model, optimizer = made(0, 2)
+    if kind == "FULL":
+        with pytest.raises(smckpt.errors.StateError, match="placements.*SHARDED"):
+            smckpt.save(taken(model, optimizer), checkpoint_id=folder)
+        return []
+    smckpt.save(taken(model, optimizer), checkpoint_id=folder)
+    stock = copy.deepcopy(optimizer.state_dict())
+    (expected, other), (loaded, fresh) = made(1, steps), made(1, steps)
+    expected.load_state_dict(copy.deepcopy(model.state_dict()))
+    other.load_state_dict(stock)
+    smckpt.load(taken(loaded, fresh), checkpoint_id=folder)
+    wrong = []
+    for _ in range(2):
+        mine, theirs = everything(fresh), everything(other)
+        if repr(mine) != repr(theirs) or len(mine) != 12:
+            wrong.append(f"{mine}, by torch {theirs}")
+        for one, two in zip(loaded.parameters(), expected.parameters(), strict=True):
+            wrong += ["a parameter"] * (not torch.equal(local(one), local(two)))
+        fresh.step()
+        other.step()
+    return wrong
+
+
+def local(tensor: Any) -> Any:
     return dtensor_parts(tensor)[0] if isinstance(tensor, DTensor) else tensor
 
 
@@ -234,3 +304,26 @@ def test_full_refuses_what_an_optimizer_keeps_of_each_rank(tmp_path: Path, alike
         else:
             assert len(found) == 1 and "'weight.own' of OfItsPart" in found[0]
             assert "SHARDED" in found[0]
+
+
+@pytest.mark.parametrize("steps", [0, 1], ids=["fresh", "stepped"])
+@pytest.mark.parametrize("kind", ["object", "LOCAL", "SHARDED", "FULL"])
+def test_what_torch_has_not_computed_yet_comes_back_or_is_refused(
+    tmp_path: Path, kind: str, steps: int
+) -> None:
+    assert run_ranks(of_pending, 2, str(tmp_path), kind, steps) == [[], []]
+
+
+def on_one_rank(folder: str) -> str:
+    model = nn.Linear(4, 6)
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    state = {"model": model, "optimizer": Pending(model.parameters())}
+    with pytest.raises(smckpt.errors.CheckpointError) as raised:
+        smckpt.load(state, checkpoint_id=folder)
+    return str(raised.value)
+
+
+def test_other_ranks_get_none_of_it(tmp_path: Path) -> None:
+    assert run_ranks(of_pending, 2, str(tmp_path), "object", 0) == [[], []]
+    (error,) = run_ranks(on_one_rank, 1, str(tmp_path))
+    assert "norm" in error and "mesh" in error and "Replicate" in error

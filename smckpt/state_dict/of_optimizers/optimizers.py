@@ -123,7 +123,7 @@ def prepare_optimizers(
                 groups = matched_groups(groups, binding, record, dotted((*path, "param_groups")))
                 record = None
             groups = renamed_groups(groups, tree, record, dotted(path) if strict else None)
-            _align_groups(tree["param_groups"], groups)
+            _align_groups(tree["param_groups"], groups, _parameters_of(tree))
             settled.add((*path, "param_groups"))
             renewed = True
     wrapped = [(path, given) for path, given, _ in wrappers_in(state_dict)]
@@ -291,12 +291,14 @@ def _align_full(
     paths of the "whole" ones too."""
     changed, whole = False, set[Path]()
 
-    def make(tensor: SavedSlot, live: Any, at: Path) -> torch.Tensor:
+    def make(tensor: Any, live: Any, at: Path) -> Any:
+        if not isinstance(tensor, SavedSlot):  # the parts of one that holds others
+            return live if isinstance(live, torch.Tensor) else ABSENT
         if "whole" in tensor.flags:
             whole.add((name, *at))
         found = isinstance(live, torch.Tensor) and (tuple(live.shape), live.dtype, order_of(live))
         if found == (tensor.shape, tensor.dtype, tensor.order):
-            return live  # type: ignore[no-any-return]
+            return live
         return replace(tensor, local=None).zeros()
 
     known: set[str] = set()
@@ -320,9 +322,11 @@ def _align_full(
     return changed, frozenset(whole)
 
 
-def _align_groups(target: list[Any], groups: list[dict[str, Any]]) -> None:
+def _align_groups(
+    target: list[Any], groups: list[dict[str, Any]], parameters: Sequence[torch.Tensor]
+) -> None:
     """Put the saved groups into a state dict, with tensors to fill."""
-    make = room(None, None, {})
+    make = room(None, None, {}, parameters)
     mine = [*target, *({} for _ in groups)]
     target[:] = [
         dict(aligned(group, {**live}, make)) for group, live in zip(groups, mine, strict=False)

@@ -24,6 +24,7 @@ from smckpt.layout.containers import (
 )
 from smckpt.layout.entries import Path, dotted
 from smckpt.state_dict.of_optimizers.bindings import Binding
+from smckpt.state_dict.parts import is_made_as, made_of_parts
 from smckpt.state_dict.tags import tag_of
 from smckpt.state_dict.tensors import (
     arranged,
@@ -33,6 +34,7 @@ from smckpt.state_dict.tensors import (
     flags_of,
     is_dtensor,
     order_of,
+    pending_in,
     zeros_on_mesh,
 )
 
@@ -272,7 +274,8 @@ def _nested(leaves: _Leaves, kinds: Mapping[Path, str], at: Path = ()) -> Any:
 
 # -- live state of that structure ----------------------------------------------------------------
 
-Room = Callable[[SavedSlot, Any, Path], torch.Tensor]
+# a tensor for one that was saved, or for the parts of one that holds others
+Room = Callable[[Any, Any, Path], torch.Tensor]
 _PLAIN = (int, float, str, bool, type(None))
 
 
@@ -291,8 +294,8 @@ def aligned(saved: Any, live: Any, make: Room, *, keep: bool = False, at: Path =
         fits = tensor is live and saved.flags.replace("whole", "") in ("", flags_of(live))
         return live if fits else flagged(tensor, saved.flags)
     if isinstance(saved, Mapping):
-        if FACTS in saved:  # the parts of a tensor that holds others: `parts.make_state` makes it
-            return live if isinstance(live, torch.Tensor) else ABSENT
+        if FACTS in saved:
+            return make(saved, live, at)
         data = named_class(live) == "data"
         mine = live if isinstance(live, Mapping) else dict(items_of(live) or ()) if data else {}
         items = {
@@ -360,10 +363,20 @@ def room(
     flat = binding is not None and parameter is not None and binding.flat(parameter)
     same_mesh = binding is not None and binding.by_id and bool(binding.held)
 
-    def make(saved: SavedSlot, live: Any, at: Path) -> torch.Tensor:
+    def make(saved: Any, live: Any, at: Path) -> torch.Tensor:
+        if not isinstance(saved, SavedSlot):
+            if isinstance(live, torch.Tensor) and is_made_as(live, saved[FACTS]):
+                return live
+            on = parameter if parameter is not None else next(filter(is_dtensor, among), None)
+            device = None if on is None else _device(on)
+
+            def part(inner: Any) -> Any:
+                return inner.zeros(device) if isinstance(inner, SavedSlot) else inner
+
+            return made_of_parts(saved, part, on, dotted(at))
         like = bool(saved.shape) and (saved.shape in shapes or (flat and saved.local is None))
         like &= not (parameter is not None and is_dtensor(parameter) and "whole" in saved.flags)
-        if isinstance(live, torch.Tensor) and not expanded_in(live):
+        if isinstance(live, torch.Tensor) and not expanded_in(live) and not pending_in(live):
             shape = tuple(live.shape)
             if parameter is not None and flat and like:
                 fits = shape == tuple(parameter.shape)

@@ -28,7 +28,7 @@ from smckpt.layout.containers import items_of
 from smckpt.layout.entries import Path, dotted
 from smckpt.layout.strided import Box
 from smckpt.state_dict.fsdp1 import Fsdp1View
-from smckpt.state_dict.of_optimizers.bindings import bind, walked
+from smckpt.state_dict.of_optimizers.bindings import Binding, bind, walked
 from smckpt.state_dict.tags import (
     FullStateDict,
     OptimizerStateDict,
@@ -205,7 +205,7 @@ def full_optimizer(
 ) -> OptimizerStateDict:
     """The whole optimizer state by name, gathered tensor by tensor; its groups on every rank."""
     state: dict[str, Any] = {}
-    whole: set[Path] = set()
+    placed: dict[Path, str] = {}
     attempt, all_groups = Attempt(state), view.groups()
     sharded: Any = attempt(lambda: bind(optimizer, "SHARDED", view).take())
     attempt.settle(all_groups)
@@ -214,15 +214,18 @@ def full_optimizer(
         attempt.settle(all_groups)
         state = _fsdp1_full_state(view, optimizer, wishes)
     else:
-        on_mesh = sharded["param_groups"].binding.shapes_on_mesh()
+        on_mesh = _on_mesh(sharded["param_groups"].binding)
         sums: dict[str, int] = {}
         for attempt.step, (fqn, slots) in enumerate(sharded["state"].items()):
 
             def gather(value: torch.Tensor, at: Path, fqn: str = fqn) -> Any:
+                path = (fqn, *at)
                 if fqn in on_mesh and not is_dtensor(value):
-                    sums[dotted((fqn, *at))] = _sum_of(value)
+                    sums[dotted(path)] = _sum_of(value)
                     if value.dim():
-                        whole.add((fqn, *at))
+                        placed[path] = "whole"
+                elif is_dtensor(value) and (how := _placed(value, on_mesh.get(fqn))):
+                    placed[path] = how
                 found = _gathered(value, wishes, attempt)
                 return found if found is None else flagged(found, flags_of(value))
 
@@ -234,10 +237,26 @@ def full_optimizer(
         attempt.settle(all_groups)
     groups: ParamGroups = sharded["param_groups"]  # on all ranks: each needs its learning rates
     if gathers():  # otherwise the tensors are live, as in SHARDED state
-        groups.binding = replace(
-            groups.binding, kind="FULL", holds=_holds(wishes), whole=frozenset(whole)
-        )
+        groups.binding = replace(groups.binding, kind="FULL", holds=_holds(wishes), placed=placed)
     return OptimizerStateDict(state=FullStateDict(state), param_groups=groups)
+
+
+def _on_mesh(binding: Binding) -> dict[str, torch.Tensor]:
+    """By name, the parameters that a mesh divides."""
+    return {
+        name: parameter
+        for index, parameter in enumerate(binding.parameters())
+        if is_dtensor(parameter) and parameter.dim()
+        for name in binding.names(parameter, index)
+    }
+
+
+def _placed(value: torch.Tensor, parameter: torch.Tensor | None) -> str:
+    """As in a `SavedSlot`: how a mesh holds what an optimizer keeps for a parameter."""
+    _, _, placements, shape = dtensor_parts(value)
+    if parameter is not None and dtensor_parts(parameter)[2:] == (placements, shape):
+        return ""
+    return "@" + ",".join(str(getattr(each, "dim", -1)) for each in placements)
 
 
 def _fsdp1_full_state(

@@ -154,9 +154,19 @@ def _wanted(outlined: Any, parameter: torch.Tensor | None) -> Any:
     if isinstance(outlined, _Coming):
         mesh = parameter is not None and is_dtensor(parameter) and outlined.shape
         shape = tuple(outlined.shape)
-        local = None if mesh and "whole" not in outlined.flags else shape
-        dtype = getattr(torch, outlined.dtype)
-        return SavedSlot(dtype, shape, local, order=outlined.order, flags=outlined.flags)
+        on_mesh = outlined.placed[:1] == "@"
+        local = None if on_mesh or (mesh and not outlined.placed) else shape
+        return SavedSlot(
+            getattr(torch, outlined.dtype),
+            shape,
+            local,
+            tuple(d if d >= 0 else None for d in map(int, outlined.placed[1:].split(",")))
+            if on_mesh
+            else None,
+            order=outlined.order,
+            flags=outlined.flags,
+            placed=outlined.placed,
+        )
     if (pairs := items_of(outlined)) is None:
         return outlined
     items = {key: _wanted(child, parameter) for key, child in pairs}
@@ -180,12 +190,11 @@ def _leaf(value: Any, at: Path) -> Any:
 
 def _outline(given: Mapping[str, Any]) -> dict[str, Any]:
     """The facts that all ranks need before rank 0 sends the tensors."""
-    known: frozenset[Path] = getattr(_binding_of(given), "whole", frozenset())
+    known: Mapping[Path, str] = getattr(_binding_of(given), "placed", {})
 
     def coming(fqn: Any, v: torch.Tensor, at: Path) -> _Coming:
-        flags = flags_of(v) + "whole" * ((fqn, *at) in known)
-        dtype = str(v.dtype).removeprefix("torch.")
-        return _Coming(tuple(v.shape), dtype, v.device.type, order_of(v), flags)
+        dtype, placed = str(v.dtype).removeprefix("torch."), known.get((fqn, *at), "")
+        return _Coming(tuple(v.shape), dtype, v.device.type, order_of(v), flags_of(v), placed)
 
     state = {fqn: walked(v, partial(coming, fqn)) for fqn, v in given.get("state", {}).items()}
     return {"state": state, "param_groups": [dict(g) for g in given.get("param_groups", [])]}
@@ -193,14 +202,15 @@ def _outline(given: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Coming:
-    """A tensor that rank 0 will send. flags: as in a `SavedSlot`. (smckpt's own classes are no
-    containers of a state.)"""
+    """A tensor that rank 0 will send. flags, placed: as in a `SavedSlot`. (smckpt's own classes are
+    no containers of a state.)"""
 
     shape: tuple[int, ...]
     dtype: str
     device: str
     order: tuple[int, ...] | None
     flags: str
+    placed: str
 
 
 class FullTaker(Taker):

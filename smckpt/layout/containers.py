@@ -290,7 +290,8 @@ def kind_with(form: str, dims: tuple[int, ...]) -> str:
     """The kind of an array whose dimensions lie in another order in memory: "order:1,0", or
     "ndarray:1,0"; or of one in which all elements along these dimensions are one: "expanded:0".
     What a tensor is to autograd follows a semicolon: "order:1,0;grad", ";gradparameter"; and
-    "whole" if a mesh divided its parameter, but not the tensor."""
+    "whole" if a mesh divided its parameter, but not the tensor, or "@0,-1" if it held a tensor of
+    FULL state otherwise."""
     return f"{form}:" + ",".join(map(str, dims))
 
 

@@ -31,8 +31,8 @@ from smckpt.state_dict.of_optimizers.bindings import (
     Binding,
     is_optimizer_dict,
     optimizer_dicts,
+    placed_in,
     stock_record,
-    whole_in,
 )
 from smckpt.state_dict.of_optimizers.groups import names_of, names_record
 from smckpt.state_dict.of_optimizers.own_methods import is_optimizer, swaps_parameters
@@ -216,7 +216,7 @@ class Selector:
             if binding is not None and binding.held:
                 kinds.add(binding.kind)
             walk.owners.append((path, binding))
-        states = {(*path, "state"): whole_in(binding) for path, binding in walk.owners}
+        states = {(*path, "state"): placed_in(binding) for path, binding in walk.owners}
         depths = sorted({len(path) for path in states})
         for path, tensor in walk.tensors:  # a load may have to make it
             # A block's own tensors, unless an optimizer keeps them, are their model's.
@@ -224,9 +224,9 @@ class Selector:
             for depth in depths:
                 if len(path) <= depth:
                     break
-                if (whole_of := states.get(path[:depth])) is None:
+                if (placed := states.get(path[:depth])) is None:
                     continue
-                flags = flags_of(tensor) + "whole" * whole_of(path[depth:], tensor)
+                flags = flags_of(tensor) + placed(path[depth:], tensor)
                 break
             if flags:
                 walk.containers[path] = f"{walk.containers.get(path, '')};{flags}"

@@ -42,10 +42,10 @@ __all__ = [
     "live_optimizers",
     "optimizer_dicts",
     "owner_of",
+    "placed_in",
     "stock",
     "stock_record",
     "walked",
-    "whole_in",
 ]
 
 
@@ -57,8 +57,8 @@ class Binding:
     put_through: as in `FullStateDict`. holds: whether this rank has the state (FULL: rank 0).
     order: the number of each parameter in the checkpoint, where a load knows it by names. partly:
     the load fills what the optimizer and the checkpoint both have. asker: the optimizer around it
-    that asked for this state, for its own dict. whole: of FULL state, the paths in it of tensors
-    that each rank has whole, while a mesh divides their parameter.
+    that asked for this state, for its own dict. placed: of FULL state, how ranks hold tensors that
+    are not held as their parameter is, by their paths: as in a `SavedSlot`.
     """
 
     optimizer: torch.optim.Optimizer
@@ -69,7 +69,7 @@ class Binding:
     order: tuple[int, ...] = ()
     partly: bool = False
     asker: Any = field(default=None, repr=False)
-    whole: frozenset[Path] = field(default=frozenset(), repr=False)
+    placed: Mapping[Path, str] = field(default_factory=dict, repr=False)
 
     @property
     def by_id(self) -> bool:
@@ -195,14 +195,14 @@ def bind(optimizer: torch.optim.Optimizer, kind: str, view: ModelView) -> Bindin
     return Binding(optimizer, kind, view.held())
 
 
-def whole_in(binding: Binding | None) -> Callable[[Path, torch.Tensor], bool]:
-    """Tells, by its path in the state, whether each rank has the whole of a tensor, while a mesh
-    divides its parameter."""
+def placed_in(binding: Binding | None) -> Callable[[Path, torch.Tensor], str]:
+    """Tells, by its path in the state, how ranks hold a tensor, if not as its parameter: "whole" if
+    each rank has the whole of it, while a mesh divides its parameter; "" if the tensor tells."""
     if binding is None:
-        return lambda at, tensor: False
-    whole, on_mesh = binding.whole, binding.shapes_on_mesh()
+        return lambda at, tensor: ""
+    placed, on_mesh = binding.placed, binding.shapes_on_mesh()
     return lambda at, tensor: (
-        at in whole or (on_mesh.get(at[0]) == tensor.shape and not is_dtensor(tensor))
+        placed.get(at) or "whole" * (on_mesh.get(at[0]) == tensor.shape and not is_dtensor(tensor))
     )
 
 

@@ -106,9 +106,9 @@ def prepare_optimizers(
             _align_given(tree, saved, strict)
             renewed = True
         elif binding.kind == "FULL":
-            changed, whole = _align_full(binding, tree["state"], saved, other, strict)
+            changed, placed = _align_full(binding, tree["state"], saved, other, strict)
             renewed |= changed
-            tree["param_groups"].binding = replace(binding, partly=not strict, whole=whole)
+            tree["param_groups"].binding = replace(binding, partly=not strict, placed=placed)
         elif _align_live(binding, saved, other, catalogue.held_empty, strict) or not tree["state"]:
             tree["state"] = binding.take()["state"]
             renewed = True
@@ -286,16 +286,16 @@ def _align_given(tree: StatefulStateDict, saved: SavedState, strict: bool) -> No
 
 def _align_full(
     binding: Binding, state: Any, saved: SavedState, other: Sequence[str], strict: bool
-) -> tuple[bool, frozenset[Path]]:
-    """The same for full state, on the rank that holds it. Its tensors are not live. Returns the
-    paths of the "whole" ones too."""
-    changed, whole = False, set[Path]()
+) -> tuple[bool, dict[Path, str]]:
+    """The same for full state, on the rank that holds it. Its tensors are not live. Returns also
+    how ranks hold them, as in a `Binding`."""
+    changed, placed = False, dict[Path, str]()
 
     def make(tensor: Any, live: Any, at: Path) -> Any:
         if not isinstance(tensor, SavedSlot):  # the parts of one that holds others
             return live if isinstance(live, torch.Tensor) else ABSENT
-        if "whole" in tensor.flags:
-            whole.add((name, *at))
+        if tensor.placed:
+            placed.update({(name, *at): tensor.placed})
         found = isinstance(live, torch.Tensor) and (tuple(live.shape), live.dtype, order_of(live))
         if found == (tensor.shape, tensor.dtype, tensor.order):
             return live
@@ -319,7 +319,7 @@ def _align_full(
     for name in [name for name in state if str(name) not in known] if strict else ():
         del state[name]
         changed = True
-    return changed, frozenset(whole)
+    return changed, placed
 
 
 def _align_groups(

@@ -6,6 +6,7 @@ A load makes the slots first, exactly as they were saved, and then fills their t
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -49,8 +50,10 @@ class SavedSlot:
     """A tensor that was saved. shape: the global one. local: the shape of the array that this rank
     takes, if ranks saved arrays of their own; None if a mesh or a flat parameter divides the
     tensor. placements: as the mesh's dimensions divided it: the tensor's dimension, or None. array:
-    it was one of NumPy. flags: as of `flags_of`, and "whole" if a mesh divided its parameter, but
-    not the tensor. expanded: the dimensions along which all elements are one."""
+    it was one of NumPy. flags: as of `flags_of`. placed: "whole" if a mesh divided its parameter,
+    but not the tensor; of FULL state, "@0,-1" if a mesh held it otherwise than its parameter: along
+    which dimension each of the mesh's divided it, or -1. expanded: the dimensions along which all
+    elements are one."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -62,6 +65,7 @@ class SavedSlot:
     array: bool = False
     flags: str = ""
     expanded: tuple[int, ...] = ()
+    placed: str = ""
 
     @property
     def flat(self) -> bool:
@@ -124,6 +128,7 @@ class SavedState:
             row, fqn = next(((r, f) for r, f in rows if rank in r.ranks), rows[0])
             geometry = row.geometry
             local = tuple(geometry.local_shape(row.ranks[0])) if geometry.per_rank else None
+            flags, placed = _flags_in(kinds.get(row.path, "").partition(";")[2])
             leaf = SavedSlot(
                 getattr(torch, row.dtype),
                 tuple(geometry.shape_of(fqn)),
@@ -133,8 +138,9 @@ class SavedState:
                 rank in row.ranks,
                 dims_in(kinds.get(row.path), "order", "ndarray"),
                 is_array(kinds.get(row.path)),
-                kinds.get(row.path, "").partition(";")[2],
+                flags,
                 dims_in(kinds.get(row.path), "expanded") or (),
+                placed,
             )
             stored = row.path  # its containers are recorded under this one
             inside = part in owned and len(full) > deep
@@ -252,6 +258,12 @@ def _key(part: str, owner: Any = None) -> tuple[str, str]:
     return part, "" if owner is None else str(owner)
 
 
+def _flags_in(text: str) -> tuple[str, str]:
+    """What a tensor was to autograd, and how ranks held it."""
+    found = re.fullmatch(r"(.*?)(whole|@-?\d+(?:,-?\d+)*)?", text)
+    return (found[1], found[2] or "") if found else ("", "")
+
+
 def _placements(geometry: Any) -> tuple[int | None, ...] | None:
     found = getattr(geometry, "placements", None)
     if found is None:
@@ -291,7 +303,7 @@ def aligned(saved: Any, live: Any, make: Room, *, keep: bool = False, at: Path =
         if saved.array:
             return saved.zeros().numpy()
         tensor = make(saved, live, at)
-        fits = tensor is live and saved.flags.replace("whole", "") in ("", flags_of(live))
+        fits = tensor is live and saved.flags in ("", flags_of(live))
         return live if fits else flagged(tensor, saved.flags)
     if isinstance(saved, Mapping):
         if FACTS in saved:
@@ -334,8 +346,10 @@ def described(value: Any, *, flat: bool = False, cut: bool = False) -> Any:
         tag = tag_of(value)
         part = flat and value.dim() > 0 and (tag is None or tag.geometry is not None)
         local = None if part or is_dtensor(value) else tuple(value.shape)
-        flags = flags_of(value) + "whole" * (cut and local is not None)
-        return SavedSlot(value.dtype, tuple(value.shape), local, order=order_of(value), flags=flags)
+        placed = "whole" * (cut and local is not None)
+        order, flags = order_of(value), flags_of(value)
+        shape = tuple(value.shape)
+        return SavedSlot(value.dtype, shape, local, order=order, flags=flags, placed=placed)
     if (pairs := items_of(value)) is None:
         return value
     items = {key: described(child, flat=flat, cut=cut) for key, child in pairs}
@@ -375,7 +389,11 @@ def room(
 
             return made_of_parts(saved, part, on, dotted(at))
         like = bool(saved.shape) and (saved.shape in shapes or (flat and saved.local is None))
-        like &= not (parameter is not None and is_dtensor(parameter) and "whole" in saved.flags)
+        like &= not (parameter is not None and is_dtensor(parameter) and saved.placed == "whole")
+        mesh = parameter if parameter is not None and is_dtensor(parameter) else None
+        if mesh is not None and saved.local is None and saved.placed[:1] == "@":
+            # FULL state: so that the next step finds it as it was
+            return zeros_on_mesh(mesh, saved.shape, saved.dtype, saved.placements)
         if isinstance(live, torch.Tensor) and not expanded_in(live) and not pending_in(live):
             shape = tuple(live.shape)
             if parameter is not None and flat and like:

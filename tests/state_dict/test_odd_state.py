@@ -224,6 +224,65 @@ def test_where_the_optimizer_is_not_known_the_log_says_that_none_was_written(
     assert "Call its load_state_dict" in caplog.text
 
 
+class Counted:
+    """Round an optimizer, and none itself. It adds what it has from the first step on."""
+
+    def __init__(self, inside: torch.optim.Optimizer, nested: bool) -> None:
+        self.inside, self.nested = inside, nested
+        self.count, self.slow = 0, None
+
+    def step(self) -> None:
+        self.inside.step()
+        self.count += 1
+        self.slow = torch.full((2,), float(self.count))
+
+    def state_dict(self) -> dict[str, Any]:
+        inner = self.inside.state_dict()
+        added = {"count": self.count, "slow": self.slow}
+        return {"inner": {**inner, **added}} if self.nested else {**inner, **added}
+
+    def load_state_dict(self, given: dict[str, Any]) -> None:
+        given = dict(given["inner"] if self.nested else given)
+        self.count, self.slow = given.pop("count"), given.pop("slow")
+        self.inside.load_state_dict(given)
+
+
+@pytest.mark.parametrize("form", ["object", "LOCAL", "SHARDED", "FULL"])
+@pytest.mark.parametrize("nested", [False, True], ids=["flat", "nested"])
+@pytest.mark.parametrize("steps", [0, 1], ids=["fresh", "stepped"])
+def test_what_is_no_optimizer_may_add_keys_to_the_dict_of_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, form: str, nested: bool, steps: int
+) -> None:
+    def made(seed: int, steps: int) -> tuple[nn.Module, Counted]:
+        torch.manual_seed(seed)
+        model = nn.Linear(3, 2)
+        optimizer = Counted(torch.optim.AdamW(model.parameters(), 0.1), nested)
+        for _ in range(steps):
+            model(torch.ones(3)).sum().backward()
+            optimizer.step()
+            model.zero_grad()
+        return model, optimizer
+
+    def taken(model: nn.Module, optimizer: Counted) -> dict[str, Any]:
+        if form == "object":
+            return {"model": model, "optimizer": optimizer}
+        with smckpt.sm_state_dict_type(model, getattr(smckpt, form)):
+            return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+
+    model, optimizer = made(0, 3)
+    smckpt.save(taken(model, optimizer), checkpoint_id=tmp_path)
+    other, fresh = made(1, steps)
+    state = taken(other, fresh)
+    with caplog.at_level(logging.WARNING, logger="smckpt"):
+        smckpt.load(state, checkpoint_id=tmp_path)
+    if form != "object":  # only the object knows what they are, and a warning says so
+        assert "count, slow of an optimizer were loaded into the dict only" in caplog.text
+        inner = state["optimizer"]["inner"] if nested else state["optimizer"]
+        fresh.count, fresh.slow = inner["count"], inner["slow"]
+    assert fresh.count == 3 and fresh.slow is not None and fresh.slow.tolist() == [3.0, 3.0]
+    assert not differences(snapshot(other, fresh.inside), snapshot(model, optimizer.inside))
+
+
 def sparse(seed: int, rate: float) -> tuple[Any, Any]:
     """An optimizer that counts its steps in a plain number, and makes its state in its step."""
     torch.manual_seed(seed)

@@ -130,12 +130,11 @@ def prepare_optimizers(
     for path, given in (*_given_by_optimizers(state_dict), *wrapped):
         more = (known.get(path) or SavedState(catalogue, values, path, rank)).more()
         binding = bound(given) if is_optimizer_dict(given) else None
-        if (
-            binding is not None
-            and not has_own_methods(binding.optimizer)
-            and (not more.keys() - given.keys() or binding.asker is None)
-        ):
-            continue
+        of_others = (
+            binding is not None and binding.asker is None and not has_own_methods(binding.optimizer)
+        )
+        if of_others:  # who put keys into it gets what was saved under them
+            more = {key: value for key, value in more.items() if key in given}
         kept = {
             key
             for key, value in given.items()
@@ -143,7 +142,7 @@ def prepare_optimizers(
         }
         kept |= {"state", "param_groups"}
         for key in [key for key in given if str(key) not in more and key not in kept]:
-            if strict and more:
+            if strict and more and not of_others:
                 del given[key]
         make = room(None, None, {}, _parameters_of(given))
         for key in more.keys() - kept:
@@ -154,8 +153,9 @@ def prepare_optimizers(
 
 
 def _given_by_optimizers(tree: Any, path: Path = ()) -> Iterator[tuple[Path, dict[Any, Any]]]:
-    """The state dicts that optimizers gave and will load themselves, or with `hand_over`."""
-    if isinstance(tree, StatefulStateDict) and tree.of_optimizer:
+    """The state dicts that optimizers gave, and objects around them, and will load themselves, or
+    with `hand_over`."""
+    if isinstance(tree, StatefulStateDict) and (tree.of_optimizer or is_optimizer_dict(tree)):
         yield path, tree
         return
     if is_optimizer_dict(tree) and bound(tree) is not None:

@@ -373,21 +373,30 @@ def not_made(facts: Mapping[str, Any]) -> tuple[str, str] | None:
 
 
 def note_attributes(
-    tensor: torch.Tensor, path: Path, unmade: list[tuple[str, str, str]], bare: list[str]
+    tensor: torch.Tensor,
+    path: Path,
+    unmade: list[tuple[str, str, str]],
+    bare: list[str],
+    made: bool,
 ) -> None:
-    """Add the tensor to `unmade` or `bare` of a `Selection` if attributes of it are not saved."""
+    """Add the tensor to `unmade` or `bare` of a `Selection` if attributes of it are not saved.
+
+    Args:
+        made: a load may have to make it, also if it is a parameter or buffer.
+    """
     local = dtensor_parts(tensor)[0] if is_dtensor(tensor) else tensor
-    if not (names := _own_attributes(local)):
+    if not (names := _own_attributes(local, made)):
         return
-    if type(local) is not torch.Tensor:
+    if type(local) not in PLAIN:
         unmade.append((dotted(path), *_with_attributes(local, names)))
     elif local is tensor:
         bare.append(f"{dotted(path)} ({', '.join(names)})")
 
 
-def _own_attributes(tensor: torch.Tensor) -> list[str]:
+def _own_attributes(tensor: torch.Tensor, made: bool = False) -> list[str]:
     """The names of what a program keeps on the tensor itself, beside its values. None of a
-    parameter, of a module's buffer, of a class of torch, and of one that says what it holds."""
+    parameter or a module's buffer that no load makes, of a class of torch, and of one that says
+    what it holds."""
     kind, kept = type(tensor), vars(tensor)
     if kind not in PLAIN:
         if kind.__module__.split(".")[0] in _LIBRARIES or is_flattening(tensor):
@@ -397,9 +406,10 @@ def _own_attributes(tensor: torch.Tensor) -> list[str]:
         slots = [vars(each).get("__slots__", ()) for each in kind.__mro__]
         names = [n for of in slots for n in ((of,) if isinstance(of, str) else of)]
         kept = {**kept, **{name: None for name in names if hasattr(tensor, name)}}
-    if not kept or isinstance(tensor, (nn.Parameter, nn.Buffer)):
+    if not kept or (not made and isinstance(tensor, (nn.Parameter, nn.Buffer))):
         return []
-    return sorted(name for name in kept if not name.startswith(_MARKS))
+    flags = ("persistent",) if isinstance(tensor, nn.Buffer) else ()
+    return sorted(name for name in kept if not name.startswith((*_MARKS, *flags)))
 
 
 def _with_attributes(tensor: torch.Tensor, names: Sequence[str]) -> tuple[str, str]:

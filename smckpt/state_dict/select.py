@@ -113,6 +113,7 @@ class _Walk:
     owners: list[tuple[Path, Binding | None]] = field(default_factory=list)  # of optimizers
     gathered: bool = False
     fresh: bool = False  # in what an optimizer keeps
+    made: set[Path] = field(default_factory=set)  # tensors that a load may have to make
     unmade: list[tuple[str, str, str]] = field(default_factory=list)
     bare: list[str] = field(default_factory=list)
     optimizers: dict[str, Any] = field(default_factory=dict)  # as in a `Selection`
@@ -198,7 +199,8 @@ class Selector:
             if entry is None:
                 continue
             if tag is None or tag.after:  # stock state of a model has no attributes either
-                note_attributes(tensor, path, walk.unmade, walk.bare)
+                made = path in walk.made
+                note_attributes(tensor, path, walk.unmade, walk.bare, made)
             entries.append(entry)
             strided = not local.is_contiguous() and (tag is None or tag.after)
             array = walk.containers.get(path)
@@ -266,6 +268,8 @@ class Selector:
             whole = type(value) in PLAIN or cuts_itself(value)
             if whole or (parts := self._parts(value, path)) is None:
                 walk.tensors.append((path, value))
+                if walk.inside == "object" or walk.fresh:
+                    walk.made.add(path)
                 if walk.inside == "object" and is_of_own_class(value):
                     walk.unmade.append((dotted(path), *_of_own_class(type(value))))
                 return True

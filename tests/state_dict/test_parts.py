@@ -464,6 +464,34 @@ def test_a_warning_names_a_plain_tensor_whose_attributes_are_not_saved_once(
     assert len(lines) == 1 and "are not saved" in lines[0]
 
 
+class Giving:
+    """An object that gives what it is given, which a load makes for a new one."""
+
+    def __init__(self, given: Any) -> None:
+        self.given = given
+
+    def state_dict(self) -> Any:
+        return self.given
+
+    def load_state_dict(self, given: Any) -> None:
+        self.given = given
+
+
+@pytest.mark.parametrize("kind", [nn.Parameter, nn.Buffer])
+@pytest.mark.parametrize("where", ["an object", "object", "LOCAL", "SHARDED"])
+def test_so_does_it_of_a_parameter_that_a_load_makes(
+    tmp_path: Path, where: str, kind: type, caplog: pytest.LogCaptureFixture
+) -> None:
+    value = kind(torch.ones(3))
+    value.factor = 2.5
+    held = {"o": Giving({"v": value})} if where == "an object" else holding(where, value)
+    with caplog.at_level(logging.WARNING, "smckpt"):
+        options = smckpt.SaveOptions(queue=where + kind.__name__)
+        smckpt.save(held, checkpoint_id=tmp_path, options=options)
+    lines = [r.message for r in caplog.records if "(factor)" in r.message]
+    assert len(lines) == 1 and "are not saved" in lines[0]
+
+
 def test_what_frameworks_note_on_parameters_and_state_is_no_attribute_of_a_user(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -212,7 +212,7 @@ class Selector:
             tags.append(tag)
         optimizers = walk.optimizers
         for path, tree, binding in optimizer_dicts(state_dict):
-            record = stock_record(tree) if binding is None else binding.record()
+            record = stock_record(tree) if binding is None else binding.record(tree["state"])
             if record is not None:
                 optimizers[dotted(path)] = record
             if binding is not None and binding.held:

@@ -15,6 +15,7 @@ from torch import nn
 
 import smckpt
 from tests.support.launch import run_ranks
+from tests.support.truth import differences, snapshot
 
 KINDS = [None, smckpt.LOCAL, smckpt.SHARDED, smckpt.FULL]
 
@@ -297,6 +298,59 @@ def test_what_an_optimizer_does_in_each_load_is_done(
     if how == "again" and what == "__setstate__":  # it has been called twice
         assert [group.pop("made") for group in (*stock, *ours)] == [1, 2]
     assert ours == stock
+
+
+class Renaming(torch.optim.AdamW):
+    """Gives the state of each parameter under another key, as a hook may, too."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return renamed(self, super().state_dict())
+
+    def load_state_dict(self, given: Any) -> None:
+        super().load_state_dict(named_back(self, given))
+
+
+def renamed(_: Any, given: Any) -> Any:
+    state = {f"p{key}": slots for key, slots in given["state"].items()}
+    return {**given, "state": state}
+
+
+def named_back(_: Any, given: Any) -> Any:
+    state = {int(key[1:]): slots for key, slots in given["state"].items()}
+    return {**given, "state": state}
+
+
+def by_name(hooks: bool, seed: int, steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = nn.Linear(3, 2)
+    optimizer = (torch.optim.AdamW if hooks else Renaming)(model.parameters(), 0.1)
+    if hooks:
+        optimizer.register_state_dict_post_hook(renamed)
+        optimizer.register_load_state_dict_pre_hook(named_back)
+    for _ in range(steps):
+        model(torch.ones(3)).sum().backward()
+        optimizer.step()
+        model.zero_grad()
+    return model, optimizer
+
+
+@pytest.mark.parametrize("hooks", [False, True], ids=["a class", "hooks"])
+@pytest.mark.parametrize("kind", [None, smckpt.LOCAL, smckpt.SHARDED, smckpt.FULL])
+def test_other_keys_for_parameters_come_back_or_are_refused_at_the_save(
+    tmp_path: Path, kind: Any, hooks: bool
+) -> None:
+    model, optimizer = by_name(hooks, 0, 2)
+    if kind is not None:
+        with smckpt.sm_state_dict_type(model, kind):
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        with pytest.raises(smckpt.errors.StateError, match="keys of its own.*optimizer itself"):
+            smckpt.save(state, checkpoint_id=tmp_path)
+        return
+    smckpt.save({"model": model, "optimizer": optimizer}, checkpoint_id=tmp_path)
+    for steps in (0, 1):
+        other, fresh = by_name(hooks, 1, steps)
+        smckpt.load({"model": other, "optimizer": fresh}, checkpoint_id=tmp_path)
+        assert not differences(snapshot(other, fresh), snapshot(model, optimizer))
 
 
 def test_hooks_of_saving_alone_cost_a_load_no_copies_of_the_state(tmp_path: Path) -> None:

@@ -110,8 +110,27 @@ class Binding:
             return [tuple(found.geometry.shape_of(fqn)) for fqn in found.geometry.fqns]
         return [tuple(member.geometry.shape_of(member.fqn)) for member in found.members]
 
-    def record(self) -> dict[str, Any]:
-        """The names of the ids, for the manifest."""
+    def record(self, given: Mapping[Any, Any]) -> dict[str, Any]:
+        """The names of the ids, for the manifest.
+
+        Args:
+            given: the state that is saved.
+
+        Raises:
+            StateError: the optimizer's class or a hook gave parameters' state other keys.
+        """
+        known: set[Any] = set(self.optimizer.state) if given else set()
+        lost = False
+        for index, parameter in enumerate(self.parameters() if given else ()):
+            keys = {self.number(index), *self.names(parameter, index)}
+            lost |= parameter in known and keys.isdisjoint(given)
+            known |= keys
+        if lost and (other := [key for key in given if key not in known]):
+            raise StateError(
+                f"{type(self.optimizer).__name__} gives the state of its parameters under keys of "
+                f"its own, such as {other[0]!r}, so that no load could tell whose it is",
+                remedy="put the optimizer itself into the state, outside of the block",
+            )
         return {
             "form": "id" if self.by_id else "fqn",
             "ids": [list(self.names(p, i)) for i, p in enumerate(self.parameters())],

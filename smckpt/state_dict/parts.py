@@ -44,6 +44,7 @@ __all__ = [
     "match",
     "not_made",
     "note_attributes",
+    "of_own_class",
     "parts_of",
     "refuse_gathered",
     "refuse_key",
@@ -354,6 +355,14 @@ def unregistered(kind: type) -> tuple[str, str]:
     return (
         f"{_name_of(kind)} with tensors, whose class is not registered",
         "call smckpt.state_dict.register_value_class on it, on both sides",
+    )
+
+
+def of_own_class(kind: type) -> tuple[str, str]:
+    """As `not_made`, of a container with tensors, or a tensor, of a class that no load makes."""
+    return (
+        _name_of(kind),
+        "put a plain tensor (as_subclass(torch.Tensor)), dict, list or tuple into the state",
     )
 
 

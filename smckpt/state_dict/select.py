@@ -25,6 +25,7 @@ from smckpt.layout.containers import (
 from smckpt.layout.entries import Entry, ObjectLeaf, Path, dotted
 from smckpt.layout.geometry import BoxGeometry, Geometry, MeshGeometry, PerRankGeometry
 from smckpt.layout.mesh import Mesh
+from smckpt.state_dict import parts
 from smckpt.state_dict.model_views import names_in_state
 from smckpt.state_dict.modes import neutral
 from smckpt.state_dict.of_optimizers.bindings import (
@@ -36,7 +37,6 @@ from smckpt.state_dict.of_optimizers.bindings import (
 )
 from smckpt.state_dict.of_optimizers.groups import names_of, names_record
 from smckpt.state_dict.of_optimizers.own_methods import is_optimizer, swaps_parameters
-from smckpt.state_dict.parts import not_made, note_attributes, parts_of, refuse_key, unregistered
 from smckpt.state_dict.tags import (
     FullStateDict,
     ParamGroups,
@@ -53,6 +53,7 @@ from smckpt.state_dict.tensors import (
     dtensor_parts,
     dtype_name,
     expanded_in,
+    first_overlap,
     flags_of,
     flattened,
     from_numpy,
@@ -84,7 +85,8 @@ class Selection:
     swapped_by: the class of an optimizer that changes parameters also outside a step; "" if none is
     known. gathered: whether part of it is state that collectives gathered (FULL; torch's own), on
     this rank or another. unmade: what a load could not make; see `not_made`. bare: the plain
-    tensors whose attributes are not saved, with these.
+    tensors whose attributes are not saved, with these. tied: two tensors that a load may have to
+    make and that share memory.
     """
 
     kind: str | None
@@ -99,6 +101,7 @@ class Selection:
     gathered: bool = False
     unmade: tuple[tuple[str, str, str], ...] = ()
     bare: tuple[str, ...] = ()
+    tied: tuple[str, str] | None = None
 
 
 @dataclass
@@ -131,6 +134,7 @@ class Selector:
         self._last: tuple[Entry, ...] = ()
         self._parameters: frozenset[str] = frozenset()  # of `_last`
         self._stepped: frozenset[str] = frozenset()
+        self._tied: tuple[str, str] | None = None
 
     def select(self, state_dict: Mapping[str, Any] | None) -> Selection:
         """Walk the state.
@@ -159,7 +163,7 @@ class Selector:
                     walk.inside = "module" if isinstance(value, torch.nn.Module) else "object"
                     walk.inside = "optimizer" if is_optimizer(value) else walk.inside
                     if is_stateful(given) and of_parameters(given) is None:
-                        walk.unmade.append((dotted(path), *_of_own_class(type(given))))
+                        walk.unmade.append((dotted(path), *parts.of_own_class(type(given))))
                     self._visit(given, path, walk)
                     if nested:  # no load could make it, so it says what it was
                         inner = walk.containers.get(path)
@@ -200,7 +204,7 @@ class Selector:
                 continue
             if tag is None or tag.after:  # stock state of a model has no attributes either
                 made = path in walk.made
-                note_attributes(tensor, path, walk.unmade, walk.bare, made)
+                parts.note_attributes(tensor, path, walk.unmade, walk.bare, made)
             entries.append(entry)
             strided = not local.is_contiguous() and (tag is None or tag.after)
             array = walk.containers.get(path)
@@ -237,6 +241,9 @@ class Selector:
         ):
             self._last = tuple(entries)
             pairs = list(zip(entries, tags, strict=True))
+            cut = {e.path for e, tag in pairs if tag is not None and tag.geometry is not None}
+            found = zip(entries, tensors, strict=True)
+            self._tied = first_overlap((e.key, t) for e, t in found if e.path in walk.made - cut)
             self._parameters = frozenset(e.key for e, tag in pairs if _is_parameter(e, tag))
             self._stepped = frozenset(e.key for e, tag in pairs if _is_stepped(e, tag, {*states}))
         kind = "LOCAL" if "LOCAL" in kinds else min(kinds, default=None)
@@ -255,6 +262,7 @@ class Selector:
             walk.gathered or "FULL" in kinds,
             tuple(walk.unmade),
             tuple(walk.bare),
+            self._tied,
         )
 
     # -- the walk ----------------------------------------------------------------------------
@@ -266,17 +274,17 @@ class Selector:
             return self._children(value, value.items(), path, walk)
         if isinstance(value, torch.Tensor):
             whole = type(value) in PLAIN or cuts_itself(value)
-            if whole or (parts := self._parts(value, path)) is None:
+            if whole or (held := self._parts(value, path)) is None:
                 walk.tensors.append((path, value))
                 if walk.inside == "object" or walk.fresh:
                     walk.made.add(path)
                 if walk.inside == "object" and is_of_own_class(value):
-                    walk.unmade.append((dotted(path), *_of_own_class(type(value))))
+                    walk.unmade.append((dotted(path), *parts.of_own_class(type(value))))
                 return True
-            inner, facts = parts
+            inner, facts = held
             for name, part in inner.items():
                 self._visit(part, (*path, name), walk)
-            if walk.fresh and (why := not_made(facts)) is not None:
+            if walk.fresh and (why := parts.not_made(facts)) is not None:
                 walk.unmade.append((dotted(path), *why))
             walk.objects.append(ObjectLeaf((*path, FACTS), facts))
             return True
@@ -350,9 +358,9 @@ class Selector:
         form, _, name = (kind or "").partition(":")
         if form == "named":
             if (walk.fresh or walk.inside == "object") and class_of_name(name) is None:
-                walk.unmade.append((dotted(path), *unregistered(type(value))))
+                walk.unmade.append((dotted(path), *parts.unregistered(type(value))))
         elif walk.inside == "object" and not is_made(value):
-            walk.unmade.append((dotted(path), *_of_own_class(type(value))))
+            walk.unmade.append((dotted(path), *parts.of_own_class(type(value))))
         mixed &= walk.inside in ("", "object") and not isinstance(value, RememberingDict)
         if mixed and path and isinstance(value, Mapping):
             kind = in_sequence([k if type(k) in (str, int) else repr(k) for k in value], kind)
@@ -378,7 +386,7 @@ class Selector:
         seen: set[str] = set()
         for leaf in objects:
             if leaf.path[-1:] == (FACTS,):
-                refuse_key(leaf, self._rank)
+                parts.refuse_key(leaf, self._rank)
             if leaf.key in seen:
                 raise StateError(
                     f"two values of the state dict have the dotted key {leaf.key!r}",
@@ -390,15 +398,15 @@ class Selector:
 
     def _parts(self, value: torch.Tensor, path: Path) -> tuple[dict[str, Any], Any] | None:
         try:
-            parts = parts_of(value, path)
+            held = parts.parts_of(value, path)
         except StateError as error:
             error.rank = self._rank
             raise
         tag = tag_of(value)
-        if parts and tag is not None and tag.geometry is not None and tag.geometry.flat:
+        if held and tag is not None and tag.geometry is not None and tag.geometry.flat:
             what = "is cut from a flat parameter, but holds other tensors"
             raise unsupported(dotted(path), what, self._rank)
-        return parts
+        return held
 
     # -- entries -----------------------------------------------------------------------------
 
@@ -490,11 +498,3 @@ def geometry_of(tensor: torch.Tensor, fqn: str, rank: int) -> tuple[torch.Tensor
     """The local array of one tensor and its geometry."""
     selection = Selector(rank).select({fqn: tensor})
     return selection.tensors[0], selection.entries[0].geometry
-
-
-def _of_own_class(kind: type) -> tuple[str, str]:
-    """As `not_made`, of a container with tensors, or a tensor, of a class that no load makes."""
-    return (
-        f"{kind.__module__}.{kind.__qualname__}",
-        "put a plain tensor (as_subclass(torch.Tensor)), dict, list or tuple into the state",
-    )

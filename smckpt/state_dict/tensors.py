@@ -7,7 +7,8 @@ another torch the error names the one that it lacks.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ __all__ = [
     "dtype_name",
     "expanded_in",
     "fill",
+    "first_overlap",
     "flagged",
     "flags_of",
     "flattened",
@@ -233,6 +235,22 @@ def arranged(
         return torch.empty_permuted(shape, order, **like).zero_()
     sizes = [1 if dim in expanded else size for dim, size in enumerate(shape)]
     return torch.zeros(sizes, **like).expand(*shape) if expanded else torch.empty(shape, **like)
+
+
+def first_overlap(named: Iterable[tuple[str, torch.Tensor]]) -> tuple[str, str] | None:
+    """Two of these local tensors that have elements in common, if there are such."""
+    spans = []
+    for name, tensor in named:
+        if tensor.numel() and not is_wrapper(tensor) and tensor.layout is torch.strided:
+            steps = zip(tensor.shape, tensor.stride(), strict=True)
+            last = sum((size - 1) * step for size, step in steps) + 1
+            start = tensor.data_ptr()
+            spans.append((str(tensor.device), start, start + last * tensor.element_size(), name))
+    spans.sort()
+    for one, other in itertools.pairwise(spans):
+        if one[0] == other[0] and other[1] < one[2]:
+            return one[-1], other[-1]
+    return None
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:

@@ -460,8 +460,8 @@ def test_a_warning_names_a_plain_tensor_whose_attributes_are_not_saved_once(
     with caplog.at_level(logging.WARNING, "smckpt"):
         for step in ("a", "b"):
             smckpt.save(held, checkpoint_id=tmp_path / step, options=options)
-    lines = [r.message for r in caplog.records if "(factor)" in r.message]
-    assert len(lines) == 1 and "are not saved" in lines[0]
+    lines = [r.message for r in caplog.records if "are not saved" in r.message]
+    assert len(lines) == 1 and "(factor)" in lines[0]
 
 
 class Giving:
@@ -488,8 +488,52 @@ def test_so_does_it_of_a_parameter_that_a_load_makes(
     with caplog.at_level(logging.WARNING, "smckpt"):
         options = smckpt.SaveOptions(queue=where + kind.__name__)
         smckpt.save(held, checkpoint_id=tmp_path, options=options)
-    lines = [r.message for r in caplog.records if "(factor)" in r.message]
-    assert len(lines) == 1 and "are not saved" in lines[0]
+    lines = [r.message for r in caplog.records if "are not saved" in r.message]
+    assert len(lines) == 1 and "(factor)" in lines[0]
+
+
+@pytest.mark.parametrize("where", ["an object", "object", "LOCAL", "SHARDED"])
+@pytest.mark.parametrize("how", ["one", "view", "beside"])
+def test_a_warning_names_tensors_that_share_memory_once(
+    tmp_path: Path, where: str, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = torch.arange(6.0)
+    first, other = {
+        "one": (whole, whole),
+        "view": (whole.view(2, 3), whole[4:]),
+        "beside": (whole[:3], whole[3:]),
+    }[how]
+    given: Any = {"first": first, "list": [other]}
+    if where == "an object":
+        held: Any = {"o": Giving(given)}
+    else:
+        model = nn.Linear(3, 1, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        optimizer.state[model.weight].update(given)
+        held = state(where, model, optimizer)
+    options = smckpt.SaveOptions(queue=f"{where} {how}")
+    with caplog.at_level(logging.WARNING, "smckpt"):
+        for step in ("a", "b"):
+            smckpt.save(held, checkpoint_id=tmp_path / step, options=options)
+    lines = [r.message for r in caplog.records if "share memory" in r.message]
+    assert len(lines) == (how != "beside")
+    assert all("first" in line and "list.0" in line for line in lines)
+
+
+def test_a_block_and_its_models_ties_are_no_such_tensors(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].weight = model[0].weight
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    own = {"weight": model[0].weight, "again": model[1].weight}
+    with caplog.at_level(logging.WARNING, "smckpt"):
+        for form in ("object", "LOCAL", "SHARDED"):
+            held = {**state(form, model, optimizer), "own": own}
+            smckpt.save(held, checkpoint_id=tmp_path / form)
+    assert "share memory" not in caplog.text
 
 
 def test_what_frameworks_note_on_parameters_and_state_is_no_attribute_of_a_user(

@@ -96,7 +96,7 @@ class Saver:
         self._arena_id: int | None = None
         self._copies: Future[None] | None = None  # into the arena, which may be under way
         self._observer: Observer | None = None
-        self._warned = False  # of attributes that are not saved
+        self._warned: set[str] = set()  # of what, about tensors that a load makes
         self._last: Last | None = None  # the last committed save
         self._claimed: list[str] = []  # keys of the job's store, of the last save
 
@@ -187,13 +187,19 @@ class Saver:
                 remedy=remedy,
                 rank=self.group.rank,
             )
-        if selection.bare and not self._warned:
-            self._warned = True
+        if selection.bare and "attributes" not in self._warned:
+            self._warned.add("attributes")
             log.warning(
                 "the attributes of plain tensors are not saved, and a load leaves those of its "
                 "target: %s%s. Put them into the state as values",
                 ", ".join(selection.bare[:5]),
                 f" and {more} more" if (more := len(selection.bare) - 5) > 0 else "",
+            )
+        if selection.tied and "memory" not in self._warned:
+            self._warned.add("memory")
+            log.warning(
+                "%s and %s share memory. Where a load makes them, each has memory of its own",
+                *selection.tied,
             )
         named = _named(request)
         if self._partition is None or _changed(self._partition_from, (entries, named)):

@@ -6,8 +6,7 @@ error.
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 from torch import nn
 
 from smckpt.errors import KeysMismatchError, UsageError
+from smckpt.full.alike import refuse_own, sums_of
 from smckpt.full.parallel import (
     FullWishes,
     check_full_load,
@@ -25,7 +25,7 @@ from smckpt.full.parallel import (
 )
 from smckpt.full.wire import Attempt, anywhere, gathers, own_rank
 from smckpt.layout.containers import items_of
-from smckpt.layout.entries import Path, dotted
+from smckpt.layout.entries import Path
 from smckpt.layout.strided import Box
 from smckpt.state_dict.fsdp1 import Fsdp1View
 from smckpt.state_dict.of_optimizers.bindings import Binding, bind, walked
@@ -215,15 +215,16 @@ def full_optimizer(
         state = _fsdp1_full_state(view, optimizer, wishes)
     else:
         on_mesh = _on_mesh(sharded["param_groups"].binding)
-        sums: dict[str, int] = {}
+        sums = attempt(lambda: sums_of(sharded["state"], on_mesh))
+        attempt.settle(all_groups)
+        attempt(lambda: refuse_own(optimizer, sums or {}, all_groups))
+        attempt.settle(all_groups)  # before torch gathers: ranks must ask for the same tensors
         for attempt.step, (fqn, slots) in enumerate(sharded["state"].items()):
 
             def gather(value: torch.Tensor, at: Path, fqn: str = fqn) -> Any:
                 path = (fqn, *at)
-                if fqn in on_mesh and not is_dtensor(value):
-                    sums[dotted(path)] = _sum_of(value)
-                    if value.dim():
-                        placed[path] = "whole"
+                if fqn in on_mesh and value.dim() and not is_dtensor(value):
+                    placed[path] = "whole"
                 elif is_dtensor(value) and (how := _placed(value, on_mesh.get(fqn))):
                     placed[path] = how
                 found = _gathered(value, wishes, attempt)
@@ -232,8 +233,6 @@ def full_optimizer(
             gathered = walked(slots, gather)
             if _holds(wishes):
                 state[fqn] = gathered
-        attempt.settle(all_groups)
-        attempt(lambda: _refuse_own(optimizer, sums, all_groups))
         attempt.settle(all_groups)
     groups: ParamGroups = sharded["param_groups"]  # on all ranks: each needs its learning rates
     if gathers():  # otherwise the tensors are live, as in SHARDED state
@@ -363,37 +362,6 @@ def _of_all_ranks(
     names = sorted({slot for _, _, slots, _ in everyone for slot in slots})
     flags = {slot: flag for *_, theirs in everyone for slot, flag in theirs.items()}
     return {k: v for k, v in numbers.items() if k not in options}, names, flags
-
-
-def _sum_of(value: torch.Tensor) -> int:
-    plain = value.detach().cpu().contiguous().reshape(-1)
-    return zlib.crc32(plain.view(torch.uint8).numpy().tobytes()) if plain.numel() else 0
-
-
-def _refuse_own(
-    optimizer: torch.optim.Optimizer, sums: Mapping[str, int], groups: Sequence[Any]
-) -> None:
-    """Refuse state that each rank keeps for its own part of a parameter: FULL has one rank's alone.
-    All ranks call it.
-
-    Args:
-        sums: checksums of the tensors that are to be alike. groups: as in `Attempt.settle`.
-    """
-    import torch.distributed as dist
-
-    for group in groups if gathers() else ():
-        everyone: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(everyone, zlib.crc32(repr(sorted(sums.items())).encode()), group)
-        if len({*everyone}) == 1:
-            continue
-        dist.all_gather_object(everyone, sums, group)
-        for name, own in sums.items():
-            if any(theirs.get(name, own) != own for theirs in everyone):
-                raise UsageError(
-                    f"FULL does not gather {name!r} of {type(optimizer).__name__}, which differs "
-                    "between ranks though no mesh divides it",
-                    remedy="save LOCAL or SHARDED",
-                )
 
 
 def _refuse_odd(optimizer: torch.optim.Optimizer) -> None:

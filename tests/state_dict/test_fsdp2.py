@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 import traceback
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -337,3 +340,58 @@ def test_other_ranks_get_none_of_it(tmp_path: Path) -> None:
     assert run_ranks(of_pending, 2, str(tmp_path), "object", 0) == [[], []]
     (error,) = run_ranks(on_one_rank, 1, str(tmp_path))
     assert "norm" in error and "mesh" in error and "Replicate" in error
+
+
+class Kept(torch.optim.Optimizer):
+    """One that keeps what it is given."""
+
+    def __init__(self, parameters: Any, slots: dict[str, Any]) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter].update(slots)
+
+    def step(self, closure: Any = None) -> None: ...
+
+
+def slots_of(case: str, rank: int) -> dict[str, Any]:
+    by_case: dict[str, dict[str, Any]] = {
+        "a number": {"slot": rank},
+        "an array": {"slot": np.ones(2) * rank},
+        "in a list": {"slot": [torch.ones(2) * rank]},
+        "a shape": {"slot": torch.zeros(rank, 3)},
+        "on one rank": {"slot": 1.0} if rank else {},
+        "only rank 0's": {"slot": torch.tensor(float(rank == 0))},
+        "conjugated": {"slot": torch.ones(2, dtype=torch.complex64).conj()},
+        "not a number": {"slot": math.nan},
+    }
+    return {**by_case[case], "step": 3}
+
+
+def taken_full(case: str, world: int) -> str:
+    rank = dist.get_rank()
+    sizes, names = ((2, 2), ("replicate", "shard")) if world == 4 else ((2,), ("shard",))
+    model = nn.Linear(4, 6)
+    fully_shard(model, mesh=init_device_mesh("cpu", sizes, mesh_dim_names=names))
+    optimizer = Kept(model.parameters(), slots_of(case, rank))
+    try:
+        with smckpt.sm_state_dict_type(model, smckpt.FULL):
+            optimizer.state_dict()
+    except smckpt.errors.UsageError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("case", "world"),
+    [("a number", 2), ("an array", 2), ("in a list", 2), ("a shape", 2), ("on one rank", 2),
+     ("only rank 0's", 4), ("on one rank", 4)],
+)  # fmt: skip
+def test_full_refuses_on_all_ranks_whatever_each_keeps_of_its_own(case: str, world: int) -> None:
+    """Ranks of one row of a mesh may be alike, and must hear of another row's."""
+    for found in run_ranks(taken_full, world, case, world):
+        assert "FULL does not gather 'weight.slot" in found and "Kept" in found, found
+
+
+@pytest.mark.parametrize("case", ["conjugated", "not a number"])
+def test_full_gathers_what_ranks_have_alike(case: str) -> None:
+    assert run_ranks(taken_full, 2, case, 2) == ["", ""]

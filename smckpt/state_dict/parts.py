@@ -56,8 +56,9 @@ log = logging.getLogger("smckpt")
 
 _LIBRARIES = ("torch", "torchao")
 _MARKS = (  # what torch and frameworks note on tensors, and note anew in a new process
-    "_smckpt_", "_dynamo_", "_fsdp_", "_is_", "is_paged", "page_deviceid", "expert_tp", "is_qkv",
-    "tensor_model_parallel", "sequence_parallel", "partition_", "allreduce", "shared", "main_",
+    "_smckpt_", "_dynamo_", "_fsdp_", "_has_been_cloned", "_is_", "is_paged", "page_deviceid",
+    "expert_tp", "is_qkv", "tensor_model_parallel", "sequence_parallel", "partition_", "allreduce",
+    "shared", "main_",
 )  # fmt: skip
 _CLASSES: Registry[type] = Registry("tensor class", type, "smckpt.tensor_classes", {})
 

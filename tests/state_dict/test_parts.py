@@ -545,7 +545,11 @@ def test_what_frameworks_note_on_parameters_and_state_is_no_attribute_of_a_user(
     optimizer.step()
     marks = {"tensor_model_parallel": True, "partition_dim": 0, "sequence_parallel": False}
     marks |= {"allreduce": True, "main_grad": torch.ones(1), "_fsdp_flattened": True}
-    marks |= {"_is_hf_initialized": True, "_dynamo_static_input_type": "guarded"}
+    marks |= {
+        "_has_been_cloned": True,
+        "_is_hf_initialized": True,
+        "_dynamo_static_input_type": "guarded",
+    }
     for tensor in (*model.parameters(), *optimizer.state[model.weight].values()):
         vars(tensor).update(marks)
     model.weight.any_name = 1  # type: ignore[assignment]

@@ -291,12 +291,12 @@ def _fsdp1_full_state(
                 gathered = FullyShardedDataParallel.optim_state_dict(
                     view.model, optimizer, {**stock, "state": state}
                 )
-            except RuntimeError as error:  # on all ranks: torch asked them all
-                if "not in the optimizer state" not in str(error):
+            except (RuntimeError, AssertionError) as error:  # on all ranks: torch asked them all
+                if not any(words in str(error) for words in _OF_SOME):
                     raise
                 raise UsageError(
-                    f"FULL does not gather an FSDP1 unit of which some parameters have no state of "
-                    f"{type(optimizer).__name__}: {error}",
+                    f"FULL does not gather an FSDP1 unit of which some parameters have no "
+                    f"{wanted!r} of {type(optimizer).__name__}: {error}",
                     remedy="save LOCAL or SHARDED, or use fully_shard",
                 ) from error
             for fqn, slots in gathered.get("state", {}).items():
@@ -313,6 +313,10 @@ def _fsdp1_full_state(
                 there = value if wishes.offload_to_cpu else value.to(device)
                 whole[slot] = flagged(there, flags.get(slot, ""))
     return out
+
+
+# of torch's errors about state that a part of a unit's parameters has
+_OF_SOME = ("not in the optimizer state", "Manually calculated _sharded_numel_padded")
 
 
 def _of_all_ranks(

@@ -323,6 +323,25 @@ def without_state(folder: str) -> str:
     return str(caught.value)
 
 
+def with_a_slot_of_some(_: str) -> str:
+    inner = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    model = FSDP(inner, use_orig_params=True, device_id=torch.device("cpu"))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    for name, parameter in model.named_parameters():
+        if name.endswith("0.weight"):
+            optimizer.state[parameter]["later"] = torch.zeros_like(parameter)
+    with pytest.raises(smckpt.errors.UsageError) as caught:
+        taken(model, optimizer, smckpt.FULL)
+    return str(caught.value)
+
+
+def test_full_refuses_a_slot_that_some_parameters_of_a_unit_have(tmp_path: Path) -> None:
+    for message in run_ranks(with_a_slot_of_some, 2, str(tmp_path)):
+        assert "some parameters have no 'later' of AdamW" in message and "SHARDED" in message
+
+
 def test_full_state_that_torch_does_not_gather_is_refused_with_a_remedy(tmp_path: Path) -> None:
     for message in run_ranks(without_state, 3, str(tmp_path)):
         assert "none is not in the optimizer state" in message and "SHARDED" in message

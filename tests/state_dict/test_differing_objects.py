@@ -6,11 +6,13 @@ import copy
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import distributed as dist
 
 import smckpt
 from smckpt import errors
+from smckpt.checkpoint.upkeep.reshard import reshard_checkpoint
 from tests.state_dict.test_growing import Kept
 from tests.support.launch import run_ranks
 
@@ -37,6 +39,9 @@ FORMS: dict[str, tuple[Any, Any]] = {  # of rank 0, of rank 1
     "dict with a number, number": ({"t": {"n": 1, "x": T}, "u": T}, {"t": 5, "u": T}),
     "number, dict with a number": ({"t": 5, "u": T}, {"t": {"n": 1, "x": T}, "u": T}),
 }
+
+LOST = {"none, tensor", "empty, tensor", "number, tensor and number", "lists", "other keys",
+        "none, bare", "dict, tensor", "number, dict with a number"}  # fmt: skip
 
 
 def plain(value: Any) -> str:
@@ -104,10 +109,8 @@ def test_each_rank_gets_its_own_object_back_be_it_tensors_or_none(tmp_path: Path
             assert found["fresh"][name] == plain(forms[rank % 2]), (rank, name)
     # One rank follows rank 0. A tensor of which it would have nothing is refused by name.
     (found,) = run_ranks(job, 1, str(tmp_path), "fresh")
-    lost = {"none, tensor", "empty, tensor", "number, tensor and number", "lists", "other keys",
-            "none, bare", "dict, tensor", "number, dict with a number"}  # fmt: skip
     for name, forms in FORMS.items():
-        wanted = "KeysMismatchError" if name in lost else plain(forms[0])
+        wanted = "KeysMismatchError" if name in LOST else plain(forms[0])
         assert found["fresh"][name] == wanted, name
 
 
@@ -124,3 +127,41 @@ def test_a_rank_takes_the_tensors_and_the_numbers_of_an_object_from_one_rank(
 ) -> None:
     saved = run_ranks(three, 3, str(tmp_path), False)
     assert run_ranks(three, 4, str(tmp_path), True) == [*saved, saved[0]]
+
+
+def loaded(folder: str, names: list[str]) -> dict[str, str]:
+    found = {}
+    for name in names:
+        own = Kept({})
+        state = {"own": own, "w": torch.zeros(2)}
+        try:
+            smckpt.load(state, checkpoint_id=f"{folder}/{name}/1")
+            found[name] = plain(own.value)
+            found[f"{name}, no target"] = plain(smckpt.load(checkpoint_id=f"{folder}/{name}/1"))
+        except errors.CheckpointError as error:
+            found.setdefault(name, type(error).__name__)
+        dist.barrier()
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_what_is_resharded_loads_as_the_checkpoint_that_was_saved(
+    tmp_path: Path, ranks: int
+) -> None:
+    run_ranks(job, 2, str(tmp_path / "saved"))
+    whole, refused = [], set()
+    for name in FORMS:
+        try:
+            source, target = (tmp_path / at / name / "1" for at in ("saved", "resharded"))
+            reshard_checkpoint(source, target, shard=ranks)
+            whole.append(name)
+        except errors.UsageError as error:
+            assert "'own" in str(error) and not target.exists()
+            refused.add(name)
+    # One rank would lose what only rank 1 has, and a load on one rank refuses that too.
+    assert refused == (LOST if ranks == 1 else set())
+    wanted, found = (
+        run_ranks(loaded, ranks, str(tmp_path / at), whole) for at in ("saved", "resharded")
+    )
+    assert found == wanted
+    assert all(each[name] != "KeysMismatchError" for each in found for name in whole)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import (
@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import smckpt
+from smckpt.checkpoint.upkeep.reshard import reshard_checkpoint
 from tests.support.collectives import count_collectives
 from tests.support.launch import run_ranks
 from tests.support.nets import Net, groups_of, step
@@ -160,3 +161,39 @@ def test_state_is_the_truth_and_comes_back_without_a_collective(
         assert rank.pop("moved"), "the step must have changed something"
         assert rank.pop("collectives") == 0
         assert {what: found for what, found in rank.items() if found} == {}
+
+
+def staged(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """A stage of a pipeline of two ranks: layers, and their names, that the other one has not."""
+    rank = torch.distributed.get_rank()
+    torch.manual_seed(seed)
+    layer = torch.nn.Linear(5, 3)
+    alone = [DeviceMesh("cpu", [each]) for each in (0, 1)]
+    fully_shard(layer, mesh=alone[rank])
+    model = torch.nn.ModuleDict({f"layer{rank}": layer})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    layer(torch.randn(4, 5)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def resume_stages(folder: str) -> None:
+    for kind in (smckpt.SHARDED, smckpt.LOCAL):
+        model, optimizer = staged(1)
+        saved = truth(model, optimizer)
+        smckpt.save(taken(model, optimizer, kind), checkpoint_id=f"{folder}/{kind}")
+        model, optimizer = staged(2)
+        assert differences(saved, truth(model, optimizer))
+        smckpt.load(taken(model, optimizer, kind), checkpoint_id=f"{folder}/{kind}")
+        assert not differences(saved, truth(model, optimizer))
+    torch.distributed.barrier()
+    if torch.distributed.get_rank() == 0:
+        reshard_checkpoint(f"{folder}/{smckpt.SHARDED}", f"{folder}/resharded", shard=2)
+    torch.distributed.barrier()
+    model, optimizer = staged(3)
+    smckpt.load(taken(model, optimizer, smckpt.SHARDED), checkpoint_id=f"{folder}/resharded")
+    assert not differences(saved, truth(model, optimizer))
+
+
+def test_stages_of_a_pipeline_under_fsdp2_resume(tmp_path: Path) -> None:
+    run_ranks(resume_stages, 2, str(tmp_path))

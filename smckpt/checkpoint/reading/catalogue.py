@@ -367,19 +367,27 @@ class Catalogue(ABC):
                 path=self.part_url(rank),
             ) from error
 
-    def lacked(self, rank: int) -> dict[str, tuple[Path, Any]]:
-        """The values, unmade, that saved rank `rank` takes from the lowest one, since it saved
-        nothing there: nor a tensor or a value above or below, which it has in their place."""
-        first = min(self.object_ranks)
-        if first == rank:
-            return {}
+    def held(self, rank: int) -> Callable[[Path], bool]:
+        """Tells of a path whether saved rank `rank` has a tensor or a value there, or above or
+        below it."""
         own = {path for path, _ in self.objects(rank, unmade=True).values()}
         own |= {row.path for row in self.rows if rank in row.ranks}
         above = {path[:depth] for path in own for depth in range(1, len(path) + 1)}
+        return lambda path: (
+            path in above or any(path[:depth] in own for depth in range(1, len(path)))
+        )
+
+    def lacked(self, rank: int) -> dict[str, tuple[Path, Any]]:
+        """The values, unmade, that saved rank `rank` takes from the lowest one, since it saved
+        nothing in their place."""
+        first = min(self.object_ranks)
+        if first == rank:
+            return {}
+        held = self.held(rank)
         return {
-            key: (path, value)
-            for key, (path, value) in self.objects(first, unmade=True).items()
-            if path not in above and own.isdisjoint(path[:depth] for depth in range(1, len(path)))
+            key: found
+            for key, found in self.objects(first, unmade=True).items()
+            if not held(found[0])
         }
 
     def refuse_unread(self, left_out: Callable[[str], bool]) -> None:  # noqa: B027 (most have none)

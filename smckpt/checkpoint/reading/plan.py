@@ -100,6 +100,21 @@ class Planner:
         row, fqn = self._rows(name)[0]
         return row.dtype, row.geometry.shape_of(fqn)
 
+    def followed(self, name: str) -> int:
+        """The saved rank whose per-rank value of this name is taken."""
+        if name in self._ranks:
+            return self._ranks[name]
+        rows = [(row, fqn) for row, fqn in self._pieces.by_name[name] if row.geometry.per_rank]
+        saved = {rank for row, _ in rows for rank in row.ranks}
+        filled = {rank for row, fqn in rows for rank in self._pieces.filled(row, fqn)}
+        own = self._me.of_own(saved & filled or saved)
+        # the rank whose values are taken, if it has the tensor: an object's parts are of one rank
+        of_values = self._me.followed(self._me.catalogue.object_ranks)
+        if of_values in own and self._me.rank not in own:
+            own = [of_values]
+        self._ranks[name] = self._me.followed(own)
+        return self._ranks[name]
+
     def check(self, entry: Entry) -> None:
         """Plan an entry by metadata alone, without headers and values.
 
@@ -139,7 +154,7 @@ class Planner:
             source
             for row, fqn in rows
             for source in self._pieces.meeting(row, fqn, piece.box)
-            if not row.geometry.per_rank or source.holders == (self._followed(name),)
+            if not row.geometry.per_rank or source.holders == (self.followed(name),)
         ]
         self._refuse_ambiguous(entry, piece, name, sources)
         # Prefer files that this rank wrote: they may still be in its host's page cache. Of several
@@ -184,7 +199,7 @@ class Planner:
         """The rows of a name that this rank may follow."""
         rows = self._pieces.by_name[name]
         if any(row.geometry.per_rank for row, _ in rows):
-            chosen = self._followed(name)
+            chosen = self.followed(name)
             rows = [(r, f) for r, f in rows if not r.geometry.per_rank or chosen in r.ranks]
         for row, _ in rows:
             self._me.refuse_guess(row)
@@ -198,21 +213,6 @@ class Planner:
         ]
         mine = [one for one, family in zip(rows, families, strict=True) if family <= alike]
         return mine or rows
-
-    def _followed(self, name: str) -> int:
-        """The saved rank whose per-rank value of this name is taken."""
-        if name in self._ranks:
-            return self._ranks[name]
-        rows = [(row, fqn) for row, fqn in self._pieces.by_name[name] if row.geometry.per_rank]
-        saved = {rank for row, _ in rows for rank in row.ranks}
-        filled = {rank for row, fqn in rows for rank in self._pieces.filled(row, fqn)}
-        own = self._me.of_own(saved & filled or saved)
-        # the rank whose values are taken, if it has the tensor: an object's parts are of one rank
-        of_values = self._me.followed(self._me.catalogue.object_ranks)
-        if of_values in own and self._me.rank not in own:
-            own = [of_values]
-        self._ranks[name] = self._me.followed(own)
-        return self._ranks[name]
 
     def _refuse_ambiguous(
         self, entry: Entry, piece: Piece, name: str, sources: list[SavedPiece]

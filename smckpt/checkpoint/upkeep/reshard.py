@@ -9,7 +9,7 @@ from __future__ import annotations
 import fnmatch
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -27,7 +27,7 @@ from smckpt.checkpoint.records.rows import encode_rows
 from smckpt.checkpoint.upkeep.compare import tensors_apart
 from smckpt.checkpoint.upkeep.difference import values_apart
 from smckpt.errors import UsageError
-from smckpt.layout.entries import Entry, dotted
+from smckpt.layout.entries import Entry, Path, dotted
 from smckpt.layout.geometry import BoxGeometry, Geometry, PerRankGeometry
 from smckpt.layout.image import Layout, compile_layout
 from smckpt.layout.mesh import Mesh
@@ -174,7 +174,7 @@ class _Writer:
                     kind=self.kind,
                     step=catalogue.step,
                     objects=self._shapes.objects(rank),
-                    optimizers=self._shapes.optimizers(),
+                    optimizers=self._shapes.optimizers(rank),
                     metadata=catalogue.metadata,
                 )
                 self.parts.append(part.finish(body))
@@ -220,45 +220,119 @@ class _Shapes:
         self._ranks = ranks
         self._mesh = Mesh(("replicate", "shard"), (1, ranks), tuple(range(ranks)))
         self._rules: dict[str, Geometry] = {}
+        self._kept: dict[str, list[Entry]] = {}  # by key
+        for key, rows in catalogue.rows_by_key.items():
+            if not self._left_out(dotted(rows[0].logical_path(rows[0].fqns[0]))):
+                self._kept[key] = rows
+                each = {(r.fqns, r.geometry.per_rank or r.dtype) for r in rows}
+                if len(each) > 1:
+                    raise self._refused(
+                        f"{key!r} is not the same tensor on all ranks",
+                        "it can be loaded, but not resharded",
+                    )
+        self._optimizers: dict[str, Any] = {}
+        for rank in catalogue.object_ranks:
+            for path, record in catalogue.optimizers_of(rank).items():
+                first = self._optimizers.setdefault(path, record)
+                if record.get("form") == first.get("form") == "fqn":
+                    ids = dict.fromkeys(map(tuple, [*first["ids"], *record["ids"]]))
+                    self._optimizers[path] = {**first, "ids": [*map(list, ids)]}
+        self._followed: list[int] = []  # by new rank: the saved rank whose values it takes
+        self._shared: dict[tuple[Path, int, int], bool] = {}
+        self._rows: list[list[Entry]] = []  # by new rank: the saved rows that it takes
+        self._choose()
 
     def entries(self, rank: int) -> list[Entry]:
-        return [
-            self._entry(self._row(rows, rank), rank)
-            for rows in self._catalogue.rows_by_key.values()
-            if not self._left_out(dotted(rows[0].logical_path(rows[0].fqns[0])))
-        ]
+        return [self._entry(row, rank) for row in self._rows[rank]]
 
     def objects(self, rank: int) -> dict[str, Any]:
-        """Its values: those of the saved rank that it follows, and what that one lacks of the
-        lowest."""
-        saved = self._catalogue.object_ranks
-        of = self._catalogue.part
-        both = {**of(saved[0])["objects"], **of(saved[rank % len(saved)])["objects"]}
-        return {name: leaf for name, leaf in both.items() if not self._left_out(name)}
+        """Its values: those of the saved rank that it follows. What that one lacks, a load takes
+        from the lowest rank, here as there."""
+        saved = self._catalogue.part(self._followed[rank])["objects"]
+        return {name: leaf for name, leaf in saved.items() if not self._left_out(name)}
 
-    def optimizers(self) -> dict[str, Any]:
-        """Of all groups; of two with one name the first group's."""
-        saved = [self._catalogue.optimizers_of(r) for r in self._catalogue.object_ranks]
-        return {name: names for of in reversed(saved) for name, names in of.items()}
+    def optimizers(self, rank: int) -> dict[str, Any]:
+        """Of all groups; of several with one name that of the saved rank that it follows, or else
+        the first group's. Where the state has names, those of all groups are in it."""
+        every, own = self._optimizers, self._catalogue.optimizers_of(self._followed[rank])
+        forms = {
+            path: {record.get("form"), every[path].get("form")} for path, record in own.items()
+        }
+        return {**every, **{path: own[path] for path, form in forms.items() if form != {"fqn"}}}
 
     def _left_out(self, name: str) -> bool:
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in self._ignore)
 
-    def _row(self, rows: list[Entry], rank: int) -> Entry:
-        """The saved row of a key that a rank follows."""
-        kinds = {(row.geometry.fqns, row.dtype, row.geometry.per_rank) for row in rows}
-        if len(kinds) > 1:
-            raise UsageError(
-                f"{rows[0].key!r} is not the same tensor on all ranks",
-                remedy="such a checkpoint can be loaded, but not resharded",
-                path=self._catalogue.url,
+    def _choose(self) -> None:
+        """Find what each new rank takes, so that a load of as many ranks gets from them what it
+        gets from the saved ones: ranks may have tensors where others have none, or other values.
+
+        Raises:
+            UsageError: it would not.
+        """
+        catalogue, ranks = self._catalogue, range(self._ranks)
+        takers: dict[str, list[int]] = {key: [] for key in self._kept}  # the saved ranks they take
+        others: dict[str, dict[int, int | None]] = {}  # by new rank without it: what a load takes
+        for rank in ranks:
+            me = LoadingRank.of(catalogue, rank, ranks)
+            follows, planner = me.followed(catalogue.object_ranks), Planner(me)
+            rows_of = list[Entry]()
+            has: Callable[[Path], bool] | None = None
+            for key, rows in self._kept.items():
+                row, lacks = rows[0], all(follows not in row.ranks for row in rows)
+                source = follows
+                if row.geometry.per_rank:
+                    source = planner.followed(row.logical_name(row.fqns[0]))
+                    row = next(row for row in rows if source in row.ranks)
+                if lacks:
+                    has = has or catalogue.held(follows)
+                    if has(row.path):
+                        others.setdefault(key, {})[rank] = None
+                        continue
+                    if row.geometry.per_rank and not self._is_shared(row, source, follows):
+                        others.setdefault(key, {})[rank] = source
+                        continue
+                takers[key].append(source)
+                rows_of.append(row)
+            self._followed.append(follows)
+            self._rows.append(rows_of)
+        for key, lacking in others.items():
+            first, found = self._kept[key][0], takers[key]
+            for rank, taken in lacking.items():
+                same = taken is None or (found and found[rank % len(found)] == taken)
+                if not found or not same or not first.geometry.per_rank:
+                    saved = sorted({r for row in self._kept[key] for r in row.ranks})
+                    raise self._refused(
+                        f"{key!r} is a tensor of ranks {saved[:8]} alone, and rank "
+                        f"{self._followed[rank]}, which rank {rank} of {self._ranks} follows, has "
+                        "none there",
+                        f"reshard it to {len(catalogue.object_ranks)} ranks, or load it as it is",
+                    )
+
+    def _is_shared(self, row: Entry, source: int, follows: int) -> bool:
+        """Whether a rank without this tensor needs it all the same: a model's or an optimizer's,
+        which a stage of a pipeline lacks, or a rank without elements of the parameter. Another
+        object is as its rank saved it."""
+        above = [row.path[:depth] for depth in range(1, len(row.path))]
+        if any(dotted(path) in self._catalogue.optimizers for path in above):
+            return True
+        kinds = self._catalogue.containers or {}
+        if any(kinds.get(path, "").startswith("ordered") for path in above):
+            return True  # what a module gives
+        asked = row.path[:1], source, follows
+        if asked not in self._shared:
+            named = {name for of in self._optimizers.values() for ids in of["ids"] for name in ids}
+            self._shared[asked] = any(
+                any(source in row.ranks for row in rows)
+                and all(follows not in row.ranks for row in rows)
+                and (not rows[0].geometry.per_rank or not named.isdisjoint(rows[0].fqns))
+                for rows in self._kept.values()
+                if rows[0].path[:1] == row.path[:1]
             )
-        if not rows[0].geometry.per_rank:
-            return rows[0]
-        ranks = range(self._ranks)
-        me = LoadingRank(self._catalogue, rank, ranks)
-        saved = me.followed({r for row in rows for r in row.ranks})
-        return next(row for row in rows if saved in row.ranks)
+        return self._shared[asked]
+
+    def _refused(self, why: str, remedy: str) -> UsageError:
+        return UsageError(why, remedy=remedy, path=self._catalogue.url)
 
     def _entry(self, row: Entry, rank: int) -> Entry:
         if row.geometry.per_rank:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -23,7 +24,10 @@ from smckpt import convert, verify_checkpoint
 from smckpt.cli.app import app
 from smckpt.cli.output import print_error
 from smckpt.errors import CorruptCheckpointError, StateError, UsageError
+from smckpt.formats.conversion import whole_state
 from tests.checkpoint.test_reshard import saved as saved_synthetic
+from tests.state_dict.test_differing_objects import FORMS, plain, save_all
+from tests.state_dict.test_made import CONTAINERS, TENSORS, Kept, described
 from tests.support.launch import run_ranks
 from tests.support.limits import seconds
 
@@ -363,3 +367,63 @@ def test_a_tensor_by_the_name_of_a_headers_metadata_is_refused(tmp_path: Path) -
             options=smckpt.ExportOptions(against_model=False, naming="module"),
         )
     assert not (tmp_path / "hf").exists()
+
+
+@pytest.mark.parametrize("name", [*TENSORS, *CONTAINERS])
+def test_a_file_of_torch_has_what_torch_itself_would_have_kept(tmp_path: Path, name: str) -> None:
+    for number, state in enumerate(
+        {"o": kind({**TENSORS, **CONTAINERS}[name]())} for kind in (Kept, lambda value: value)
+    ):
+        saved, ours, stock = (tmp_path / f"{each}{number}" for each in ("saved", "ours", "stock"))
+        smckpt.save(state, checkpoint_id=saved)
+        torch.save({key: getattr(value, "value", value) for key, value in state.items()}, stock)
+        wanted, ways = torch.load(stock, weights_only=False), [{"weights_only": False}]
+        try:
+            torch.load(stock, weights_only=True)
+            ways += [{"weights_only": True}, {"mmap": True}]
+        except pickle.UnpicklingError:
+            if name != "a dict with a default":  # arrays, and values of classes
+                with pytest.raises(StateError, match=r"objects that torch.load\(weights_only="):
+                    convert(saved, ours, to="torch")
+                continue
+        convert(saved, ours, to="torch")
+        for more in ways:
+            assert described(torch.load(ours, **more)) == described(wanted)
+
+
+def test_large_tensors_in_another_order_are_written_in_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(whole_state, "AT_ONCE", 64)
+    state = {
+        "t": torch.arange(35 * 12 * 4.0).reshape(12, 35, 4).permute(1, 2, 0),
+        "e": torch.arange(60).reshape(60, 1).expand(60, 3),
+        "none": torch.ones(0, 3),
+    }
+    smckpt.save(state, checkpoint_id=tmp_path / "saved")
+    seen: list[tuple[int, int]] = []
+    convert(
+        tmp_path / "saved", tmp_path / "ours", to="torch", progress=lambda *now: seen.append(now)
+    )
+    assert described(torch.load(tmp_path / "ours")) == described(state)
+    assert seen[-1] == (60 * 3 * 8 + 35 * 12 * 4 * 4,) * 2
+
+
+def test_each_rank_that_is_named_gives_an_object_of_its_own(tmp_path: Path) -> None:
+    run_ranks(save_all, 2, str(tmp_path))
+    for name, forms in FORMS.items():
+        source, refused = tmp_path / name / "1", 0
+        if name != "tensor, empty" and "array" not in name:
+            with pytest.raises(StateError, match=r"own.* are different on different ranks"):
+                convert(source, tmp_path / "whole.pt", to="torch")
+        for rank, form in enumerate(forms):
+            try:
+                convert(source, tmp_path / f"{name}{rank}.pt", to="torch", rank=rank)
+            except StateError as error:
+                assert "weights_only" in str(error)
+                refused += 1
+                continue
+            found = torch.load(tmp_path / f"{name}{rank}.pt")["own"]
+            if name != "other keys":  # of these a load without a target has both
+                assert plain(found) == plain(form), (name, rank)
+        assert refused == ("array" in name)

@@ -346,10 +346,16 @@ class _Shapes:
 
 def differing_names(catalogue: Catalogue) -> list[str]:
     """The names under which ranks have other tensors or values than the lowest rank: random
-    generators, data positions, buffers, slices of tensor-parallel ranks. A value that only some
-    ranks saved is not among them.
+    generators, data positions, buffers, slices of tensor-parallel ranks, or tensors where another
+    has a value. What only some ranks saved, and others nothing instead of it, is not among them.
 
     Raises:
         CorruptCheckpointError: the checkpoint is damaged.
     """
-    return sorted({*values_apart(catalogue), *tensors_apart(catalogue)})
+    instead = set()  # of tensors that some ranks have not
+    for rank in catalogue.object_ranks:
+        held = catalogue.held(rank)
+        for rows in catalogue.rows_by_key.values():
+            if all(rank not in row.ranks for row in rows) and held(rows[0].path):
+                instead.add(dotted(rows[0].logical_path(rows[0].fqns[0])))
+    return sorted({*values_apart(catalogue), *tensors_apart(catalogue), *instead})

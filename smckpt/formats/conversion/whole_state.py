@@ -8,21 +8,23 @@ tensor's storage.
 from __future__ import annotations
 
 import io
+import math
 import pickle
 import struct
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import IO, Any
 
+import numpy as np
 import torch
 
 from smckpt.checkpoint.reading.catalogue import Catalogue, LogicalTensor
 from smckpt.checkpoint.reading.read import Meter, Progress
 from smckpt.checkpoint.reading.whole import WholeTensors, kind_of, nested, under_names
 from smckpt.errors import StateError
-from smckpt.layout.containers import flattened, is_array
+from smckpt.layout.containers import dims_in, flattened, is_array, made_again
 from smckpt.layout.entries import Path, dotted
 from smckpt.layout.strided import Box
 
@@ -45,11 +47,26 @@ _STORAGES = {
 
 @dataclass(frozen=True)
 class Placeholder:
-    """Stands in the state for tensor `number`, which is row-major and has a storage of its own."""
+    """Stands in the state for tensor `number`, which has a storage of its own. kind: as it was
+    recorded, of its order of memory, expanded dimensions, and what it is to autograd."""
 
     number: int
     dtype: str
     shape: tuple[int, ...]
+    kind: str = ""
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """Its dimensions, in the order of its memory."""
+        usual = tuple(range(len(self.shape)))
+        order = dims_in(self.kind, "order") or usual
+        return order if len(order) == len(usual) else usual
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Its shape in memory, where an expanded dimension has one element."""
+        expanded = dims_in(self.kind, "expanded") or ()
+        return tuple(1 if dim in expanded else size for dim, size in enumerate(self.shape))
 
 
 def write_archive(
@@ -104,20 +121,29 @@ class _TensorPickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if not isinstance(obj, Placeholder):
             return NotImplemented
-        count = 1
-        strides: list[int] = []
-        for size in reversed(obj.shape):
-            strides.insert(0, count)
-            count *= max(size, 1)
-        numel = 0 if 0 in obj.shape else count
         hooks: OrderedDict[Any, Any] = OrderedDict()
-        view = (0, obj.shape, tuple(strides), False, hooks)
+        kind, _, flags = obj.kind.partition(";")
+        plain = replace(obj, kind=kind)
+        if "parameter" in flags:
+            return torch._utils._rebuild_parameter, (plain, "grad" in flags, hooks)
+        count, strides = 1, [0] * len(obj.shape)
+        for dim in reversed(obj.order):
+            strides[dim] = count if obj.sizes[dim] == obj.shape[dim] else 0
+            count *= max(obj.sizes[dim], 1)
+        numel = 0 if 0 in obj.shape else count
+        view = (0, obj.shape, tuple(strides), "grad" in flags, hooks)
         dtype: torch.dtype = getattr(torch, obj.dtype)
+        rebuild: Any = torch._utils._rebuild_tensor_v2
         if obj.dtype in _STORAGES:
-            storage = _RawStorage(_STORAGES[obj.dtype], obj.number, numel)
-            return torch._utils._rebuild_tensor_v2, (storage, *view)
-        storage = _RawStorage(torch.UntypedStorage, obj.number, numel * dtype.itemsize)
-        return torch._utils._rebuild_tensor_v3, (storage, *view, dtype)
+            made: tuple[Any, ...] = (_RawStorage(_STORAGES[obj.dtype], obj.number, numel), *view)
+        else:
+            rebuild = torch._utils._rebuild_tensor_v3
+            raw = _RawStorage(torch.UntypedStorage, obj.number, numel * dtype.itemsize)
+            made = raw, *view, dtype
+        if "buffer" not in flags:
+            return rebuild, made
+        state = {"persistent": "unsaved" not in flags, "_is_buffer": True}
+        return torch._tensor._rebuild_from_type_v2, (rebuild, torch.Tensor, made, state)
 
 
 AT_ONCE = 64 << 20  # bytes of tensors in memory
@@ -146,8 +172,16 @@ class WholeState:
         self.catalogue, self.rank = catalogue, rank
         self._threads, self._left_out = threads, left_out
         self._reads = WholeTensors(catalogue, rank, threads)
-        self.tensors = [one for one in self._reads.tensors if not left_out(one.name)]
-        self.values = self._named_values(dict.fromkeys((rank, catalogue.object_ranks[0])))
+        held, rows_of = catalogue.held(rank), catalogue.pieces.by_name
+        self.tensors = [
+            one
+            for one in self._reads.tensors
+            if not left_out(one.name)  # nor has this rank another thing in their place
+            and (any(rank in r.ranks for r, _ in rows_of[one.name]) or not held(one.path))
+        ]
+        self.values = self._named_values(catalogue.objects(rank))
+        for path, value in self._named_values(catalogue.lacked(rank)).items():
+            self.values.setdefault(path, made_again(value))
         self._meter = Meter(progress, sum(tensor.nbytes for tensor in self.tensors))
 
     def of_rank(self, rank: int) -> WholeState:
@@ -158,7 +192,7 @@ class WholeState:
         """Add the values of these ranks under names that are not here yet, below dicts too: each
         rank may have one of its own."""
         for rank in ranks:
-            for path, value in self._named_values([rank]).items():
+            for path, value in self._named_values(self.catalogue.objects(rank)).items():
                 self.values[path] = _joined(self.values.get(path, value), value)
 
     @property
@@ -176,11 +210,12 @@ class WholeState:
             held: whether a tensor itself is wanted, in memory.
         """
 
-        leaves = {path: v for path, v in self.values.items() if key in (None, path[0])}
+        leaves: dict[Path, Any] = {}
         for number, tensor in enumerate(self.tensors):
             if key not in (None, tensor.path[0]):
                 continue
-            array = is_array(kind_of(self.catalogue, tensor.path))
+            kind = kind_of(self.catalogue, tensor.path) or ""
+            array = is_array(kind)
             if array or held(tensor):
                 if tensor.nbytes > AT_ONCE:
                     raise StateError(
@@ -197,7 +232,10 @@ class WholeState:
                     self.read(tensor, Box.whole(tensor.shape), memoryview(data))
                 leaves[tensor.path] = made.numpy() if array else made
             else:
-                leaves[tensor.path] = Placeholder(number, tensor.dtype, tensor.shape)
+                leaves[tensor.path] = Placeholder(number, tensor.dtype, tensor.shape, kind)
+        for path, value in self.values.items():
+            if key in (None, path[0]):
+                leaves.setdefault(path, value)
         return leaves
 
     def nested(
@@ -222,7 +260,7 @@ class WholeState:
     # -- writing -------------------------------------------------------------------------------
 
     def pieces(self, numbers: Iterable[int]) -> dict[int, Iterator[memoryview]]:
-        """The bytes of these tensors. A piece is valid until the next one is taken."""
+        """The bytes of these tensors, row-major. A piece is valid until the next one is taken."""
         chosen = {number: self.tensors[number] for number in numbers}
         size = min(AT_ONCE, max((one.nbytes for one in chosen.values()), default=0))
         buffer = memoryview(bytearray(size))
@@ -234,6 +272,23 @@ class WholeState:
                 yield memory
 
         return {number: of(tensor) for number, tensor in chosen.items()}
+
+    def _in_order(self, leaf: Placeholder) -> Iterator[memoryview]:
+        """The bytes of a tensor as its memory has them. They lie in another order in the files, so
+        each piece is an eighth, or files would be read many times."""
+        tensor, order = self.tensors[leaf.number], leaf.order
+        first, sizes = order[0], leaf.sizes
+        row = math.prod(sizes) // max(sizes[first], 1) * tensor.itemsize
+        step = max(1, max(AT_ONCE, tensor.nbytes // 8) // max(row, 1))
+        for start in range(0, sizes[first] if row else 0, step):
+            several = min(step, sizes[first] - start)
+            shape = tuple(several if dim == first else size for dim, size in enumerate(sizes))
+            offsets = tuple(start if dim == first else 0 for dim in range(len(sizes)))
+            memory = memoryview(bytearray(several * row))
+            self.read(tensor, Box(offsets, shape), memory)
+            array = np.frombuffer(memory, np.dtype((np.void, tensor.itemsize))).reshape(shape)
+            yield memoryview(array.transpose(order).tobytes())
+        self._meter.add(tensor.nbytes - math.prod(sizes) * tensor.itemsize)  # of what is expanded
 
     def write_torch(self, file: IO[bytes], state: Any) -> None:
         """Write a state that `nested` gave, or one made of it, as one file of `torch.save`."""
@@ -250,8 +305,11 @@ class WholeState:
             return Placeholder(len(self.tensors) + len(held) - 1, dtype, tuple(value.shape))
 
         state = _replaced(state, placed)
-        numbers = {leaf.number for leaf in _leaves(state) if isinstance(leaf, Placeholder)}
-        read = self.pieces(sorted(number for number in numbers if number < len(self.tensors)))
+        leaves = {leaf.number: leaf for leaf in _leaves(state) if isinstance(leaf, Placeholder)}
+        read = self.pieces(sorted(number for number in leaves if number < len(self.tensors)))
+        for number, leaf in leaves.items():
+            if leaf.sizes != leaf.shape or leaf.order != tuple(range(len(leaf.shape))):
+                read[number] = self._in_order(leaf)
         kept = {len(self.tensors) + at: [bytes_of(one)] for at, one in enumerate(held)}
         write_archive(file, state, {**read, **kept})
 
@@ -271,13 +329,12 @@ class WholeState:
         write_dcp(directory, parts, values, self.read)
         return tuple(sorted(set(_changed((), state))))
 
-    def _named_values(self, ranks: Iterable[int]) -> dict[Path, Any]:
+    def _named_values(self, saved: Mapping[str, tuple[Path, Any]]) -> dict[Path, Any]:
         found: dict[Path, Any] = {}
-        for rank in ranks:
-            for path, value in self.catalogue.objects(rank).values():
-                for dotted_path, named in under_names(self.catalogue.optimizers, path, value):
-                    if not self._left_out(dotted(dotted_path)):
-                        found.setdefault(dotted_path, named)
+        for path, value in saved.values():
+            for dotted_path, named in under_names(self.catalogue.optimizers, path, value):
+                if not self._left_out(dotted(dotted_path)):
+                    found.setdefault(dotted_path, named)
         return found
 
 

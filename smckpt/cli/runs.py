@@ -23,6 +23,8 @@ from smckpt.cli.output import (
 from smckpt.errors import CheckpointError, count_text
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from smckpt.manager.doctor import Condition
     from smckpt.storage import Storage
 
@@ -179,7 +181,17 @@ def doctor(root: str, read: bool, as_json: bool) -> None:
             one = conditions[whole]
             unread = "" if read else f"; its data was not read: `smckpt doctor --read {root}` does"
             print_line(f"restorable: {one.place or '.'}, step {one.step}{unread}")
+            _name_left(conditions[whole + 1 :])
     sys.exit(0 if whole == 0 else 1)
+
+
+def _name_left(older: Sequence[Condition]) -> None:
+    """Name unfinished saves of steps that a run has passed: no save and no policy sweeps them."""
+    for one in older:
+        if one.state == "unfinished" and one.nbytes:
+            print_line(f"{one.place}: unfinished, {bytes_text(one.nbytes)}: a run that has passed "
+                       "this step does not delete it. If no job is writing it, delete the "
+                       "directory")  # fmt: skip
 
 
 def _checked(top: Storage, condition: Condition, read: bool) -> Condition:
@@ -310,6 +322,7 @@ def prune(
     from smckpt.checkpoint.commits.discover import refuse_absent
     from smckpt.checkpoint.commits.run_directory import RunDirectory, rooted
     from smckpt.checkpoint.upkeep.verify import verify_checkpoint
+    from smckpt.manager.doctor import examine
     from smckpt.manager.retention import Every, policies_of
     from smckpt.storage import open_storage
 
@@ -353,3 +366,6 @@ def prune(
         print_line(f"{count_text(len(doomed), 'step')} ({size}) would be deleted")
         return
     print_line(f"{count_text(len(gone), 'step')} deleted, {len(doomed) - len(gone)} not")
+    newest = run.newest()
+    passed = -1 if newest is None or newest.step is None else newest.step
+    _name_left([one for one in examine(top) if one.step is not None and one.step < passed])

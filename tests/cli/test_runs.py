@@ -259,3 +259,15 @@ def test_prune_takes_a_root_that_ends_in_the_names_of_steps(tmp_path: Path) -> N
         Group(tmp_path / f"step-{step}", (0,), session=f"{step:012x}").save(step=step)
     command("prune", f"{tmp_path}/step-{{step}}", "--keep-last", "1", "--yes")
     assert [path.name for path in tmp_path.iterdir()] == ["step-2"]
+
+
+@pytest.mark.parametrize("arguments", [["doctor"], ["prune", "--keep-last", "3"]])
+def test_what_a_cut_save_left_in_a_step_that_the_run_has_passed_is_named(
+    root: Path, arguments: list[str]
+) -> None:
+    Group(root / "15", (0, 1), session=f"{15:012x}").write(0)
+    name, *more = arguments
+    done = command(name, root, *more)
+    assert done.returncode == 0, done.stderr
+    assert "15: unfinished, " in done.stdout and "delete the directory" in done.stdout
+    assert list((root / "15").iterdir())

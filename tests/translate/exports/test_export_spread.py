@@ -169,6 +169,9 @@ def test_where_one_process_is_killed_the_others_say_so_and_nothing_loads(tmp_pat
         )
     left = {path.name for path in (tmp_path / "hf").iterdir()}
     assert INDEX not in left and "model.safetensors" not in left and "config.json" not in left
+    again = replace(SMALL, overwrite=True)
+    export_hf(saved / "whole", tmp_path / "hf", config=saved / "config", options=again)
+    assert contents(tmp_path / "hf") == contents(saved / "hf")
 
 
 # -- by the command --------------------------------------------------------------------------------

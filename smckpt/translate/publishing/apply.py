@@ -27,6 +27,7 @@ from smckpt.storage.disk.posix_read import open_file
 from smckpt.storage.faults import storage_error
 from smckpt.storage.urls import file_url, is_local, local_path
 from smckpt.translate.publishing.published import (
+    NEW_RECORD,
     RECORD,
     Name,
     Publish,
@@ -45,7 +46,6 @@ log = logging.getLogger("smckpt")
 
 LATEST = "latest"
 _NEW_LINK = ".applying-link"
-_NEW_RECORD = f"{RECORD}.new"
 _TEMPORARY = re.compile(r"\.applying-([0-9a-f]{8}|link)", re.ASCII)
 _MAX_RECORD = 1 << 24  # bytes; it names the files
 _PIECE = 16 << 20
@@ -207,12 +207,12 @@ def _record_of(host: Directory, folder: str) -> _Record:
 
 def _put_record(directory: Directory, record: _Record) -> None:
     """Write the record, or replace it at once."""
-    directory.remove(_NEW_RECORD)
-    with os.fdopen(directory.create(_NEW_RECORD), "wb") as file:
+    directory.remove(NEW_RECORD)
+    with os.fdopen(directory.create(NEW_RECORD), "wb") as file:
         file.write(record.sealed())
         file.flush()
         os.fsync(file.fileno())
-    directory.rename(_NEW_RECORD, RECORD)
+    directory.rename(NEW_RECORD, RECORD)
     directory.sync()
 
 
@@ -465,7 +465,7 @@ def _remove_ours(host: Directory, folder: str, otherwise: Collection[str]) -> No
             with suppress(IsADirectoryError, PermissionError):  # a user's directory
                 directory.remove(name)
         directory.sync()
-        for name in (_NEW_RECORD, RECORD):
+        for name in (NEW_RECORD, RECORD):
             directory.remove(name)
     with suppress(OSError):  # a user's files are there
         host.remove_directory(folder)

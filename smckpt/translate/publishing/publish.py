@@ -27,6 +27,7 @@ from smckpt.translate.publishing.published import (
     FILES,
     MANIFEST,
     MAX_NUMBER,
+    NEW_RECORD,
     RECORD,
     Publish,
     PublishedFile,
@@ -187,11 +188,13 @@ def _counts(root: Storage, number: int) -> bool:
 def _scanned(model: Storage) -> dict[str, PublishedFile]:
     """All files of a model's directory, with the checksums of their blocks."""
     # not the record of a directory that was applied: each host writes its own
-    names = set(model.names(all_kinds=True))
-    infos = {info.name: info.size for info in model.list() if info.name != RECORD}
+    own = {RECORD, NEW_RECORD}
+    names = set(model.names(all_kinds=True)) - own
+    infos = {info.name: info.size for info in model.list() if info.name not in own}
     unfinished = [name for name in infos if name.endswith(UNFINISHED) or name in (MANIFEST, FILES)]
+    unfinished += [name for name in infos if "\\" in name]  # in no `Name`, which a host refuses
     # a link that leads nowhere, a pipe: the publish would be without it
-    others = sorted({*model.list_dirs(), *names} - {*infos, RECORD})
+    others = sorted({*model.list_dirs(), *names} - infos.keys())
     if unfinished or others or not any(name.endswith(_WEIGHTS) for name in infos):
         raise UsageError(
             "this is not the directory of one whole model: it has "

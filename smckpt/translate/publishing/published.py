@@ -30,6 +30,7 @@ __all__ = [
     "FILES",
     "MANIFEST",
     "MAX_NUMBER",
+    "NEW_RECORD",
     "RECORD",
     "Name",
     "Publish",
@@ -50,6 +51,7 @@ __all__ = [
 MANIFEST = "publish.json"
 FILES = ".publish-files.json"  # while a publish is written or removed: the names of its files
 RECORD = ".smckpt_publish.json"  # in an applied directory: of which publish it is
+NEW_RECORD = f"{RECORD}.new"  # until it is whole
 _MAX_MANIFEST = 1 << 28  # bytes
 _NUMBER = re.compile(r"\d{8,12}", re.ASCII)
 MAX_NUMBER = 10**12 - 1

@@ -730,6 +730,28 @@ def test_rotten_bytes_of_a_file_that_did_not_change_are_not_linked(
     assert done.nbytes < 4 * MiB, "only that file was read anew"
 
 
+def test_a_name_that_no_host_takes_is_refused_when_it_is_published(served: Served) -> None:
+    """A backslash parts directories on some systems, so no manifest may have one in a name."""
+    served.publish()
+    (served.model / "a\\b").write_text("")
+    with pytest.raises(errors.UsageError, match=r"it has a\\b"):
+        served.publish()
+    (served.model / "a\\b").unlink()
+    served.publish()
+    served.apply()
+    served.assert_same()
+
+
+def test_a_record_that_a_kill_left_half_made_is_no_file_of_the_model(served: Served) -> None:
+    half = served.model / ".smckpt_publish.json.new"
+    half.write_text("{")
+    served.publish()
+    half.unlink()
+    served.apply()
+    served.assert_same()
+    assert served.apply().mended == ()
+
+
 _HARMS = ("rot", "cut", "gone", "link", "pipe")
 
 

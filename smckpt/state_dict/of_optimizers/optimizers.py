@@ -96,9 +96,11 @@ def prepare_optimizers(
         if not owners and not saved.has_groups:
             continue  # it was not saved, which is refused by name
         record = catalogue.optimizers.get(dotted(path))
-        own = catalogue.optimizers_of(rank).get(dotted(path))  # of a stage, other names
         by_name = binding is not None and not binding.by_id
-        other = _of_no_parameter(saved, own or record, by_name)
+        other = _of_no_parameter(saved, record, by_name)
+        if other or any(map(str.isdecimal, owners)):
+            own = catalogue.optimizers_of(rank).get(dotted(path))  # a stage's, which has others
+            other = _of_no_parameter(saved, own or record, by_name)
         if binding is None:
             _align_given(tree, saved, strict)
             renewed = True

@@ -242,11 +242,11 @@ def _changed_by_a_hook(directory: str) -> UsageError:
     )
 
 
-def _run_on_load(accelerator: Any, models: list[Any], directory: str) -> None:
+def _run_on_load(hooks: dict[Any, Any], models: list[Any], directory: str) -> None:
     """Run the hooks of loads, which take models from the list."""
 
     def run() -> None:
-        for hook in accelerator._load_model_state_pre_hook.values():
+        for hook in hooks.values():
             hook(models, directory)
 
     over_group().round("hooks", run, lambda brought: brought() and None)
@@ -347,19 +347,21 @@ def load_state(
             remedy="leave it out",
         )
     else:
-        hooked = _has_hooks(accelerator._load_model_state_pre_hook)
+        hooks = accelerator._load_model_state_pre_hook
+        hooked = _has_hooks(hooks)
         fsdp = accelerator.distributed_type == DistributedType.FSDP
         if hooked and not fsdp:
             left = [*accelerator._models]
-            _run_on_load(accelerator, left, directory)
+            _run_on_load(hooks, left, directory)
             of = enumerate(accelerator._models)
             wanted = [at for at, one in of if any(one is other for other in left)]
         target = {**_live(accelerator, wanted), "files": b"", "own_files": b""}
         matched: Any = "target" if hooked else True  # a hook may leave what the checkpoint has, too
         smckpt.load(target, checkpoint_id=directory, check_keys_matched=matched, **arguments)
-        if hooked and fsdp:  # accelerate gives them no models, since all are loaded
-            _run_on_load(accelerator, [], directory)
         with _rest_alone(accelerator), tempfile.TemporaryDirectory() as folder:
+            if hooked and fsdp:  # where accelerate calls them, without models: all are loaded
+                run = {0: lambda *_: _run_on_load(hooks, [], directory)}
+                accelerator._load_model_state_pre_hook = run
             for name in ("files", "own_files"):  # files of the second replace those of the first
                 with zipfile.ZipFile(io.BytesIO(target[name])) as packed:
                     packed.extractall(folder)

@@ -145,7 +145,8 @@ def test_what_hooks_cannot_do_is_refused_by_name(tmp_path: Path, s3_root: str) -
 
 
 def seen_by_a_hook(out: str, how: str, ours: bool) -> list[list[torch.Tensor]]:
-    """What a hook of loads finds in the model before it sets it, and what the load leaves."""
+    """What a hook of loads finds in the model before it sets it, and in the scaler; what the load
+    leaves."""
     kind = SmckptAccelerator if ours else Accelerator
     os.environ["LOCAL_RANK"] = os.environ["RANK"] = str(dist.get_rank())
     found: list[list[torch.Tensor]] = []
@@ -171,9 +172,13 @@ def seen_by_a_hook(out: str, how: str, ours: bool) -> list[list[torch.Tensor]]:
             model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
         else:
             model = accelerator.prepare(model)
+        # that of fp16, which accelerate makes on a GPU alone
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0 if loads else 32.0)
+        accelerator.scaler = scaler
 
-        def local(model: Any = model) -> list[torch.Tensor]:
+        def local(model: Any = model, scaler: Any = scaler) -> list[torch.Tensor]:
             held = [getattr(one, "to_local", lambda one=one: one)() for one in model.parameters()]
+            held += [torch.tensor(scaler.get_scale())]
             return [one.detach() for one in held]
 
         def hook(models: list[Any], folder: str, local: Any = local) -> None:

@@ -256,6 +256,23 @@ def test_weights_saved_alone_are_resumed_as_stock_does(tmp_path: Path, asked: An
     assert not {"optimizer.pt"} & {*os.listdir(tmp_path / "SmckptTrainer" / "checkpoint-4")}
 
 
+def test_a_link_to_a_checkpoint_is_resumed_from_as_stock_does(tmp_path: Path) -> None:
+    found = {}
+    for kind in (Trainer, SmckptTrainer):
+        out = tmp_path / kind.__name__
+        trainer(out, 4, kind=kind).train()
+        (out / "good").symlink_to("checkpoint-2")
+        (tmp_path / f"{kind.__name__}-good").symlink_to(out / "good")
+        for link in (out / "good", tmp_path / f"{kind.__name__}-good"):
+            begins = Begins()
+            resumed = trainer(out, 4, begins, kind=kind)
+            resumed.train(f"{link}/" if link.parent == out else str(link))
+            found[kind, link.parent == out] = begins.step, begins.weights, weights(resumed.model)
+    for inside in (True, False):
+        stock, ours = found[Trainer, inside], found[SmckptTrainer, inside]
+        assert stock[0] == ours[0] == 2 and same(stock[1], ours[1]) and same(stock[2], ours[2])
+
+
 @pytest.mark.parametrize("fails_at", [3, 5])
 def test_a_retry_in_the_same_process_goes_on(tmp_path: Path, fails_at: int) -> None:
     with pytest.raises(RuntimeError, match="a lost link"):

@@ -185,7 +185,6 @@ class Checkpoints:
             lost: directories of which a load has failed.
         """
         if isinstance(asked, str):
-            asked = asked.rstrip("/")
             run = os.path.dirname(asked if not is_local(asked) else os.path.abspath(asked))
             if asked not in lost:
                 try:
@@ -284,8 +283,13 @@ def _step_of(directory: str) -> int | None:
 def next_step(
     checkpoints: Checkpoints, asked: Any, lost: dict[str, CheckpointError]
 ) -> StepToResume | None:
+    if asked is not True:
+        asked = asked.rstrip("/")
+    while asked is not True and os.path.islink(asked) and os.path.exists(asked):
+        # the user means what it leads to; below a run no link is followed
+        asked = os.path.normpath(os.path.join(os.path.dirname(asked), os.readlink(asked)))
     if lost and asked is not True:
-        newest = checkpoints.steps(os.path.dirname(asked.rstrip("/")))[-1:]
+        newest = checkpoints.steps(os.path.dirname(asked))[-1:]
         if newest != [_step_of(asked)]:
             return None  # a user who named an older one meant it
     return checkpoints.choose(asked, lost)

@@ -8,6 +8,7 @@ reads and writes Hugging Face's files. This one saves, finds, loads and removes 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import re
 from collections.abc import Callable, Mapping
@@ -277,16 +278,28 @@ class SmckptCheckpointManager(CheckpointManager):  # type: ignore[misc]
 
 
 def take_over(kind: Any = CheckpointManager) -> Callable[[], None]:
-    """Make configs of torchtitan's own manager build this one.
+    """Make configs of torchtitan's own manager build this one. A manager of another class, such as
+    torchft's, would save by itself, and is refused when it is made.
 
     Returns:
         A function that undoes it.
     """
-    owner = kind.Config._owner
-    kind.Config._owner = SmckptCheckpointManager
+    owner, init = kind.Config._owner, kind.__init__
+
+    @functools.wraps(init)
+    def made(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        if config.enable and not isinstance(self, SmckptCheckpointManager):
+            raise UsageError(
+                f"{type(self).__qualname__} is not honoured: it saves and loads without smckpt",
+                remedy="derive it from smckpt.integrations.torchtitan.SmckptCheckpointManager, "
+                "build torchtitan's own by its config, or leave torchtitan out of --for",
+            )
+        init(self, config, *args, **kwargs)
+
+    kind.Config._owner, kind.__init__ = SmckptCheckpointManager, made
 
     def undo() -> None:
-        kind.Config._owner = owner
+        kind.Config._owner, kind.__init__ = owner, init
 
     return undo
 

@@ -137,6 +137,48 @@ def test_an_unchanged_config_goes_through_the_door_and_resumes_what_torchtitan_s
     assert steps(folder) == ["step-6"]
 
 
+OTHERS = """
+from dataclasses import dataclass
+import torch
+from torchtitan.components.checkpointer import CheckpointManager
+from smckpt.errors import UsageError
+from smckpt.run import provide
+
+class Mine(CheckpointManager):
+    @dataclass(kw_only=True, slots=True)
+    class Config(CheckpointManager.Config):
+        pass
+
+def tell(make, config):
+    parts = dict(model_parts=[torch.nn.Linear(1, 1)], optimizers=None, lr_schedulers=None)
+    try:
+        print(type(make(config, dataloader=None, states={}, sd_adapter=None, **parts)).__name__)
+    except UsageError as error:
+        print(error)
+
+def direct(config, **parts):
+    return CheckpointManager(config, **parts)
+
+def built(config, **parts):
+    return config.build(**parts)
+
+with provide(["torchtitan"]):
+    tell(built, CheckpointManager.Config(enable=True))
+    tell(built, Mine.Config(enable=True))
+    tell(direct, CheckpointManager.Config(enable=True))
+    tell(built, Mine.Config(enable=False))
+tell(built, Mine.Config(enable=True))
+"""
+
+
+def test_a_manager_of_another_class_is_refused_by_name_under_the_door() -> None:
+    ours, mine, direct, disabled, undone = run(torchtitan(), "-c", OTHERS).splitlines()
+    assert ours == "SmckptCheckpointManager"
+    assert "Mine is not honoured: it saves and loads without smckpt" in mine
+    assert "CheckpointManager is not honoured" in direct
+    assert disabled == undone == "Mine"
+
+
 @pytest.mark.long
 def test_what_a_killed_run_had_not_yet_deleted_is_not_loaded(top: Path) -> None:
     """torchtitan's own checkpoint, in whose directory the run had committed."""

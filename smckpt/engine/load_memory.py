@@ -84,7 +84,7 @@ def memory_of(
 ) -> LoadMemory:
     """
     Args:
-        kinds: as in a `Catalogue`'s containers.
+        kinds: as in `Catalogue.kinds`.
         partly: some tensors may not be read. They keep their values.
 
     Raises:
@@ -175,7 +175,7 @@ def whole_state(
     for tensor in Planner(me).tensors():
         path = tensor.path
         if only is None or str(path[0]) in only:
-            kind = kind_of(catalogue, path) or ""
+            kind = kind_of(catalogue, path, saved) or ""
             room = _room(catalogue, tensor, kind)
             array = is_array(kind)
             leaves[path] = room.numpy() if array else flagged(room, kind.partition(";")[2])
@@ -215,7 +215,7 @@ def whole_state(
             remedy="name top keys of the saved state",
             **me.where,
         )
-    return nested(catalogue, leaves), tensors
+    return nested(catalogue, leaves, saved), tensors
 
 
 def _room(catalogue: Catalogue, tensor: LogicalTensor, kind: str) -> torch.Tensor:

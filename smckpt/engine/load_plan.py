@@ -249,7 +249,7 @@ def plan_of(
         if request.strict:
             objects = _asked_for(objects, tops, request, me)
         _check_objects(selection, objects, settled, request, me)
-    kinds = catalogue.containers or {}
+    kinds = catalogue.kinds(saved) or {}
     memory = memory_of(selection, plan.copies, kinds, partly=not request.strict)
     gathered: list[tuple[str, Any]] = []
     if selection.gathered:

@@ -178,7 +178,7 @@ def make_read(
     make: Room | None = None
     objects = {
         at: name
-        for at, kind in (catalogue.containers or {}).items()
+        for at, kind in (catalogue.kinds(rank) or {}).items()
         if (name := object_in(kind)) is not None
     }
     for path, given in [*_reading(state_dict)]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from smckpt.checkpoint.records.rows import RowMerger, decode_rows, encode_rows
+from smckpt.checkpoint.records.rows import RowMerger, decode_containers, decode_rows, encode_rows
 from smckpt.errors import CorruptCheckpointError
 from smckpt.layout.entries import Entry
 from smckpt.layout.flat_geometry import FlatGeometry, FlatUnit, Segment
@@ -206,6 +207,24 @@ def test_a_table_that_was_seen_is_not_read_again():
     merger.add(0, table, "token")
     assert merger.same(1, "token") and merger.same(2, "token")
     assert merger.merged() == merge_rows({0: table, 1: table, 2: table})
+
+
+def test_kinds_that_only_some_ranks_have_are_of_those_ranks():
+    def table(**kinds: str) -> dict[str, Any]:
+        return encode_rows([entry("w", sharded("w"))], {(at,): kind for at, kind in kinds.items()})
+
+    tables = {0: table(a="list", b="tuple"), 2: table(a="list"), 3: table(a="ordered")}
+    merger = RowMerger()
+    for rank, each in tables.items():
+        merger.add(rank, each, each["containers"][0][1])
+    assert merger.same(1, "ordered")
+    merged = through_json(merger.merged())
+    assert decode_containers(merged, range(4)) == [
+        (("a",), "list", {0, 2}), (("b",), "tuple", {0}), (("a",), "ordered", {1, 3}),
+    ]  # fmt: skip
+    assert merge_rows({0: tables[0], 1: tables[0]}) == tables[0]  # alike: not a word more
+    with pytest.raises(CorruptCheckpointError, match="ValueError"):
+        decode_containers({**merged, "container_ranks": [[0, [[0, 1 << 40, 1]]]]}, range(4))
 
 
 @pytest.mark.parametrize(

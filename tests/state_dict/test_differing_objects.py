@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter, OrderedDict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import distributed as dist
@@ -112,6 +114,68 @@ def test_each_rank_gets_its_own_object_back_be_it_tensors_or_none(tmp_path: Path
     for name, forms in FORMS.items():
         wanted = "KeysMismatchError" if name in LOST else plain(forms[0])
         assert found["fresh"][name] == wanted, name
+
+
+P = torch.nn.Parameter
+KINDS: dict[str, tuple[Any, Any]] = {  # of rank 0, of rank 1: equal paths
+    "expanded, not": ({"t": torch.full((1,), 7.0).expand(4)}, {"t": torch.arange(4.0)}),
+    "expanded, not, of other sizes": ({"t": torch.ones(1, 2).expand(3, 2)}, {"t": torch.eye(4)}),
+    "order": ({"a": 1, "t": T}, {"t": T, "a": 1}),
+    "counter, dict": ({"c": Counter(a=T)}, {"c": {"a": T, "b": 2}}),
+    "ordered, dict": ({"c": OrderedDict(a=T)}, {"c": {"a": T}}),
+    "list, dict": ({"c": [1, T]}, {"c": {"k": T, "v": 2}}),
+    "array, tensor": ({"t": T.numpy()}, {"t": T + 1}),
+    "array by columns, by rows": ({"t": np.arange(6.0).reshape(3, 2).T}, {"t": np.ones((2, 3))}),
+    "parameter, tensor": ({"t": P(T)}, {"t": T + 1}),
+    "parameters, list": ({"l": torch.nn.ParameterList([P(T)])}, {"l": [T + 1]}),
+    "keys": ({"c": {(0, 1): T}}, {"c": {"(0, 1)": T + 1}}),
+}
+
+
+def described(value: Any) -> str:
+    """A text that tells values apart, their classes and the order of their keys too."""
+    kind = type(value).__name__
+    if isinstance(value, torch.nn.ParameterList):
+        value = [*value]
+    if isinstance(value, dict):
+        value = [(key, described(each)) for key, each in value.items()]
+    elif isinstance(value, list):
+        value = [*map(described, value)]
+    elif isinstance(value, torch.Tensor):
+        value = value.tolist(), value.stride(), value.requires_grad
+    elif isinstance(value, np.ndarray):
+        value = value.tolist(), value.flags["F_CONTIGUOUS"]
+    return f"{kind} {value!r}"
+
+
+def of_two_kinds(folder: str) -> dict[str, dict[str, str]]:
+    rank, found = dist.get_rank(), {}
+    for name, forms in KINDS.items():
+        step = f"{folder}/{name}"
+        smckpt.save({"own": Kept(forms[rank]), "w": torch.ones(2)}, checkpoint_id=step)
+        fresh, equal = Kept({}), Kept(copy.deepcopy(forms[rank]))
+        for own in (fresh, equal):
+            smckpt.load({"own": own, "w": torch.zeros(2)}, checkpoint_id=step)
+        whole = Kept(None)
+        if name not in WITHOUT_A_TARGET:
+            whole.value = (smckpt.load(checkpoint_id=step) or {})["own"]
+        found[name] = {
+            how: described(own.value)
+            for how, own in (("fresh", fresh), ("equal", equal), ("whole", whole))
+        }
+    return found
+
+
+# tensors of both ranks come together, and no object is made
+WITHOUT_A_TARGET = {"list, dict", "parameters, list"}
+
+
+def test_a_kind_that_one_rank_has_is_not_that_of_another_rank(tmp_path: Path) -> None:
+    for rank, found in enumerate(run_ranks(of_two_kinds, 2, str(tmp_path), timeout=240)):
+        for name, forms in KINDS.items():
+            for how, got in found[name].items():
+                if how != "whole" or name not in WITHOUT_A_TARGET:
+                    assert got == described(forms[rank]), (rank, how, name)
 
 
 def three(folder: str, into: bool) -> Any:

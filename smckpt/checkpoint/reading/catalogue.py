@@ -312,11 +312,11 @@ class Catalogue(ABC):
 
     # -- values that are not tensors -----------------------------------------------------------
 
-    @property
     @abstractmethod
-    def containers(self) -> dict[Path, str] | None:
-        """Path → kind, for each container above tensors that is not a dict; None if an older writer
-        recorded no kinds."""
+    def kinds(self, rank: int) -> dict[Path, str] | None:
+        """Path → kind, for each container above tensors that is not a dict, as saved rank `rank`
+        has it, or the lowest rank that has something there; None if an older writer recorded no
+        kinds."""
 
     @abstractmethod
     def part(self, rank: int) -> dict[str, Any]:

@@ -53,6 +53,7 @@ class CommittedCatalogue(Catalogue):
         self.object_ranks = tuple(sorted(r for m in self.manifests for r in m.group_ranks))
         tables = ((g.manifest.layout, g.manifest.group_ranks, g.storage.url) for g in self._groups)
         self._rows = tuple(rows_of_groups(tables))
+        self._kinds: dict[int, dict[Path, str]] = {}
         self._files: dict[int, list[SavedFile]] = {}
         self._headers: dict[SavedFile, Header] = {}
         self._slots: dict[tuple[int, ...], dict[str, list[Stored]]] = {}
@@ -66,11 +67,60 @@ class CommittedCatalogue(Catalogue):
         return self._rows
 
     @cached_property
-    def containers(self) -> dict[Path, str] | None:
-        maps = [decode_containers(m.layout, self.url) for m in self.manifests]
-        if None in maps:
+    def _containers(self) -> dict[tuple[Path, str], list[frozenset[int]]] | None:
+        """By path and kind the ranks, of each group, that have such a container."""
+        found: dict[tuple[Path, str], list[frozenset[int]]] = {}
+        for manifest in self.manifests:
+            recorded = decode_containers(manifest.layout, manifest.group_ranks, self.url)
+            if recorded is None:
+                return None
+            for path, kind, ranks in recorded:
+                found.setdefault((path, kind), []).append(ranks)
+        return found
+
+    @cached_property
+    def _all_alike(self) -> dict[Path, str] | None:
+        """The kinds, if all ranks have the same."""
+        found, every = self._containers or {}, len(self.object_ranks)
+        alike = all(sum(map(len, sets)) == every for sets in found.values())
+        kinds = dict(found.keys())
+        return kinds if alike and len(kinds) == len(found) else None
+
+    @cached_property
+    def _first_of(self) -> dict[Path, int]:
+        """The lowest rank that has something at or below a path. The parts of a tensor that is
+        divided are one tensor of one kind, which a rank with few or no elements may not record."""
+        found: dict[Path, int] = {}
+        first = {id(row.ranks): min(row.ranks) for row in self.rows}
+        for row in self.rows:
+            for depth in range(1, len(row.path) + row.geometry.per_rank):
+                at, lowest = row.path[:depth], first[id(row.ranks)]
+                found[at] = min(found.get(at, lowest), lowest)
+        return found
+
+    def kinds(self, rank: int) -> dict[Path, str] | None:
+        if self._containers is None:
             return None
-        return {path: kind for kinds in reversed(maps) for path, kind in (kinds or {}).items()}
+        if self._all_alike is not None:
+            return self._all_alike
+        if rank not in self._kinds:
+            held = {id(row.ranks): rank in row.ranks for row in self.rows}
+            own = {
+                row.path[:depth]
+                for row in self.rows
+                if held[id(row.ranks)]
+                for depth in range(1, len(row.path) + row.geometry.per_rank)
+            }
+            found: dict[Path, str] = {}
+            for (path, kind), sets in self._containers.items():
+                if path in own or any(rank in ranks for ranks in sets):
+                    whose: int | None = rank
+                else:
+                    whose = self._first_of.get(path)
+                if whose is None or any(whose in ranks for ranks in sets):
+                    found.setdefault(path, kind)
+            self._kinds[rank] = found
+        return self._kinds[rank]
 
     @cached_property
     def pieces(self) -> SavedPieces:

@@ -47,24 +47,24 @@ class WholeTensors:
 _Nodes = dict[Path, dict[Any, None]]  # container → its keys, in order
 
 
-def kind_of(catalogue: Catalogue, path: Path) -> str | None:
-    """The recorded kind of a container; None for a dict."""
-    return (catalogue.containers or {}).get(path)
+def kind_of(catalogue: Catalogue, path: Path, rank: int) -> str | None:
+    """The recorded kind of a container of that saved rank; None for a dict."""
+    return (catalogue.kinds(rank) or {}).get(path)
 
 
-def nested(catalogue: Catalogue, leaves: Mapping[Path, Any]) -> dict[str, Any]:
-    """The containers around the leaves, the innermost made first."""
+def nested(catalogue: Catalogue, leaves: Mapping[Path, Any], rank: int) -> dict[str, Any]:
+    """The containers around the leaves, the innermost made first, as that saved rank had them."""
     nodes: _Nodes = {(): {}}
     for path in leaves:
         for depth in range(len(path)):
             nodes.setdefault(path[:depth], {})[path[depth]] = None
-    found = dict(leaves)
+    found, kinds = dict(leaves), catalogue.kinds(rank)
     for path in sorted(nodes, key=len, reverse=True):
         if path in leaves:  # one rank has a value where another has tensors below
             continue
         items = {key: found[at] for key in nodes[path] for at in [(*path, key)]}
-        kind = kind_of(catalogue, path)
-        if kind is None and catalogue.containers is None:
+        kind = (kinds or {}).get(path)
+        if kinds is None:
             kind = "list" if _looks_like_list(catalogue, path, items) else None
         found[path] = made(kind, items)
     state: dict[str, Any] = found[()]

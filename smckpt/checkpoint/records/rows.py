@@ -120,7 +120,7 @@ class RowMerger:
     def __init__(self) -> None:
         self._meshes, self._units = _Table(), _Table()
         self._rows: dict[str, tuple[dict[str, Any], list[int]]] = {}
-        self._containers: _Table | None = None
+        self._containers: dict[str, tuple[Any, list[int]]] | None = None
         self._seen: dict[object, list[list[int]]] = {}  # token → the rank lists of its rows
         self._count = 0
 
@@ -146,9 +146,9 @@ class RowMerger:
             moved = {**row, "geometry": rule}
             lists.append(self._rows.setdefault(json.dumps(moved), (moved, []))[1])
         if "containers" in table:
-            self._containers = self._containers or _Table()
-            for container in table["containers"]:
-                self._containers.add(container)
+            self._containers = {} if self._containers is None else self._containers
+            for one in table["containers"]:
+                lists.append(self._containers.setdefault(json.dumps(one), (one, []))[1])
         if token is not None:
             self._seen[token] = lists
         for ranks in lists:
@@ -156,13 +156,23 @@ class RowMerger:
         self._count += 1
 
     def merged(self) -> dict[str, Any]:
-        """The merged table. Rows that some ranks lack get "ranks"."""
+        """The merged table. Rows that some ranks lack get "ranks"; such containers get theirs in
+        "container_ranks", by their numbers, since older readers know pairs alone."""
         rows = [
             row if len(ranks) == self._count else {**row, "ranks": runs_of(sorted(ranks))}
             for row, ranks in self._rows.values()
         ]
         out = {"meshes": self._meshes.values, "units": self._units.values, "rows": rows}
-        return out if self._containers is None else {**out, "containers": self._containers.values}
+        if self._containers is None:
+            return out
+        containers = [one for one, _ in self._containers.values()]
+        some = [
+            [number, runs_of(sorted(ranks))]
+            for number, (_, ranks) in enumerate(self._containers.values())
+            if len(ranks) < self._count
+        ]
+        out |= {"containers": containers}
+        return {**out, "container_ranks": some} if some else out
 
 
 # -- reading -----------------------------------------------------------------------------------
@@ -223,9 +233,11 @@ def _of_ranks(row: Entry, ranks: tuple[int, ...]) -> Entry:
     return Entry(row.path, row.dtype, rule, row.before, row.after, ranks)
 
 
-def decode_containers(table: Mapping[str, Any], path: str = "") -> dict[Path, str] | None:
-    """Path → kind, for each container that is not a dict; None if an older writer recorded no
-    kinds.
+def decode_containers(
+    table: Mapping[str, Any], ranks: Sequence[int], path: str = ""
+) -> list[tuple[Path, str, frozenset[int]]] | None:
+    """The path and the kind of each container that is not a dict, with the ranks that have it;
+    None if an older writer recorded no kinds.
 
     Raises:
         CorruptCheckpointError: the table is malformed.
@@ -233,7 +245,15 @@ def decode_containers(table: Mapping[str, Any], path: str = "") -> dict[Path, st
     if "containers" not in table:
         return None
     try:
-        return {_path(where): _kind(kind) for where, kind in table["containers"]}
+        pairs = [(_path(where), _kind(kind)) for where, kind in table["containers"]]
+        here, some = frozenset(ranks), dict[int, frozenset[int]]()
+        if table.get("container_ranks"):
+            decoder = _Decoder(table, tuple(ranks), path)
+            sets: dict[str, frozenset[int]] = {}  # containers share them
+            for number, runs in table["container_ranks"]:
+                one = decoder.subset(runs)
+                some[number] = sets.setdefault(json.dumps(runs), frozenset(one))
+        return [(*pair, some.get(number, here)) for number, pair in enumerate(pairs)]
     except SENSELESS as error:
         raise CorruptCheckpointError(
             f"the kinds of containers cannot be decoded: {type(error).__name__} {error}",
@@ -318,7 +338,7 @@ class _Decoder:
         return rows
 
     def _row(self, row: Mapping[str, Any]) -> Entry:
-        ranks = self._subset(row["ranks"]) if "ranks" in row else self._ranks
+        ranks = self.subset(row["ranks"]) if "ranks" in row else self._ranks
         rule = self._rule(row["geometry"], ranks)
         known = id(rule.ranks), id(ranks)  # rows share both objects, and keep them alive
         if known not in self._inside and not rule.per_rank:
@@ -374,12 +394,12 @@ class _Decoder:
             raise ValueError(f"runs stand for more than {_MOST_RANKS} ranks")
         return tuple(first + i * stride for first, count, stride in runs for i in range(count))
 
-    def _subset(self, runs: list[list[int]]) -> tuple[int, ...]:
+    def subset(self, runs: list[list[int]]) -> tuple[int, ...]:
         key = json.dumps(runs)
         if key not in self._subsets:
             ranks = self._expanded(runs)
             if not self._members.issuperset(ranks):
-                raise ValueError(f"a row has ranks {runs}, which are not in the group")
+                raise ValueError(f"the ranks {runs} are not in the group")
             self._subsets[key] = ranks
         return self._subsets[key]
 

@@ -154,7 +154,7 @@ class _Writer:
         )
 
     def write(self) -> None:
-        catalogue = self._catalogue
+        catalogue, saved = self._catalogue, self._catalogue.object_ranks
         for rank, layout in enumerate(self._layouts):
             planner = Planner(LoadingRank.of(catalogue, rank, self._group))
             part = PartWriter(self._storage, self.attempt, rank)
@@ -167,9 +167,10 @@ class _Writer:
                         self._meter.add(len(piece))
                     file.finish()
                     self.nbytes += file.size
+                kinds = catalogue.kinds(saved[rank % len(saved)])
                 body = part_body(
                     layout,
-                    encode_rows(self._shapes.entries(rank), catalogue.containers),
+                    encode_rows(self._shapes.entries(rank), kinds),
                     checkpoint_id=self._storage.url,
                     kind=self.kind,
                     step=catalogue.step,

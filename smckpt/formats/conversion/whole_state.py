@@ -214,7 +214,7 @@ class WholeState:
         for number, tensor in enumerate(self.tensors):
             if key not in (None, tensor.path[0]):
                 continue
-            kind = kind_of(self.catalogue, tensor.path) or ""
+            kind = kind_of(self.catalogue, tensor.path, self.rank) or ""
             array = is_array(kind)
             if array or held(tensor):
                 if tensor.nbytes > AT_ONCE:
@@ -242,12 +242,12 @@ class WholeState:
         self, key: str | None = None, held: Callable[[LogicalTensor], bool] = lambda _: False
     ) -> Any:
         """The state of those leaves, in its containers."""
-        state = nested(self.catalogue, self.leaves(key, held))
+        state = nested(self.catalogue, self.leaves(key, held), self.rank)
         return state if key is None else state[key]
 
     def is_in_tuple(self, tensor: LogicalTensor) -> bool:
-        path = tensor.path
-        return any(kind_of(self.catalogue, path[:depth]) == "tuple" for depth in range(len(path)))
+        path, kinds = tensor.path, self.catalogue.kinds(self.rank) or {}
+        return any(kinds.get(path[:depth]) == "tuple" for depth in range(len(path)))
 
     def in_memory(self, key: str) -> Any:
         """What is under a first name, with its tensors."""

@@ -106,8 +106,7 @@ class ForeignCatalogue(Catalogue):
                     return value if type(value) is int and value >= 0 else None
         return None
 
-    @property
-    def containers(self) -> dict[StatePath, str] | None:
+    def kinds(self, rank: int) -> dict[StatePath, str] | None:
         return dict(self.source.containers)
 
     def refuse_unread(self, left_out: Callable[[str], bool]) -> None:

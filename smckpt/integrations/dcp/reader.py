@@ -36,7 +36,6 @@ from smckpt.checkpoint.reading.committed import CommittedCatalogue, open_catalog
 from smckpt.checkpoint.reading.plan import plan_logical
 from smckpt.checkpoint.reading.plan_local import LoadingRank
 from smckpt.checkpoint.reading.read import execute
-from smckpt.checkpoint.reading.whole import kind_of
 from smckpt.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -257,7 +256,8 @@ class DistributedFileSystemReader(StorageReader):
                 ],
             )
             ((row, _), *_) = catalogue.pieces.by_name[name]
-            paths[name] = _as_cut_by_dcp(tensor.path, row.path, catalogue)
+            kinds = catalogue.kinds(row.ranks[0])
+            paths[name] = _as_cut_by_dcp(tensor.path, row.path, kinds)
         for path, value in self._flat_objects(catalogue):
             name = dotted(path)
             if name not in entries:
@@ -287,9 +287,9 @@ class DistributedFileSystemReader(StorageReader):
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
         mine = rank if rank in saved else saved[rank % len(saved)]
         for each in dict.fromkeys((mine, saved[0])):
-            optimizers = catalogue.optimizers_of(each)
+            optimizers, kinds = catalogue.optimizers_of(each), catalogue.kinds(each)
             for stored, value in catalogue.objects(each).values():
-                path = _as_cut_by_dcp(stored, stored, catalogue)
+                path = _as_cut_by_dcp(stored, stored, kinds)
                 if WHOLE_VALUES in catalogue.manifests[0].versions:
                     yield path, value
                 yield from flattened(path, _with_names(path, value, optimizers), torch.Tensor)
@@ -398,17 +398,17 @@ def _entry(number: int, name: str, dtype: str, shape: tuple[int, ...], item: Rea
 # -- paths and values as DCP has them --------------------------------------------------------------
 
 
-def _as_cut_by_dcp(path: Path, stored: Path, catalogue: CommittedCatalogue) -> Path:
+def _as_cut_by_dcp(path: Path, stored: Path, kinds: Mapping[Path, str] | None) -> Path:
     """A path in which places in lists alone are numbers, as DCP's are: what builds a state from
     them (`dcp_to_torch_save`) makes lists for numbers and dicts for text.
 
     Args:
         stored: the same path, under which the kinds of its containers are recorded.
     """
-    if catalogue.containers is None or len(path) != len(stored):
+    if kinds is None or len(path) != len(stored):
         return path
     return tuple(
-        int(part) if kind_of(catalogue, stored[:depth]) in ("list", "tuple") else str(part)
+        int(part) if kinds.get(stored[:depth]) in ("list", "tuple") else str(part)
         for depth, part in enumerate(path)
     )
 

@@ -117,7 +117,7 @@ class SavedState:
         self._numbered: set[Any] = set()
         self._keys: dict[str, Any] = {}  # of the state: those that are no text, by their text
         self.whole_groups: Any = ABSENT
-        kinds = catalogue.containers or {}
+        kinds = catalogue.kinds(rank) or {}
         deep = len(path) + 1
         for name, tensor in catalogue.logical.items():
             full = tensor.path

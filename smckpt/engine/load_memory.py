@@ -35,14 +35,14 @@ __all__ = ["LoadMemory", "memory_of", "whole_state"]
 class LoadMemory:
     """The bytes of each tensor: its own memory, a stand-in's, or a CUDA device's.
 
-    late: (live tensor, stand-in) pairs that are copied at the end.
+    late: (entry, live tensor, stand-in) of what is copied at the end.
     shared: (entry, an earlier entry, stand-in) of the same memory. If both were read into that
         memory, two different saved values would look like a bad block, or the last one would win.
     """
 
     selection: Selection
     buffers: list[Span]
-    late: list[tuple[torch.Tensor, torch.Tensor]]
+    late: list[tuple[int, torch.Tensor, torch.Tensor]]
     shared: list[tuple[int, int, torch.Tensor]]
 
     @neutral()
@@ -50,16 +50,24 @@ class LoadMemory:
         """After the read, copy the stand-ins to where they belong.
 
         Raises:
-            StateError: tensors that share memory here were saved with different values.
+            StateError: tensors, or elements of one, that share memory here were saved with
+                different values.
         """
-        devices = {tensor.device for tensor, _ in self.late if not tensor.is_cpu}
+        devices = {tensor.device for _, tensor, _ in self.late if not tensor.is_cpu}
         for device in devices:
             torch.accelerator.synchronize(device)  # a stream of the device may still write to them
-        for tensor, staged in self.late:
-            dims = expanded_in(tensor)  # all elements along them are one
-            for dim in dims:
-                tensor, staged = tensor.narrow(dim, 0, 1), staged.narrow(dim, 0, 1)
-            fill(tensor, staged)
+        for number, tensor, staged in self.late:
+            room, values = tensor, staged
+            for dim in expanded_in(tensor):  # all elements along them are one
+                room, values = room.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
+            fill(room, values)
+            if _overlaps(tensor) and not same_bits(tensor, staged):
+                raise StateError(
+                    f"elements of {self.selection.entries[number].key!r} share their memory here "
+                    f"(strides {tensor.stride()}), but were saved with different values; the "
+                    "tensors of the target are now undefined",
+                    remedy="call .contiguous() or .clone() on it before the load",
+                )
         put_back(self.selection.tensors)
         for device in devices:  # kernels fill strided tensors, and no other stream waits for them
             torch.accelerator.current_stream(device).synchronize()
@@ -91,7 +99,7 @@ def memory_of(
         StateError: elements of a tensor share memory, so they cannot hold what was saved.
     """
     buffers: list[Span] = []
-    late: list[tuple[torch.Tensor, torch.Tensor]] = []
+    late: list[tuple[int, torch.Tensor, torch.Tensor]] = []
     shared: list[tuple[int, int, torch.Tensor]] = []
     seen: dict[tuple[int, int], int] = {}
     on_device = any(tensor.is_cuda for tensor in selection.tensors)
@@ -106,15 +114,16 @@ def memory_of(
             buffers.append(OnDevice(live))
             continue
         elif not live.is_cpu or not _is_plain(live):
-            dims, path = expanded_in(tensor), selection.entries[number].path
-            if dims and not {*dims} <= {*(dims_in(kinds.get(path), "expanded") or ())}:
+            dims, entry = expanded_in(tensor), selection.entries[number]
+            path, recorded = entry.path, dims_in(kinds.get(entry.path), "expanded") or ()
+            if entry.geometry.per_rank and not {*dims} <= {*recorded}:  # else the values tell
                 raise StateError(
                     f"{dotted(path)!r} is an expanded tensor with strides {tensor.stride()}: its "
                     "elements share memory, and no such tensor was saved",
                     remedy="call .contiguous() or .clone() on it before the load",
                 )
             live = _stand_in(tensor, partly)
-            late.append((tensor.detach(), live))
+            late.append((number, tensor.detach(), live))
         # The memory itself, because a view by torch takes tens of microseconds per tensor. The
         # tensors and stand-ins beside it keep it alive.
         size = count * live.element_size()
@@ -122,6 +131,16 @@ def memory_of(
         memory = (ctypes.c_char * size).from_address(at) if size else b""
         buffers.append(memoryview(memory).cast("B"))
     return LoadMemory(selection, buffers, late, shared)
+
+
+def _overlaps(tensor: torch.Tensor) -> bool:
+    """Whether elements of it may share memory."""
+    reach = 0  # the furthest element along the dimensions that were looked at
+    for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and step <= reach:
+            return True
+        reach += step * (size - 1)
+    return False
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -210,7 +210,7 @@ class Selector:
             array = walk.containers.get(path)
             if strided and (order := order_of(tensor)) is not None:
                 walk.containers[path] = kind_with(array or "order", order)
-            elif array is None and (dims := expanded_in(local)):
+            elif array is None and entry.geometry.per_rank and (dims := expanded_in(local)):
                 walk.containers[path] = kind_with("expanded", dims)
             tensors.append(local)
             tags.append(tag)

@@ -684,6 +684,17 @@ def test_a_tensor_that_cannot_be_filled_is_refused_before_any_is(tmp_path: Path)
     assert not target["a"].any()
 
 
+def test_elements_that_overlap_take_only_the_values_that_they_can_hold(tmp_path: Path) -> None:
+    views = torch.arange(5.0).unfold(0, 3, 1)
+    smckpt.save({"b": views}, checkpoint_id=tmp_path / "views")
+    smckpt.save({"b": torch.arange(9.0).view(3, 3)}, checkpoint_id=tmp_path / "plain")
+    target = {"b": torch.zeros(5).unfold(0, 3, 1)}
+    smckpt.load(target, checkpoint_id=tmp_path / "views")
+    assert torch.equal(target["b"], views)
+    with pytest.raises(errors.StateError, match="elements of 'b' share their memory"):
+        smckpt.load(target, checkpoint_id=tmp_path / "plain")
+
+
 @pytest.mark.parametrize(
     "kind, wrong",
     [

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import distributed as dist
+from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 
 import smckpt
 from smckpt import errors
@@ -176,6 +177,25 @@ def test_a_kind_that_one_rank_has_is_not_that_of_another_rank(tmp_path: Path) ->
             for how, got in found[name].items():
                 if how != "whole" or name not in WITHOUT_A_TARGET:
                     assert got == described(forms[rank]), (rank, how, name)
+
+
+def one_value_on_each(folder: str) -> list[Any]:
+    mesh = init_device_mesh("cpu", (2,))
+
+    def divided(value: int) -> DTensor:
+        local = torch.full((1,), float(value)).expand(4)
+        return DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
+
+    smckpt.save({"x": divided(dist.get_rank() + 1)}, checkpoint_id=folder)
+    state = {"x": divided(0)}
+    smckpt.load(state, checkpoint_id=folder)
+    return [(smckpt.load(checkpoint_id=folder) or {})["x"].tolist(), state["x"].to_local().tolist()]
+
+
+def test_a_tensor_whose_shards_have_one_value_each_is_not_of_one_value(tmp_path: Path) -> None:
+    whole = [1.0] * 4 + [2.0] * 4
+    found = run_ranks(one_value_on_each, 2, str(tmp_path))
+    assert found == [[whole, whole[:4]], [whole, whole[4:]]]
 
 
 def three(folder: str, into: bool) -> Any:

@@ -42,6 +42,7 @@ __all__ = [
     "made",
     "made_again",
     "named_class",
+    "of_object",
     "parts_of_value",
     "register_value_class",
     "renewed",
@@ -230,6 +231,14 @@ def object_in(kind: str | None) -> str | None:
     return what.partition("/")[0] if form == "object" else None
 
 
+def of_object(kind: str | None) -> tuple[str, str]:
+    """A kind in two: the words of `object_kind`, if there are any, and the kind behind them."""
+    behind = kind or ""
+    if object_in(kind) is not None:
+        behind = behind.partition("/")[2]
+    return (kind or "").removesuffix(behind) if behind else kind or "", behind
+
+
 def text_of_key(key: Any) -> Any:
     """A dict's key in a path: text and whole numbers as they are, any other plain value as Python
     writes it.
@@ -297,12 +306,12 @@ def kind_with(form: str, dims: tuple[int, ...]) -> str:
 
 def is_array(kind: str | None) -> bool:
     """Whether it is the kind of an array of NumPy."""
-    return (kind or "").partition(":")[0] == "ndarray"
+    return of_object(kind)[1].partition(":")[0] == "ndarray"
 
 
 def dims_in(kind: str | None, *forms: str) -> tuple[int, ...] | None:
     """The inverse of `kind_with`; None for a kind of another form."""
-    name, _, dims = (kind or "").partition(";")[0].partition(":")
+    name, _, dims = of_object(kind)[1].partition(";")[0].partition(":")
     numbers = dims.split(",")
     if name not in forms or not all(number.isdecimal() for number in numbers):
         return None

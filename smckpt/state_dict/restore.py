@@ -246,7 +246,8 @@ def _with_objects(new: Any, path: Path, objects: Mapping[Path, str], *, top: boo
     }
     for kind in _OF_PARAMETERS:
         if objects.get(path) == class_name(kind):
-            return kind(items.values() if kind is nn.ParameterList else items)
+            # torch sorts the keys of a dict
+            return kind(items.values() if kind is nn.ParameterList else OrderedDict(items))
     if path in objects and not top:
         raise StateError(
             f"{dotted(path)} was saved by an object of the class {objects[path]}, and the target "

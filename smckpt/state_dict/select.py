@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.nn import ParameterDict, ParameterList
 
 from smckpt.errors import StateError
 from smckpt.layout.containers import (
@@ -20,6 +21,7 @@ from smckpt.layout.containers import (
     items_of,
     kind_with,
     object_kind,
+    of_object,
     text_of_key,
 )
 from smckpt.layout.entries import Entry, ObjectLeaf, Path, dotted
@@ -207,11 +209,11 @@ class Selector:
                 parts.note_attributes(tensor, path, walk.unmade, walk.bare, made)
             entries.append(entry)
             strided = not local.is_contiguous() and (tag is None or tag.after)
-            array = walk.containers.get(path)
+            given_by, array = of_object(walk.containers.get(path))
             if strided and (order := order_of(tensor)) is not None:
-                walk.containers[path] = kind_with(array or "order", order)
-            elif array is None and entry.geometry.per_rank and (dims := expanded_in(local)):
-                walk.containers[path] = kind_with("expanded", dims)
+                walk.containers[path] = given_by + kind_with(array or "order", order)
+            elif not array and entry.geometry.per_rank and (dims := expanded_in(local)):
+                walk.containers[path] = given_by + kind_with("expanded", dims)
             tensors.append(local)
             tags.append(tag)
         optimizers = walk.optimizers
@@ -292,6 +294,9 @@ class Selector:
             self._children(listed, listed.items(), path, walk)
             walk.containers[path] = object_kind(type(value))
             return True
+        if walk.inside == "object" and type(value) in (ParameterList, ParameterDict):
+            what = f"{type(value).__name__} with more than parameters (a value, a buffer)"
+            walk.unmade.append((dotted(path), what, "put a plain list or dict into the state"))
         if is_stateful(value):  # a dict or list of objects, too, if it has both methods
             walk.stateful.append((path, value, walk.inside == "object"))
             return True

@@ -277,7 +277,9 @@ def of_parameters(value: Any) -> dict[str, nn.Parameter] | None:
         return None
     found = {str(key): each for key, each in
              (enumerate(value) if type(value) is nn.ParameterList else value.items())}  # fmt: skip
-    return found if all(type(each) is nn.Parameter for each in found.values()) else None
+    if not all(type(each) is nn.Parameter for each in found.values()):
+        return None
+    return found if value.state_dict().keys() == found.keys() else None  # no buffer of its own
 
 
 def unwrapped(tensor: torch.Tensor) -> torch.Tensor:

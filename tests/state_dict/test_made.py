@@ -117,6 +117,7 @@ LISTS: dict[str, Callable[[], Any]] = {
         "l": [nn.ParameterList([T.clone()])],
         "d": nn.ParameterDict({"x": T.clone(), "a": nn.Parameter(T + 1, False)}),
     },
+    "a dict of parameters in an order": lambda: nn.ParameterDict(OrderedDict(z=T, a=T + 1)),
 }
 
 
@@ -137,6 +138,16 @@ class Odd(torch.Tensor):
     pass
 
 
+class Own(nn.Parameter):
+    pass
+
+
+def with_a_buffer() -> nn.ParameterList:
+    made = nn.ParameterList([T])
+    made.register_buffer("mean", T)
+    return made
+
+
 Pair = namedtuple("Pair", "x y")
 
 
@@ -145,12 +156,33 @@ Pair = namedtuple("Pair", "x y")
     [
         UserDict(a=T), ChainMap({"a": T}), Listed([T]), {"x": Pair(1, T)}, [T.as_subclass(Odd)],
         defaultdict(torch.Tensor, {"a": T}), nn.Linear(2, 2),
+        {"d": nn.ParameterDict({"a": T, "b": 3})}, [nn.ParameterList([T, 5])],
+        [nn.ParameterList([Own(T)])], [with_a_buffer()],
     ],
     ids=lambda value: type(value).__name__,
 )  # fmt: skip
 def test_what_no_load_could_make_is_refused_at_the_save(tmp_path: Path, value: Any) -> None:
     with pytest.raises(errors.StateError, match=r"^.*\bo.* is a .*so a load could not make it"):
         smckpt.save({"o": Kept(value)}, checkpoint_id=tmp_path)
+
+
+ARRAYS: dict[str, Callable[[], Any]] = {
+    "array": lambda: np.arange(6.0).reshape(2, 3),
+    "array by columns": lambda: np.arange(6.0).reshape(2, 3).T,
+    "tensor in another order": lambda: torch.arange(6.0).view(2, 3).t(),
+    "expanded tensor": lambda: torch.ones(2, 1).expand(2, 3),
+}
+
+
+@pytest.mark.parametrize("name", ARRAYS)
+def test_an_object_inside_another_gets_its_array_as_it_was(tmp_path: Path, name: str) -> None:
+    smckpt.save({"o": Kept({"i": Kept(ARRAYS[name]())})}, checkpoint_id=tmp_path)
+    for held in (ARRAYS[name](), None):
+        kept = Kept({"i": Kept(held)})
+        smckpt.load({"o": kept}, checkpoint_id=tmp_path)
+        assert described(kept.value["i"].value) == described(ARRAYS[name]())
+    whole = smckpt.load(checkpoint_id=tmp_path)
+    assert described(whole["o"]["i"]) == described(ARRAYS[name]())
 
 
 def test_an_object_that_the_target_has_not_is_named(tmp_path: Path) -> None:

@@ -317,7 +317,7 @@ class _Shapes:
         above = [row.path[:depth] for depth in range(1, len(row.path))]
         if any(dotted(path) in self._catalogue.optimizers for path in above):
             return True
-        kinds = self._catalogue.containers or {}
+        kinds = self._catalogue.kinds(source) or {}
         if any(kinds.get(path, "").startswith("ordered") for path in above):
             return True  # what a module gives
         asked = row.path[:1], source, follows

@@ -438,7 +438,8 @@ def _check(fd: int, file: PublishedFile, path: str) -> None:
     value, size = 0, os.fstat(fd).st_size
     memory = memoryview(bytearray(min(_PIECE, max(size, 1))))
     at = 0
-    while at < size and (count := os.preadv(fd, [memory], at)):
+    # a file of another size, which a sparse one may be by terabytes, is not read
+    while at < size == file.size and (count := os.preadv(fd, [memory], at)):
         value, at = crc64(memory[:count], value), at + count
     if (size, value) != (file.size, file.crc64):
         raise CorruptCheckpointError(

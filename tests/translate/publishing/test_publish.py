@@ -730,6 +730,17 @@ def test_rotten_bytes_of_a_file_that_did_not_change_are_not_linked(
     assert done.nbytes < 4 * MiB, "only that file was read anew"
 
 
+def test_a_file_that_grew_by_a_hole_is_fetched_anew_without_reading_it(served: Served) -> None:
+    served.publish()
+    folder = Path(served.apply().directory)
+    served.tensors["layers.1.weight"] *= 2
+    write(served.model, served.tensors)
+    served.publish()
+    os.truncate(folder / "config.json", 1 << 40)
+    served.apply()  # in the time of a test, and not of a terabyte
+    served.assert_same()
+
+
 def test_a_name_that_no_host_takes_is_refused_when_it_is_published(served: Served) -> None:
     """A backslash parts directories on some systems, so no manifest may have one in a name."""
     served.publish()

@@ -148,7 +148,7 @@ EXPORTED = [
     ),
     of(
         "publish: the record of an applied directory", "translate/publishing/publish.py",
-        " if info.name != RECORD}", "}",
+        " if info.name not in own}", "}",
         PUBLISH + "test_a_model_that_began_as_a_copy_of_an_applied_one_is_published_without_its_record",
     ),
 ]  # fmt: skip

@@ -10,6 +10,7 @@ three methods of it.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 import os
@@ -39,6 +40,11 @@ log = logging.getLogger("smckpt")
 
 _ADAPTER = "adapter_model"  # torchtune's folder for the adapters of a checkpoint that has more
 _FINAL = "torchtune.training.FullModelHFCheckpointer"
+_OWN = (
+    training.FullModelHFCheckpointer,
+    training.FullModelMetaCheckpointer,
+    training.FullModelTorchTuneCheckpointer,
+)
 
 
 class DistributedCheckpointer:
@@ -307,13 +313,14 @@ def take_over(client: Any = CheckpointClient, *, always: bool = False) -> Callab
 
     Args:
         always: whatever its config names. A top key `keep_last_n_checkpoints` of the config counts
-            then.
+            then. What torchtune's own checkpointers save beside it is named by a warning.
 
     Returns:
         A function that undoes it.
     """
     made, sync = client._get_dcp_checkpointer, client._save_checkpoint_sync
     load = client.load_distributed_checkpoint
+    own = {kind: kind.save_checkpoint for kind in (_OWN if always else ())}
     if getattr(made, "of_smckpt", False):
         return lambda: None
 
@@ -346,9 +353,32 @@ def take_over(client: Any = CheckpointClient, *, always: bool = False) -> Callab
     client._save_checkpoint_sync = save_checkpoint_sync
     client.load_distributed_checkpoint = load_distributed_checkpoint
 
+    def warning(save: Any) -> Callable[..., None]:
+        taken = inspect.signature(save)
+
+        @functools.wraps(save)
+        def save_checkpoint(self: Any, *args: Any, **kwargs: Any) -> None:
+            given = taken.bind(self, *args, **kwargs).arguments
+            if given.get("intermediate_checkpoint"):
+                log.warning(
+                    "%s saves this intermediate checkpoint, and not smckpt, since the recipe does "
+                    "not save with enable_async_checkpointing. For smckpt name %s as the "
+                    "_component_ of the config's checkpointer",
+                    type(self).__qualname__,
+                    f"{__name__}.{DistributedCheckpointer.__qualname__}",
+                )
+            save(self, *args, **kwargs)
+
+        return save_checkpoint
+
+    for kind, save in own.items():
+        kind.save_checkpoint = warning(save)
+
     def undo() -> None:
         client._get_dcp_checkpointer, client._save_checkpoint_sync = made, sync
         client.load_distributed_checkpoint = load
+        for kind, save in own.items():
+            kind.save_checkpoint = save
 
     return undo
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 import smckpt
 from smckpt.cli.app import app
 from tests.support import child
-from tests.support.interpreters import torchtune
+from tests.support.interpreters import run, torchtune
 
 SCRIPT = Path(__file__).parents[1] / "support" / "frameworks" / "torchtune_run.py"
 STOCK = "torchtune.training.FullModelHFCheckpointer"
@@ -152,6 +152,39 @@ def test_what_is_not_honoured_is_refused_by_name(
 ) -> None:
     for rank in told:
         assert text in rank["refused"][what]
+
+
+OWN = """
+import logging, os, sys
+import torch
+from torchtune import training
+from smckpt.run import provide
+
+logging.basicConfig(format="%(message)s", stream=sys.stdout, force=True)
+os.makedirs(f"{sys.argv[1]}/base")
+torch.save({"w": torch.ones(2)}, f"{sys.argv[1]}/base/model.pt")
+section = {"checkpoint_dir": f"{sys.argv[1]}/base", "checkpoint_files": ["model.pt"]}
+made = training.FullModelTorchTuneCheckpointer(
+    **section, model_type="LLAMA2", output_dir=f"{sys.argv[1]}/out"
+)
+
+def save(what, **more):
+    print("then", what)
+    made.save_checkpoint({"model": {"w": torch.ones(2)}, "epochs_run": 1}, epoch=0, **more)
+
+with provide(["torchtune"]):
+    save("intermediate", intermediate_checkpoint=True)
+    save("last", intermediate_checkpoint=False)
+save("undone", intermediate_checkpoint=True)
+"""
+
+
+def test_what_the_door_does_not_save_is_named_under_smckpt_run(tmp_path: Path) -> None:
+    lines = run(torchtune(), "-c", OWN, tmp_path).splitlines()
+    named = [line for line in lines if line.startswith("then ") or "and not smckpt" in line]
+    assert named[0] == "then intermediate" and named[2:] == ["then last", "then undone"]
+    assert "FullModelTorchTuneCheckpointer saves this intermediate checkpoint" in named[1]
+    assert f"For smckpt name {OURS} as the _component_" in named[1]
 
 
 class Recipe:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,7 @@ from smckpt.state_dict.select import Selection
 from smckpt.state_dict.tags import put_back, tag_of
 from smckpt.state_dict.tensors import arranged, expanded_in, fill, flagged, same_bits
 
-__all__ = ["LoadMemory", "memory_of", "whole_state"]
+__all__ = ["LoadMemory", "memory_of", "values_apart", "whole_state"]
 
 
 @dataclass(frozen=True)
@@ -191,8 +191,13 @@ def whole_state(
     leaves: dict[Path, Any] = {}
     tensors: dict[Any, Any] = {}
     catalogue = me.catalogue
+    beside = catalogue.beside(saved)
     for tensor in Planner(me).tensors():
-        path = tensor.path
+        path, rows = tensor.path, [row for row, _ in catalogue.pieces.by_name[tensor.name]]
+        if all(row.geometry.per_rank and saved not in row.ranks for row in rows) and beside(
+            rows[0].path, rows[0].ranks[0]
+        ):
+            continue
         if only is None or str(path[0]) in only:
             kind = kind_of(catalogue, path, saved) or ""
             room = _room(catalogue, tensor, kind)
@@ -212,7 +217,9 @@ def whole_state(
             around[path[-1]] = room
     mine = catalogue.objects(saved, unmade=True)
     own = {row.path for row in catalogue.rows if saved in row.ranks}
-    for values in (mine, catalogue.lacked(saved)):
+    others = [row.path for row in catalogue.rows if row.geometry.per_rank]
+    apart = values_apart(me, saved, others, [path for path, _ in mine.values()])
+    for values in (mine, apart, catalogue.lacked(saved)):
         for path, saved_value in values.values():
             if only is None or str(path[0]) in only:
                 value = made_again(saved_value)
@@ -235,6 +242,38 @@ def whole_state(
             **me.where,
         )
     return nested(catalogue, leaves, saved), tensors
+
+
+def values_apart(
+    me: LoadingRank, saved: int, paths: Iterable[Path], own: Iterable[Path]
+) -> dict[str, tuple[Path, Any]]:
+    """Of the largest parts of the state around these paths of which saved rank `saved` has
+    nothing: the values, unmade, of the rank whose tensors are taken there.
+
+    Args:
+        own: the paths of the values of that rank.
+    """
+    rows = me.catalogue.rows
+    held = {id(row.ranks): saved in row.ranks for row in rows}
+    known = {*own, *(row.path for row in rows if held[id(row.ranks)])}
+    above = {path[:depth] for path in known for depth in range(1, len(path) + 1)}
+    parts = set()
+    for path in paths:
+        prefixes = [path[:depth] for depth in range(1, len(path) + 1)]
+        if known.isdisjoint(prefixes):
+            parts.update([at for at in prefixes if at not in above][:1])
+    whose: dict[Path, int] = {}
+    for row in rows if parts else ():
+        if row.geometry.per_rank and not held[id(row.ranks)]:
+            for at in (row.path[:depth] for depth in range(1, len(row.path) + 1)):
+                if at in parts and at not in whose:
+                    whose[at] = me.followed(me.of_own(row.ranks))
+    return {
+        key: (path, value)
+        for rank in sorted({*whose.values()})
+        for key, (path, value) in me.catalogue.objects(rank, unmade=True).items()
+        if any(whose.get(path[:depth]) == rank for depth in range(1, len(path) + 1))
+    }
 
 
 def _room(catalogue: Catalogue, tensor: LogicalTensor, kind: str) -> torch.Tensor:

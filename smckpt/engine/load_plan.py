@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from smckpt.checkpoint.reading.catalogue import Catalogue
 from smckpt.checkpoint.reading.plan import ReadPlan, plan_local, plan_logical
 from smckpt.checkpoint.reading.plan_local import LoadingRank, differing_names, refuse_names
-from smckpt.engine.load_memory import LoadMemory, memory_of, whole_state
+from smckpt.engine.load_memory import LoadMemory, memory_of, values_apart, whole_state
 from smckpt.engine.load_rounds import Common
 from smckpt.errors import CheckpointError, KeysMismatchError, TopologyError, UsageError
 from smckpt.layout.containers import FACTS, lacking_keys, made_again
@@ -225,7 +225,7 @@ def plan_of(
         assert selection is not None  # otherwise all ranks have raised
         if number_as_saved(state_dict, catalogue, saved, strict=request.strict):
             selection = target.selector.select(state_dict)
-        objects = _values(catalogue, saved, selection, state_dict)
+        objects = _values(me, saved, selection, state_dict)
         renewed, settled = prepare_optimizers(
             state_dict, catalogue, objects, rank=saved, strict=request.strict
         )
@@ -243,8 +243,10 @@ def plan_of(
     tops = tuple(sorted(map(str, state_dict)))
     if objects is not None and any(len(entry.path) == 1 for entry in selection.entries):
         tops = ("", *tops)  # tensors at the top are one part, called ""
-    asked = partial(request.asked, tops=tops)
+    without = target.state_dict is None  # it leaves out what it has no room for
+    asked = (lambda _: False) if without else partial(request.asked, tops=tops)
     plan = _read_plan(me, selection, asked, by_key, request, state_dict)
+    plan = replace(plan, unexpected=()) if without else plan
     if objects is not None:
         if request.strict:
             objects = _asked_for(objects, tops, request, me)
@@ -381,21 +383,25 @@ def _asked_for(
 
 
 def _values(
-    catalogue: Catalogue,
+    me: LoadingRank,
     saved: int,
     selection: Selection,
     state_dict: MutableMapping[str, Any],
 ) -> dict[str, tuple[Path, Any]]:
     """The saved values, by the target's keys, with those in them made that are known by their
-    classes. A value that the followed rank did not save comes from the lowest rank that did,
-    because one rank may save a value for all."""
+    classes. A value that the followed rank did not save comes from the rank whose tensors are taken
+    there, or from the lowest rank that did, because one rank may save a value for all."""
+    catalogue = me.catalogue
     objects = catalogue.objects(saved, unmade=True)
     tensors = {entry.key for entry in selection.entries}
-    lacking = {leaf.key for leaf in selection.objects} - objects.keys()
+    lacking = {leaf.key: leaf.path for leaf in selection.objects if leaf.key not in objects}
     if lacking:
+        own = [path for path, _ in objects.values()]
+        apart = values_apart(me, saved, lacking.values(), own)
+        objects.update((key, one) for key, one in apart.items() if key not in tensors)
         for key, found in catalogue.lacked(saved).items():
             if key in lacking and key not in tensors:
-                objects[key] = found
+                objects.setdefault(key, found)
     objects = named_as_target(state_dict, objects, catalogue.optimizers)
     tops = {*map(str, state_dict)}  # what is asked for; only that is made
     return {

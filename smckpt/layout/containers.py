@@ -34,6 +34,7 @@ __all__ = [
     "dims_in",
     "flattened",
     "is_array",
+    "is_sequence",
     "items_of",
     "joined",
     "kind_with",
@@ -237,6 +238,11 @@ def of_object(kind: str | None) -> tuple[str, str]:
     if object_in(kind) is not None:
         behind = behind.partition("/")[2]
     return (kind or "").removesuffix(behind) if behind else kind or "", behind
+
+
+def is_sequence(kind: str | None) -> bool:
+    """Whether it is the kind of a list, tuple or deque."""
+    return of_object(kind)[1].partition(":")[0] in ("list", "tuple", "deque", "named")
 
 
 def text_of_key(key: Any) -> Any:

@@ -189,8 +189,7 @@ class Selector:
             return self._selected(state_dict, walk)
 
     def _selected(self, state_dict: Mapping[str, Any], walk: _Walk) -> Selection:
-        kinds = walk.kinds
-        entries, tensors, tags = [], [], []
+        kinds, entries, tensors, tags = walk.kinds, [], [], []
         for path, tensor in walk.tensors:
             tag = tag_of(tensor)
             if tag is not None and tag.kind is not None:

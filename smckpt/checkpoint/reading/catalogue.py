@@ -20,7 +20,7 @@ from smckpt.checkpoint.records.headers import StoredSlot
 from smckpt.checkpoint.records.objects import decode_object
 from smckpt.decoding import SENSELESS
 from smckpt.errors import CheckpointError, CorruptCheckpointError
-from smckpt.layout.containers import made_again
+from smckpt.layout.containers import is_sequence, made_again
 from smckpt.layout.entries import DTYPES, Entry, Path
 from smckpt.layout.geometry import Geometry
 from smckpt.layout.mesh import Shape
@@ -383,12 +383,33 @@ class Catalogue(ABC):
         first = min(self.object_ranks)
         if first == rank:
             return {}
-        held = self.held(rank)
+        held, beside = self.held(rank), self.beside(rank)
         return {
             key: found
             for key, found in self.objects(first, unmade=True).items()
-            if not held(found[0])
+            if not held(found[0]) and not beside(found[0], first)
         }
+
+    def beside(self, rank: int) -> Callable[[Path, int], bool]:
+        """Whether what another rank saved at a path is in a list, tuple or deque, as one of both
+        has it, of which saved rank `rank` has items, but not that one."""
+        held = {id(row.ranks): rank in row.ranks for row in self.rows}
+        own = {
+            row.path[:depth]
+            for row in self.rows
+            if held[id(row.ranks)]
+            for depth in range(1, len(row.path) + 1)
+        }
+        mine = self.kinds(rank) or {}
+
+        def of_other(path: Path, other: int) -> bool:
+            known = next((d for d in range(len(path), 0, -1) if path[:d] in own), 0)
+            at, theirs = path[:known], self.kinds(other) or {}
+            return 0 < known < len(path) and (
+                is_sequence(mine.get(at)) or is_sequence(theirs.get(at))
+            )
+
+        return of_other
 
     def refuse_unread(self, left_out: Callable[[str], bool]) -> None:  # noqa: B027 (most have none)
         """

@@ -182,16 +182,19 @@ def make_read(
         if (name := object_in(kind)) is not None
     }
     for path, given in [*_reading(state_dict)]:
-        above = SavedState(catalogue, values, path[:-1], rank, owned=()).more()
+        stored = tuple(map(_in_path, path))
+        above = SavedState(catalogue, values, stored[:-1], rank, owned=()).more()
         saved = above.get(str(path[-1]), ABSENT) if path else above
-        if saved is ABSENT or not (_has_tensors(saved) or _has_tensors(given)):
+        # what has no tensors is one value, unless another object is inside
+        apart_too = any(at[:-1][: len(stored)] == stored for at, _ in values.values())
+        if saved is ABSENT or not (apart_too or _has_tensors(saved) or _has_tensors(given)):
             continue  # one value in the place of another
         make = make or room(None, None, {}, [*_divided(state_dict)])
         reads = (getattr(given, "reads", None) if grows else None) or _none
         apart = {at[0] for at, _ in _apart(given)}
         form = getattr(given, "form", None)
         other = form in _FORMS and (
-            type(saved) is not form or objects.get(path, "") in map(class_name, _OF_PARAMETERS)
+            type(saved) is not form or objects.get(stored, "") in map(class_name, _OF_PARAMETERS)
         )
         if other or not (isinstance(given, dict) and isinstance(saved, Mapping)):
             if grows and not apart and (reads is not _none or not isinstance(given, dict)):
@@ -200,8 +203,8 @@ def make_read(
                     around = around[key]
                 new = aligned(saved, given, make)
                 new = like(saved, new) if new is given and other else new
-                around[path[-1]] = _with_objects(new, path, objects, top=True)
-                settled.add(path)
+                around[path[-1]] = _with_objects(new, stored, objects, top=True)
+                settled.add(stored)
                 changed = True
             if not (other and apart):
                 continue
@@ -212,7 +215,7 @@ def make_read(
                 continue
             new = aligned(value, given.get(key), make)
             if new is not ABSENT:
-                at = (*path, key if type(key) is int else str(key))
+                at = (*stored, key if type(key) is int else str(key))
                 given[key] = _with_objects(new, at, objects)
                 settled.add(at)
         if form is not None and reads is not _none:  # in the order that was saved
@@ -240,9 +243,7 @@ def _with_objects(new: Any, path: Path, objects: Mapping[Path, str], *, top: boo
         return new
     items = dict(items_of(new) or ())
     found = {
-        key: _with_objects(child, (*path, key), objects)
-        for key, child in items.items()
-        if type(key) in (str, int)
+        key: _with_objects(child, (*path, _in_path(key)), objects) for key, child in items.items()
     }
     for kind in _OF_PARAMETERS:
         if objects.get(path) == class_name(kind):
@@ -257,6 +258,11 @@ def _with_objects(new: Any, path: Path, objects: Mapping[Path, str], *, top: boo
         )
     changed = {key: child for key, child in found.items() if child is not items[key]}
     return renewed(new, changed) if changed else new
+
+
+def _in_path(key: Any) -> str | int:
+    """A dict's key as the path of an entry has it."""
+    return key if type(key) in (str, int) else repr(key)
 
 
 def _none(_: Any) -> bool:

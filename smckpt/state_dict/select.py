@@ -343,9 +343,10 @@ class Selector:
             if type(key) not in (str, int):
                 odd.append(key)
                 key = repr(key)
+            tensors = len(walk.tensors)
             below = self._visit(child, (*path, key), walk)
             mixed |= had_value and below
-            had_value |= not below
+            had_value |= len(walk.tensors) == tensors  # an object is asked later
             found |= below
         if of_optimizer:
             walk.fresh = False
@@ -355,8 +356,7 @@ class Selector:
         if odd and (found or not path):
             self._refuse_odd(value, odd[0], path)
         if not found and path:
-            del walk.objects[mark:]
-            walk.objects.append(ObjectLeaf(path, value))
+            walk.objects[mark:] = [ObjectLeaf(path, value)]
             return found
         kind = container_kind(value) if type(value) is not dict or odd else None
         form, _, name = (kind or "").partition(":")

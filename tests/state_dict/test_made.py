@@ -117,6 +117,12 @@ LISTS: dict[str, Callable[[], Any]] = {
         "l": [nn.ParameterList([T.clone()])],
         "d": nn.ParameterDict({"x": T.clone(), "a": nn.Parameter(T + 1, False)}),
     },
+    "an empty list of parameters": lambda: {"l": nn.ParameterList(), "n": 3},
+    "an empty one inside, before a tensor": lambda: {
+        "d": deque([(nn.ParameterList(), 1)]),
+        "o": OrderedDict(l=nn.ParameterList(), t=T.clone()),
+        None: {"p": nn.ParameterDict({"a": T.clone()})},
+    },
     "a dict of parameters in an order": lambda: nn.ParameterDict(OrderedDict(z=T, a=T + 1)),
 }
 
@@ -183,6 +189,18 @@ def test_an_object_inside_another_gets_its_array_as_it_was(tmp_path: Path, name:
         assert described(kept.value["i"].value) == described(ARRAYS[name]())
     whole = smckpt.load(checkpoint_id=tmp_path)
     assert described(whole["o"]["i"]) == described(ARRAYS[name]())
+
+
+def test_an_object_below_a_key_that_is_no_text_is_filled(tmp_path: Path) -> None:
+    def state(number: int) -> dict[str, Any]:
+        inner = Kept({"v": number, "t": T * number})
+        return {"o": Kept({1.5: {"m": inner, "t": T * number}})}
+
+    smckpt.save(state(3), checkpoint_id=tmp_path)
+    target = state(0)
+    smckpt.load(target, checkpoint_id=tmp_path)
+    inner = target["o"].value[1.5]["m"].value
+    assert inner["v"] == 3 and torch.equal(inner["t"], T * 3)
 
 
 def test_an_object_that_the_target_has_not_is_named(tmp_path: Path) -> None:

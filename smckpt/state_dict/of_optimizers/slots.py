@@ -161,7 +161,11 @@ class SavedState:
                 continue
             part = str(full[deep - 1])
             if part not in owned:
-                self._values.setdefault(_key(part), {})[full[deep:]] = value
+                key, rest = _key(part), full[deep:]
+                self._values.setdefault(key, {})[rest] = value
+                for depth in range(len(rest)):
+                    if (kind := kinds.get(full[: deep + depth])) is not None:
+                        self._kinds.setdefault(key, {})[rest[:depth]] = kind
             elif len(full) == deep and part == "param_groups":
                 self.whole_groups = value
             elif len(full) == deep and part == "state" and isinstance(value, Mapping):

@@ -225,8 +225,8 @@ def make_read(
     return changed, frozenset(settled)
 
 
-_FORMS = (dict, OrderedDict, defaultdict, Counter)
 _OF_PARAMETERS = (nn.ParameterList, nn.ParameterDict)
+_FORMS = (dict, OrderedDict, defaultdict, Counter, *_OF_PARAMETERS)
 
 
 def _with_objects(new: Any, path: Path, objects: Mapping[Path, str], *, top: bool = False) -> Any:

@@ -130,10 +130,18 @@ LISTS: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("name", LISTS)
 def test_a_new_object_gets_lists_of_parameters(tmp_path: Path, name: str) -> None:
     smckpt.save({"o": Kept(LISTS[name]())}, checkpoint_id=tmp_path)
-    for fresh in ({}, None, {"l": 1}):
+    for fresh in ({}, None, {"l": 1}, nn.ParameterList([T]), nn.ParameterDict({"x": T})):
         kept = Kept(fresh)
         smckpt.load({"o": kept}, checkpoint_id=tmp_path)
         assert described(kept.value) == described(by_torch(LISTS[name]()))
+
+
+@pytest.mark.parametrize("saved", [{"a": 1, "x": T}, OrderedDict(x=T), [T, 1], {}, 5], ids=str)
+def test_an_object_that_gave_parameters_gets_what_was_saved(tmp_path: Path, saved: Any) -> None:
+    smckpt.save({"o": Kept(saved)}, checkpoint_id=tmp_path)
+    kept = Kept(nn.ParameterDict({"x": torch.zeros(2, 3)}))
+    smckpt.load({"o": kept}, checkpoint_id=tmp_path)
+    assert described(kept.value) == described(saved)
 
 
 class Listed(list):  # type: ignore[type-arg]

@@ -8,6 +8,7 @@ number. A row that only some ranks of the group have lists those ranks. Ranks ar
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -120,7 +121,8 @@ class RowMerger:
     def __init__(self) -> None:
         self._meshes, self._units = _Table(), _Table()
         self._rows: dict[str, tuple[dict[str, Any], list[int]]] = {}
-        self._containers: dict[str, tuple[Any, list[int]]] | None = None
+        # with the ranks of each table that has it: equal tables have one list for all of theirs
+        self._containers: dict[str, tuple[Any, list[list[int]]]] | None = None
         self._seen: dict[object, list[list[int]]] = {}  # token → the rank lists of its rows
         self._count = 0
 
@@ -147,8 +149,9 @@ class RowMerger:
             lists.append(self._rows.setdefault(json.dumps(moved), (moved, []))[1])
         if "containers" in table:
             self._containers = {} if self._containers is None else self._containers
+            lists.append(of_table := list[int]())
             for one in table["containers"]:
-                lists.append(self._containers.setdefault(json.dumps(one), (one, []))[1])
+                self._containers.setdefault(json.dumps(one), (one, []))[1].append(of_table)
         if token is not None:
             self._seen[token] = lists
         for ranks in lists:
@@ -167,9 +170,9 @@ class RowMerger:
             return out
         containers = [one for one, _ in self._containers.values()]
         some = [
-            [number, runs_of(sorted(ranks))]
-            for number, (_, ranks) in enumerate(self._containers.values())
-            if len(ranks) < self._count
+            [number, runs_of(sorted(itertools.chain(*lists)))]
+            for number, (_, lists) in enumerate(self._containers.values())
+            if sum(map(len, lists)) < self._count
         ]
         out |= {"containers": containers}
         return {**out, "container_ranks": some} if some else out

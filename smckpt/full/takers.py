@@ -42,7 +42,7 @@ from smckpt.state_dict.of_optimizers.optimizers import in_common, of_no_paramete
 from smckpt.state_dict.of_optimizers.own_methods import hand_over, hand_to_hooks
 from smckpt.state_dict.of_optimizers.slots import SavedSlot, room
 from smckpt.state_dict.parts import refuse_gathered
-from smckpt.state_dict.select import geometry_of
+from smckpt.state_dict.select import Selector
 from smckpt.state_dict.tags import FullStateDict, ModelStateDict, Tag, plain_tag, set_tag
 from smckpt.state_dict.tensors import flags_of, is_dtensor, order_of
 from smckpt.state_dict.views import ModelView
@@ -88,7 +88,8 @@ def load_full_optimizer(
                 value = wire.room(coming.dtype, coming.shape, coming.device)
             wire.share(value, coming.dtype, coming.shape, coming.device)
             if target is not None:  # otherwise this rank holds nothing of it
-                local, geometry = geometry_of(target, str(fqn), own_rank())
+                selection = Selector(own_rank()).select({str(fqn): target})
+                local, geometry = selection.tensors[0], selection.entries[0].geometry
                 memory = (
                     local
                     if local.is_contiguous()

@@ -72,7 +72,7 @@ from smckpt.state_dict.tensors import (
     unsupported,
 )
 
-__all__ = ["Selection", "Selector", "geometry_of"]
+__all__ = ["Selection", "Selector"]
 
 _SCALARS = frozenset((int, float, str, bool, bytes, type(None)))
 
@@ -496,9 +496,3 @@ def _is_stepped(entry: Entry, tag: Tag | None, states: Set[Path]) -> bool:
     if tag is not None and tag.geometry is None:
         return tag.parameter
     return _is_parameter(entry, tag)
-
-
-def geometry_of(tensor: torch.Tensor, fqn: str, rank: int) -> tuple[torch.Tensor, Geometry]:
-    """The local array of one tensor and its geometry."""
-    selection = Selector(rank).select({fqn: tensor})
-    return selection.tensors[0], selection.entries[0].geometry

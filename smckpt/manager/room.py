@@ -18,8 +18,10 @@ from smckpt.engine.api import bytes_of, prewarm
 from smckpt.engine.groups import ReplicationGroup
 from smckpt.engine.saving.job import SaveOptions, bytes_text
 from smckpt.errors import StorageError, count_text, few
+from smckpt.layout.containers import items_of
 from smckpt.manager.retention import Best, Newest
 from smckpt.meeting.round import Meeting
+from smckpt.state_dict.of_optimizers.bindings import is_optimizer_dict
 from smckpt.state_dict.tags import is_stateful
 from smckpt.storage import Storage
 from smckpt.storage.disk import lustre
@@ -273,9 +275,10 @@ def get_memory(
 
 def _without_objects(value: Any) -> Any:
     """The same value where nothing is left out: an optimizer's dict is known by its identity."""
-    if type(value) not in (dict, list, tuple):
+    pairs = None if is_optimizer_dict(value) else items_of(value)
+    if pairs is None or isinstance(value, (torch.Tensor, torch.nn.Module)):
         return value
-    items = value if isinstance(value, dict) else dict(enumerate(value))
+    items = dict(pairs)
     kept = {k: _without_objects(child) for k, child in items.items() if not _is_users(child)}
     if len(kept) == len(items) and all(kept[key] is items[key] for key in kept):
         return value

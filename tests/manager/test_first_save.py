@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import OrderedDict, deque
 from pathlib import Path
 from typing import Any
 
@@ -240,7 +241,8 @@ def test_an_object_of_the_user_is_not_asked_before_the_first_save(
         torch.manual_seed(0)
         model = torch.nn.Linear(4, 4)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        state: dict[str, Any] = {"parts": [{"recipe": Recipe(model, optimizer)}]}
+        recipe = OrderedDict(recipe=[Recipe(model, optimizer)])
+        state: dict[str, Any] = {"parts": deque([{"recipe": recipe}])}
         if beside:  # steps first
             other = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))])
             state["other"] = other

@@ -34,13 +34,13 @@ from smckpt.storage.urls import Below, normal_url
 
 refuse_untested("torchtune")
 
-__all__ = ["DistributedCheckpointer", "take_over"]
+__all__ = ["OWN", "DistributedCheckpointer", "take_over"]
 
 log = logging.getLogger("smckpt")
 
 _ADAPTER = "adapter_model"  # torchtune's folder for the adapters of a checkpoint that has more
 _FINAL = "torchtune.training.FullModelHFCheckpointer"
-_OWN = (
+OWN = (  # torchtune's checkpointers of whole models
     training.FullModelHFCheckpointer,
     training.FullModelMetaCheckpointer,
     training.FullModelTorchTuneCheckpointer,
@@ -320,7 +320,7 @@ def take_over(client: Any = CheckpointClient, *, always: bool = False) -> Callab
     """
     made, sync = client._get_dcp_checkpointer, client._save_checkpoint_sync
     load = client.load_distributed_checkpoint
-    own = {kind: kind.save_checkpoint for kind in (_OWN if always else ())}
+    own = {kind: kind.save_checkpoint for kind in (OWN if always else ())}
     if getattr(made, "of_smckpt", False):
         return lambda: None
 

@@ -246,30 +246,35 @@ def put_accelerate(provided: Provided, shadow: bool) -> None:
     """Replace methods of its `Accelerator`."""
     import accelerate
     from accelerate.commands import merge
-    from accelerate.utils import fsdp_utils
 
     import smckpt
-    from smckpt.integrations.accelerate import load_state, merge_fsdp_weights, save_state
+    from smckpt.integrations import accelerate as ours
 
     kind = accelerate.Accelerator
-    stock = {name: getattr(kind, name) for name in ("save_state", "load_state", "end_training")}
+    end_training = kind.end_training
 
-    def save(self: Any, *args: Any, **kwargs: Any) -> str:
-        return save_state(self, stock["save_state"].__get__(self), *args, **kwargs)
+    def through(name: str) -> Any:
+        method, stock = getattr(ours, name), getattr(kind, name)
 
-    def load(self: Any, *args: Any, **kwargs: Any) -> None:
-        load_state(self, stock["load_state"].__get__(self), *args, **kwargs)
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return method(self, stock.__get__(self), *args, **kwargs)
+
+        return call
 
     def end(self: Any) -> None:
         smckpt.maybe_finalize_async_calls()
-        stock["end_training"](self)
+        end_training(self)
 
-    provided.attribute(kind, "save_state", save, "saves in the background, in one commit")
-    provided.attribute(kind, "load_state", load, "loads committed checkpoints")
+    for name, effect in (
+        ("save_state", "saves in the background, in one commit"),
+        ("load_state", "loads committed checkpoints"),
+        ("prepare_optimizer", "gets the first save's memory after the first step"),
+    ):
+        provided.attribute(kind, name, through(name), effect)
     provided.attribute(kind, "end_training", end, "waits for the last commit")
-    for owner in (accelerate.utils, fsdp_utils, merge):
-        effect = "merges committed checkpoints"
-        provided.attribute(owner, "merge_fsdp_weights", merge_fsdp_weights, effect)
+    name, effect = "merge_fsdp_weights", "merges committed checkpoints"
+    for owner in (accelerate.utils, accelerate.utils.fsdp_utils, merge):
+        provided.attribute(owner, name, getattr(ours, name), effect)
 
 
 # the package of Lightning's other edition → the one that these classes derive from
@@ -369,15 +374,17 @@ def put_nemo(provided: Provided, shadow: bool) -> None:
 
 
 def put_torchtune(provided: Provided, shadow: bool) -> None:
-    """Replace three methods of its `CheckpointClient`."""
+    """Replace methods of its `CheckpointClient`, and name what its own checkpointers save."""
     from torchtune.training.checkpointing._checkpoint_client import CheckpointClient
 
-    from smckpt.integrations.torchtune import take_over
+    from smckpt.integrations.torchtune import OWN, take_over
 
-    client = f"{CheckpointClient.__module__}.{CheckpointClient.__qualname__}"
-    effect = "with enable_async_checkpointing, intermediate checkpoints go through smckpt"
     names = ("_get_dcp_checkpointer", "_save_checkpoint_sync", "load_distributed_checkpoint")
-    provided.by(take_over(always=True), *(f"replaced {client}.{name}: {effect}" for name in names))
+    effect = "with enable_async_checkpointing, intermediate checkpoints go through smckpt"
+    lines = [(CheckpointClient, name, effect) for name in names]
+    lines += [(kind, "save_checkpoint", "warns of what it saves") for kind in OWN]
+    shown = (f"replaced {k.__module__}.{k.__qualname__}.{name}: {text}" for k, name, text in lines)
+    provided.by(take_over(always=True), *shown)
 
 
 def put_torchtitan(provided: Provided, shadow: bool) -> None:
@@ -386,11 +393,11 @@ def put_torchtitan(provided: Provided, shadow: bool) -> None:
 
     from smckpt.integrations.torchtitan import take_over
 
-    kind = CheckpointManager.Config
+    name = f"{CheckpointManager.__module__}.{CheckpointManager.__qualname__}"
     provided.by(
         take_over(),
-        f"replaced {kind.__module__}.{kind.__qualname__}._owner: it builds smckpt's, which saves "
-        "and loads all but Hugging Face's files",
+        f"replaced {name}.Config._owner: it builds smckpt's, for all but Hugging Face's files",
+        f"replaced {name}.__init__: it refuses managers of other classes",
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import smckpt
 from smckpt.engine.api import _RUNTIME
 from smckpt.errors import CheckpointNotFoundError, UsageError
 from smckpt.integrations.accelerate import SmckptAccelerator, merge_fsdp_weights
+from smckpt.run import provide
 from tests.engine.test_prewarm import arenas, prewarmed
 from tests.support import child
 
@@ -224,6 +226,44 @@ def test_what_is_loaded_has_the_memory_of_its_first_save_before_it(
     accelerator.end_training()
     AcceleratorState._reset_state(reset_partial_state=True)
     assert len(before) == len(others) + 1
+    assert arenas() == before
+
+
+@pytest.mark.parametrize("by", ["import", "smckpt run"])
+def test_a_new_run_has_the_memory_of_its_first_save_after_its_first_steps(
+    tmp_path: Path, by: str
+) -> None:
+    AcceleratorState._reset_state(reset_partial_state=True)
+    _RUNTIME.drop("default", 60)  # as in a new process
+    others = arenas()
+    with ExitStack() as stack:
+        if by != "import":
+            stack.enter_context(provide(["accelerate"]))
+        kind = SmckptAccelerator if by == "import" else Accelerator
+        accelerator = kind(cpu=True, gradient_accumulation_steps=2)
+        models = [torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)]
+        optimizers = [torch.optim.SGD(one.parameters(), 0.1, momentum=0.9) for one in models]
+        both = accelerator.prepare(*models, *optimizers)
+
+        def step(at: int) -> None:
+            for _ in range(2):
+                with accelerator.accumulate(both[at]):
+                    accelerator.backward(both[at](torch.ones(2, 4)).sum())
+                    both[2 + at].step()
+                    both[2 + at].zero_grad()
+
+        step(0)
+        assert arenas() == others and not optimizers[1].state  # it has not stepped
+        step(0)
+        step(1)
+        before = prewarmed("default")
+        assert len(before) == len(others) + 1
+        for optimizer in optimizers:
+            assert not optimizer._optimizer_step_post_hooks
+        step(1)
+        accelerator.save_state(str(tmp_path / "one"))
+        accelerator.end_training()
+    AcceleratorState._reset_state(reset_partial_state=True)
     assert arenas() == before
 
 

@@ -226,7 +226,7 @@ def test_names_that_are_there_are_replaced_where_asked_for_and_taken_back() -> N
         assert transformers.Trainer is SmckptTrainer
         assert issubclass(transformers.Seq2SeqTrainer, SmckptTrainerMixin)
         assert kind.save_state is not before[2]
-        assert len(provided.lines) == 11
+        assert len(provided.lines) == 12
     after = (transformers.Trainer, transformers.Seq2SeqTrainer, kind.save_state, kind.load_state)
     assert after == before
 

@@ -1,21 +1,9 @@
-"""Hugging Face's accelerate: `save_state` and `load_state` through smckpt.
-
-One line of a script changes: `SmckptAccelerator` replaces `Accelerator`. smckpt saves models and
-optimizers, under FSDP, DDP and in one process. accelerate itself writes the rest (schedulers,
-samplers, random numbers, the scaler, registered objects) into a folder of this process, and smckpt
-packs that into the checkpoint. So one commit has all of it.
-
-Hooks of `register_save_state_pre_hook` write into the checkpoint's directory before the save, on
-all ranks, and save the models that they take from the weights. So they are done when it commits.
-Hooks of loads are called before the models are loaded, and under FSDP after it, as by accelerate.
-"""
+"""accelerate's methods that save and load, through smckpt."""
 
 from __future__ import annotations
 
 import io
 import os
-import re
-import secrets
 import tempfile
 import zipfile
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -23,17 +11,16 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from accelerate import Accelerator, DistributedType, PartialState
-from accelerate.logging import get_logger
-from accelerate.utils import RNG_STATE_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_NAME, save
+from accelerate import Accelerator, DistributedType
+from accelerate.utils import RNG_STATE_NAME
 from accelerate.utils import broadcast_object_list as broadcast_objects
-from accelerate.utils import merge_fsdp_weights as stock_merge
+from torch.optim import Optimizer
 
 import smckpt
 from smckpt.checkpoint.commits.run_directory import RunDirectory
 from smckpt.checkpoint.records.format import parse_name
-from smckpt.errors import CheckpointNotFoundError, KeysMismatchError, UsageError
-from smckpt.integrations import optimizer_state, refuse_untested
+from smckpt.errors import CheckpointNotFoundError, UsageError
+from smckpt.integrations import optimizer_state
 from smckpt.integrations.replaced import (
     below_run,
     keep_last,
@@ -45,19 +32,13 @@ from smckpt.integrations.replaced import (
 )
 from smckpt.manager.room import get_memory
 from smckpt.meeting.round import over_group
-from smckpt.storage.disk.directory import Directory
 from smckpt.storage.urls import is_local
 
-refuse_untested("accelerate")
-
-__all__ = ["SmckptAccelerator", "load_state", "merge_fsdp_weights", "save_state"]
-
-log = get_logger("smckpt.accelerate")
+__all__ = ["SmckptAccelerator", "is_committed", "load_state", "prepare_optimizer", "save_state"]
 
 Result = TypeVar("Result")
 
 _HOOKED = "files of hooks"  # a checkpoint's metadata: name in the directory → its stamp
-_FSDP = re.compile(r"pytorch_model_fsdp_(\d+)")
 _OURS = (
     DistributedType.NO,
     DistributedType.FSDP,
@@ -88,6 +69,9 @@ class SmckptAccelerator(Accelerator):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         _refuse(self, {}, "SmckptAccelerator")
 
+    def prepare_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        return prepare_optimizer(self, super().prepare_optimizer, *args, **kwargs)
+
     def save_state(
         self, output_dir: Any = None, safe_serialization: bool = True, **kwargs: Any
     ) -> str:
@@ -99,6 +83,41 @@ class SmckptAccelerator(Accelerator):  # type: ignore[misc]
     def end_training(self) -> None:
         smckpt.maybe_finalize_async_calls()
         super().end_training()
+
+
+def prepare_optimizer(
+    accelerator: Any, stock: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """After the first step of each optimizer of a new run: begin to get the first save's memory. An
+    optimizer that has not stepped has no state yet; to ask for it would give it one.
+
+    Args:
+        stock: accelerate's own method, bound.
+    """
+    prepared = stock(*args, **kwargs)
+    optimizer = prepared.optimizer
+    if not isinstance(optimizer, Optimizer) or prepared in _waiting(accelerator):
+        return prepared
+
+    def stepped(*_: Any) -> None:
+        handle.remove()
+        waiting = _waiting(accelerator)
+        if prepared in waiting:
+            waiting.remove(prepared)
+            if not waiting:
+                every = list(range(len(accelerator._models)))
+                get_memory(lambda: _live(accelerator, every), None, [smckpt.SaveOptions()])
+
+    with suppress(AttributeError):  # a wrapper that does not call torch's __init__
+        handle = optimizer.register_step_post_hook(stepped)
+        _waiting(accelerator).append(prepared)
+    return prepared
+
+
+def _waiting(accelerator: Any) -> list[Any]:
+    """The optimizers without a step, until something is saved or loaded."""
+    found: list[Any] = vars(accelerator).setdefault("_smckpt_waiting", [])
+    return found
 
 
 def save_state(
@@ -122,13 +141,14 @@ def save_state(
         SaveFailedError: an earlier save was not committed.
     """
     _refuse(accelerator, kwargs, "save_state")
+    _waiting(accelerator).clear()
     named = accelerator.project_configuration.automatic_checkpoint_naming
     iteration = accelerator.save_iteration
     arguments = _arguments(accelerator)
     directory = os.path.expanduser(output_dir or "")  # as accelerate finds it at the load
     if named:
         directory = f"{_folder(accelerator)}/checkpoint_{iteration}"
-        if _on_main(lambda: _is_committed(directory, arguments)):
+        if _on_main(lambda: is_committed(directory, arguments)):
             raise ValueError(
                 f"Checkpoint directory {directory} ({iteration}) already exists. Set "
                 "`project_configuration.iteration` to the iteration to begin with."
@@ -196,7 +216,7 @@ def _saved_by_hooks(
 
     def ready() -> None:
         local = is_local(directory)
-        if not local or _is_committed(directory, arguments) or _is_of_accelerate(directory):
+        if not local or is_committed(directory, arguments) or _is_of_accelerate(directory):
             raise UsageError(
                 "hooks of register_save_state_pre_hook write to a path, and a file at a time: they "
                 "have no URL, and no directory with a whole checkpoint",
@@ -265,59 +285,6 @@ def _keep_last(accelerator: Any, count: int, newest: int) -> None:
                 os.rmdir(path)
 
 
-def merge_fsdp_weights(
-    checkpoint_dir: Any,
-    output_path: Any,
-    safe_serialization: bool = True,
-    remove_checkpoint_dir: bool = False,
-    *,
-    stock: Callable[..., Any] = stock_merge,
-) -> None:
-    """accelerate's function, and `accelerate merge-weights`: it also takes a checkpoint of smckpt.
-
-    Args:
-        checkpoint_dir: the directory of `save_state`, or the name that a model has in it in
-            accelerate's own checkpoints, such as `step_2/pytorch_model_fsdp_1`.
-        stock: accelerate's own function, for what accelerate wrote.
-
-    Raises:
-        UsageError: it has no such model.
-    """
-    directory, key = os.fspath(checkpoint_dir).rstrip("/"), "model"
-    above, _, name = directory.rpartition("/")
-    if (found := _FSDP.fullmatch(name)) and not os.path.exists(directory):
-        directory, key = above, "model" if found[1] == "0" else f"model_{found[1]}"
-    if not _is_committed(directory, {}):
-        stock(checkpoint_dir, output_path, safe_serialization, remove_checkpoint_dir)
-        return
-    PartialState().wait_for_everyone()  # all have seen it, before it is removed
-    if PartialState().is_main_process:
-        try:
-            state = smckpt.load(
-                checkpoint_id=directory, options=smckpt.LoadOptions(only=[key]), no_dist=True
-            )
-        except KeysMismatchError as error:
-            raise UsageError(
-                f"the checkpoint has no {key!r}",
-                remedy="pass the directory of save_state, or name one of its models",
-                path=directory,
-            ) from error
-        assert state is not None
-        name = SAFE_WEIGHTS_NAME if safe_serialization else WEIGHTS_NAME
-        begun = f".{name}.{secrets.token_hex(6)}"
-        with ExitStack() as stack:
-            out = stack.enter_context(Directory.open(os.path.abspath(output_path), make=True))
-            stack.callback(out.remove_all, begun)
-            made = stack.enter_context(out.make(begun, 0o700))
-            # accelerate writes to a path, and would follow a link that has the file's name
-            path = f"{made.path_for_others()}/{name}"
-            save(state[key], path, safe_serialization=safe_serialization)
-            os.rename(name, name, src_dir_fd=made.fd, dst_dir_fd=out.fd)
-        if remove_checkpoint_dir:
-            smckpt.remove(directory)
-    PartialState().wait_for_everyone()
-
-
 def load_state(
     accelerator: Any,
     stock: Callable[..., Any],
@@ -335,6 +302,7 @@ def load_state(
         CheckpointError: as `smckpt.load`.
     """
     _refuse(accelerator, {}, "load_state")
+    _waiting(accelerator).clear()
     arguments = _arguments(accelerator)
     smckpt.maybe_finalize_async_calls()  # the newest may be in flight
     directory, ours = _on_main(lambda: _to_load(accelerator, input_dir))
@@ -433,7 +401,7 @@ def _on_main(look: Callable[[], Result]) -> Result:
     return over_group().round("look", lambda: None, lambda _: look())
 
 
-def _is_committed(directory: str, arguments: dict[str, Any]) -> bool:
+def is_committed(directory: str, arguments: dict[str, Any]) -> bool:
     return bool(smckpt.find_checkpoints(directory, sure=True, **arguments))
 
 
@@ -469,7 +437,7 @@ def _to_load(accelerator: Any, input_dir: Any) -> tuple[str, bool]:
         if number is None and is_local(folder):
             return "", False
         at = f"{folder}/checkpoint_{number or 0}"
-    if at and _is_committed(at, _arguments(accelerator)):
+    if at and is_committed(at, _arguments(accelerator)):
         return at, True
     # whether a local directory has files of a save of smckpt, and nothing but what hooks write
     names = os.listdir(at) if os.path.isdir(at) else []

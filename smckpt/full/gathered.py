@@ -414,8 +414,14 @@ def load_full_model(view: ModelView, state_dict: Mapping[str, Any], strict: bool
         attempt(lambda: _refuse_missing(view, state_dict))
     attempt.settle()  # torch would raise on rank 0 alone, and the others wait for its broadcast
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=gathers(), strict=strict)
+    # torch broadcasts the memory of rank 0's tensor into that of a contiguous one: the elements of
+    # a transposed one, or of a `channels_last`, would come in another order.
+    given = {
+        name: value.contiguous() if isinstance(value, torch.Tensor) and gathers() else value
+        for name, value in state_dict.items()
+    }
     with _own_methods(view.model):
-        keys = attempt(lambda: set_model_state_dict(view.model, dict(state_dict), options=options))
+        keys = attempt(lambda: set_model_state_dict(view.model, given, options=options))
     attempt.settle()
     return keys
 

@@ -17,8 +17,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed._shard.sharded_tensor import Shard, init_from_local_shards
 from torch.distributed.checkpoint.state_dict import get_state_dict
-from torch.distributed.fsdp import FullStateDictConfig, ShardingStrategy, StateDictType
+from torch.distributed.fsdp import (
+    FullStateDictConfig,
+    ShardingStrategy,
+    StateDictType,
+    fully_shard,
+)
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parametrizations
 
 import smckpt
 from smckpt.checkpoint.reading.committed import open_catalogue
@@ -255,6 +263,37 @@ def test_what_one_rank_fails_with_while_full_state_is_gathered_is_raised_on_all(
         for case, text in told["failed"].items():
             wanted = "MemoryError no room" if int(case[0]) == rank else f"rank {case[0]}]"
             assert wanted in text and "no room" in text, case
+
+
+def in_other_orders(wrapper: str, folder: str) -> list[str]:
+    def made(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Linear(4, 4))
+        parametrizations.orthogonal(model[1])  # its buffer is a transposed one
+        model.register_buffer("transposed", torch.randn(3, 2).t())
+        if wrapper == "fsdp2":
+            return fully_shard(model)
+        return DistributedDataParallel(model.to(memory_format=torch.channels_last))
+
+    saved, loaded = made(0), made(1)
+    with smckpt.sm_state_dict_type(saved, smckpt.FULL):
+        smckpt.save({"model": saved.state_dict()}, checkpoint_id=folder)
+    with smckpt.sm_state_dict_type(loaded, smckpt.FULL):
+        state = {"model": loaded.state_dict()}
+        smckpt.load(state, checkpoint_id=folder)
+        loaded.load_state_dict(state["model"])
+    pairs = zip(saved.state_dict().items(), loaded.state_dict().values(), strict=True)
+    return [name for (name, was), now in pairs if not torch.equal(local(was), local(now))]
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
+def test_full_gives_all_ranks_tensors_of_any_order_in_memory(tmp_path: Path, wrapper: str) -> None:
+    """torch broadcasts rank 0's memory as it lies there."""
+    assert run_ranks(in_other_orders, 2, wrapper, str(tmp_path)) == [[], []]
 
 
 @pytest.mark.parametrize("only", ["trainable", None])

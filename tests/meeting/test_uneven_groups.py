@@ -139,6 +139,7 @@ def in_each(root: str, use: Callable[[str], None]) -> list[str]:
     for number, groups in enumerate(uneven()):
         use(f"{root}/{number}")
         done.append(groups)
+    dist.barrier()  # rank 0 hosts the store, and has no part in the last save of the other group
     return done
 
 

@@ -28,7 +28,7 @@ from smckpt.state_dict.select import Selection
 from smckpt.state_dict.tags import put_back, tag_of
 from smckpt.state_dict.tensors import arranged, expanded_in, fill, flagged, same_bits
 
-__all__ = ["LoadMemory", "memory_of", "values_apart", "whole_state"]
+__all__ = ["LoadMemory", "memory_of", "values_of_others", "whole_state"]
 
 
 @dataclass(frozen=True)
@@ -218,7 +218,7 @@ def whole_state(
     mine = catalogue.objects(saved, unmade=True)
     own = {row.path for row in catalogue.rows if saved in row.ranks}
     others = [row.path for row in catalogue.rows if row.geometry.per_rank]
-    apart = values_apart(me, saved, others, [path for path, _ in mine.values()])
+    apart = values_of_others(me, saved, others, [path for path, _ in mine.values()])
     for values in (mine, apart, catalogue.lacked(saved)):
         for path, saved_value in values.values():
             if only is None or str(path[0]) in only:
@@ -244,7 +244,7 @@ def whole_state(
     return nested(catalogue, leaves, saved), tensors
 
 
-def values_apart(
+def values_of_others(
     me: LoadingRank, saved: int, paths: Iterable[Path], own: Iterable[Path]
 ) -> dict[str, tuple[Path, Any]]:
     """Of the largest parts of the state around these paths of which saved rank `saved` has

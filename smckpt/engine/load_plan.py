@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from smckpt.checkpoint.reading.catalogue import Catalogue
 from smckpt.checkpoint.reading.plan import ReadPlan, plan_local, plan_logical
 from smckpt.checkpoint.reading.plan_local import LoadingRank, differing_names, refuse_names
-from smckpt.engine.load_memory import LoadMemory, memory_of, values_apart, whole_state
+from smckpt.engine.load_memory import LoadMemory, memory_of, values_of_others, whole_state
 from smckpt.engine.load_rounds import Common
 from smckpt.errors import CheckpointError, KeysMismatchError, TopologyError, UsageError
 from smckpt.layout.containers import FACTS, lacking_keys, made_again
@@ -397,7 +397,7 @@ def _values(
     lacking = {leaf.key: leaf.path for leaf in selection.objects if leaf.key not in objects}
     if lacking:
         own = [path for path, _ in objects.values()]
-        apart = values_apart(me, saved, lacking.values(), own)
+        apart = values_of_others(me, saved, lacking.values(), own)
         objects.update((key, one) for key, one in apart.items() if key not in tensors)
         for key, found in catalogue.lacked(saved).items():
             if key in lacking and key not in tensors:

@@ -110,7 +110,7 @@ def test_a_directory_that_is_absent_is_no_empty_root(tmp_path: Path, line: str) 
     assert done.returncode == 2 and "one.pt: this is a file, not a directory" in done.stderr
 
 
-def test_a_step_itself_has_its_name_and_the_run_its_time(root: Path) -> None:
+def test_the_status_of_a_step_itself_names_it(root: Path) -> None:
     shown = command("status", root / "30").stdout
     assert "; the newest is ., committed " in shown, shown
 

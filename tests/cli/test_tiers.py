@@ -50,6 +50,7 @@ def test_the_verbs_take_the_steps_in_memory_too(run: tuple[Path, str], tmp_path:
     shown = command("status", root).stdout
     assert shown.startswith("3 steps (2 in memory), ")
     assert f"the newest is {memory}/5, committed " in shown
+    assert re.search(r"the run has trained for \d:\d\d:\d\d, with 0 failures", shown), shown
     assert KEEPER.search(shown)
     page = tmp_path / "page.html"
     done = command("browse", root, "--out", page, "--verify")

@@ -3,7 +3,8 @@
     OMP_NUM_THREADS=1 python benchmarks/recover.py --tensors 16 --repeats 5
 
 One process, one host. What a restore from another host costs is measured over TCP on loopback,
-against the same bytes sent by `sendfile` over a connection of its own.
+against the same bytes sent by `sendfile` over a connection of its own. The last rows are the
+processor time of a save with a copy on another host, as the kernel counts it.
 """
 
 from __future__ import annotations
@@ -18,14 +19,16 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
 import smckpt
 from smckpt import CheckpointManager, Memory
+from smckpt.checkpoint.records.crc import crc64
 from smckpt.storage.memory.store import asked_locally
 
 TENSOR = 8 << 20  # elements of float32: 32 MiB
@@ -112,26 +115,36 @@ def main() -> None:
                 print(f"{f'{name}: a first save after a restore {what}':60}{text([first], limit)}")
             print(f"{f'{name}: a restore':60}{text(took[1:], limit)}")
     from_another_host(state, other, nbytes, options.repeats)
+    with_a_copy(state, nbytes, options.repeats)
 
 
-def from_another_host(
-    state: dict[str, torch.Tensor], other: dict[str, torch.Tensor], nbytes: int, repeats: int
-) -> None:
-    """A load of which every byte comes from another keeper, beside `sendfile`."""
-    names = [f"recover-{os.getpid()}-{letter}" for letter in "ab"]
+@contextlib.contextmanager
+def two_keepers(budget: int, replicas: int) -> Generator[tuple[list[str], list[int]]]:
+    """Two keepers as of two hosts, the first with the second as its peer: their names and pids."""
+    names = [f"recover-{os.getpid()}-{replicas}-{letter}" for letter in "ab"]
     command = [sys.executable, "-m", "smckpt.cli", "keeper"]
+    pids = []
     with contextlib.ExitStack() as stack:
         for name in names:
-            given = [name, "--address", "127.0.0.1", "--budget", str(2 * nbytes / 2**30 + 0.1)]
+            given = [name, "--address", "127.0.0.1", "--budget", str(budget / 2**30 + 0.1)]
             keeper = stack.enter_context(
                 subprocess.Popen([*command, *given], stdout=subprocess.PIPE)
             )
             stack.callback(keeper.kill)
             assert keeper.stdout is not None
             keeper.stdout.readline()
-        smckpt.save(state, checkpoint_id=f"keeper://{names[1]}/1")
+            pids.append(keeper.pid)
         peers = [asked_locally(name, {"do": "hello"})["own"] for name in names]
-        asked_locally(names[0], {"do": "join", "peers": peers, "replicas": 0})
+        asked_locally(names[0], {"do": "join", "peers": peers, "replicas": replicas})
+        yield names, pids
+
+
+def from_another_host(
+    state: dict[str, torch.Tensor], other: dict[str, torch.Tensor], nbytes: int, repeats: int
+) -> None:
+    """A load of which every byte comes from another keeper, beside `sendfile`."""
+    with two_keepers(2 * nbytes, 0) as (names, _):
+        smckpt.save(state, checkpoint_id=f"keeper://{names[1]}/1")
         raw = seconds(lambda: sent(nbytes), repeats + 1)[1:]
         limit = statistics.median(raw)
         print(f"{'sendfile over loopback':60}{text(raw, limit)}")
@@ -143,8 +156,67 @@ def from_another_host(
         print(f"{'memory of another host: a load, ÷ sendfile':60}{text(took, limit)}")
 
 
-def sent(nbytes: int) -> None:
-    """Send so many bytes of memory to a thread of this process."""
+def with_a_copy(state: dict[str, torch.Tensor], nbytes: int, repeats: int) -> None:
+    """What a save into memory with a copy on another host takes of processors, beside training:
+    the worker, the keeper that is written to, and the one that receives the copy."""
+    with two_keepers(3 * nbytes, 1) as (names, keepers):
+        taken: list[list[float]] = []
+        for _ in range(repeats + 2):  # the third is the first that finds memory to use again
+            before = processor_times()
+            smckpt.save(state, checkpoint_id=f"keeper://{names[0]}/1")
+            after = processor_times()
+            spent = {pid: after[pid] - before.get(pid, 0) for pid in after}
+            of_keepers = [spent.pop(pid) for pid in keepers]
+            taken.append([sum(spent.values()), *of_keepers, bare_calls(nbytes)])
+        for what, each in zip(
+            ("worker", "keeper", "keeper of the copy", "bare calls", "the three together"),
+            [*zip(*taken[2:], strict=True), [sum(each[:3]) for each in taken[2:]]],
+            strict=True,
+        ):
+            per_gib = [took * 2**30 / nbytes for took in each]
+            middle = statistics.median(per_gib)
+            spread = f"({min(per_gib):.2f} to {max(per_gib):.2f})"
+            print(f"{f'memory and a copy, CPU s / GiB: {what}':60}{middle:6.2f}   {spread}")
+
+
+def processor_times() -> dict[int, float]:
+    """Seconds that each child of this process has computed, by its pid."""
+    found = {}
+    for task in os.listdir("/proc/self/task"):
+        for pid in Path(f"/proc/self/task/{task}/children").read_text().split():
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            ticks = int(fields[11]) + int(fields[12])
+            found[int(pid)] = ticks / os.sysconf("SC_CLK_TCK")
+    return found
+
+
+def bare_calls(nbytes: int) -> float:
+    """Processor seconds of what such a save cannot do without: a checksum, a copy into memory that
+    is there, `sendfile`, and what receives it, which copies into memory that is there too."""
+    with open(os.memfd_create("copy"), "r+b") as copy:
+        data = memoryview(bytearray(nbytes))
+        fill(copy.fileno(), data)
+        began = time.process_time()
+        crc64(data)
+        fill(copy.fileno(), data)
+        took = time.process_time() - began
+        at = 0
+
+        def received(piece: memoryview) -> None:
+            nonlocal at
+            at += os.pwrite(copy.fileno(), piece, at)
+
+        return took + sent(nbytes, received)
+
+
+def fill(fd: int, data: memoryview) -> None:
+    at = 0
+    while at < len(data):
+        at += os.pwrite(fd, data[at : at + (8 << 20)], at)
+
+
+def sent(nbytes: int, received: Callable[[memoryview], None] = lambda _: None) -> float:
+    """Send so many bytes of memory to a thread of this process; its processor seconds."""
     fd = os.memfd_create("raw")
     os.ftruncate(fd, nbytes)
     os.posix_fallocate(fd, 0, nbytes)
@@ -155,13 +227,15 @@ def sent(nbytes: int) -> None:
             with socket.create_connection(door.getsockname()) as to:
                 to.sendfile(file, 0, nbytes)
 
+        began = time.process_time()
         sender = threading.Thread(target=send)
         sender.start()
         made, _ = door.accept()
         with made:
-            while made.recv_into(buffer):
-                pass
+            while got := made.recv_into(buffer):
+                received(buffer[:got])
         sender.join()
+        return time.process_time() - began
 
 
 if __name__ == "__main__":

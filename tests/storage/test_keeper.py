@@ -149,7 +149,7 @@ def test_the_budget_is_held_and_given_back(running: Running, store: Storage) -> 
         store.create_file("huge", 1 << 40)
     for _ in range(100):
         store.overwrite("name", bytes(1 << 20))
-    assert asked_locally(running.job, {"do": "hello"})["held"] == 1 << 20
+    assert asked_locally(running.job, {"do": "hello"})["held"] == 2 << 20  # and for the next
 
 
 def test_a_step_is_saved_loaded_and_verified_there_as_anywhere(running: Running) -> None:
@@ -436,3 +436,66 @@ def test_no_descriptor_is_left_open_by_reads(running: Running, store: Storage) -
     assert (
         len(os.listdir("/proc/self/fd")) <= before + 2
     )  # a thread of the keeper may be at its end
+
+
+def written(store: Storage, name: str, data: bytes) -> int:
+    """Write a file; the number of the memory that holds it."""
+    file = store.create_file(name, len(data))
+    assert isinstance(file, memory_store._KeptWriter)
+    number = os.fstat(file._fd).st_ino
+    file.write_at(0, memoryview(data))
+    file.finish()
+    return number
+
+
+def test_a_file_takes_the_memory_of_one_that_was_deleted(running: Running, store: Storage) -> None:
+    one, two, three = (bytes([n]) * (2 << 20) for n in range(3))
+    first = written(store, "1", one)
+    written(store, "2", two)
+    assert (store.size("1"), held(running)) == (2 << 20, 4 << 20)
+    store.delete("1")
+    assert held(running) == 4 << 20  # as much stays as files of this size are left
+    assert written(store, "3", three) == first
+    assert (store.read("2"), store.read("3"), held(running)) == (two, three, 4 << 20)
+    with pytest.raises(CheckpointNotFoundError):
+        store.read("1")
+    store.delete_many(["2", "3"])
+    assert held(running) == 0
+
+
+def test_memory_of_a_deleted_file_is_freed_where_a_file_of_another_size_needs_it(
+    running: Running, store: Storage
+) -> None:
+    for name in "12":
+        written(store, name, bytes(20 << 20))
+    store.delete("1")
+    written(store, "3", bytes(30 << 20))
+    assert held(running) == 50 << 20
+    with pytest.raises(MemoryBudgetError, match="holds 52428800 of 67108864 bytes"):
+        store.create_file("4", 20 << 20)
+
+
+@pytest.mark.parametrize("how", ["from this host", "by a copy to another"])
+def test_who_reads_a_file_that_is_deleted_reads_what_it_held(
+    how: str, running: Running, store: Storage
+) -> None:
+    old, new = b"o" * (9 << 20), b"n" * (9 << 20)
+    written(store, "1", old)
+    written(store, "2", old)
+    reader = open_storage(store.url)
+    if how == "from this host":
+        assert bytes(reader.read("1", 0, 1)) == b"o"  # a large file's descriptor stays open
+        store.delete("1")
+        written(store, "3", new)
+        assert reader.read("1") == old
+    else:
+        with call(running.peer) as to:
+            asked = {"do": "read", "directory": "run/1", "name": "1", "offset": 0}
+            send(to, {**asked, "length": 9 << 20})
+            assert wire.reply_of(to) == {"size": 9 << 20}
+            store.delete("1")  # most of it is still to be sent
+            written(store, "3", new)
+            data = bytearray(9 << 20)
+            wire.fill(to, memoryview(data))
+        assert data == old
+    reader.close()

@@ -18,6 +18,7 @@ import socket
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -42,6 +43,9 @@ __all__ = ["Keeper", "listening", "main"]
 # Bytes that are received, and sent, at a time. A rank that waits for copies hears of each piece:
 # over a slow link a larger one would take longer than IDLE.
 _PIECE = 8 << 20
+# Bytes of a file from which on its memory is kept for the next file of its size. New pages cost
+# several times what it costs to write to them (docs/recovery.md).
+_REUSED = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,8 @@ class Keeper:
         self._healing = threading.Lock()
         self._files: dict[str, dict[str, _Image]] = {}
         self._held = 0
+        self._spare: dict[int, list[int]] = {}  # memory of deleted files, by size: in _held too
+        self._lent: set[int] = set()  # of files that somebody may still read when they are deleted
         self._replicas = 0
         self._silent: dict[int, float] = {}  # of them: which do not answer, until when it holds
         self._tcp = socket.create_server((address, port)) if address else None
@@ -142,9 +148,7 @@ class Keeper:
                 gone = [here.pop(str(name), None) for name in asked["names"]]
                 if not here:
                     self._files.pop(str(asked["directory"]), None)
-            for one in gone:
-                if one is not None:
-                    self._release(one.fd, one.size)
+            self._retire([one for one in gone if one is not None])
             send(made, {})
         elif do == "read":
             self._read(made, asked, local)
@@ -209,26 +213,32 @@ class Keeper:
             raise ValueError(do)
 
     def _read(self, made: socket.socket, asked: dict[str, Any], local: bool) -> None:
+        descriptor = local and bool(asked.get("descriptor"))
+        offset, length = (0, 0) if descriptor else (int(asked["offset"]), int(asked["length"]))
         with self._lock:
             found = self._files.get(str(asked["directory"]), {}).get(str(asked["name"]))
-            fd = -1 if found is None else os.dup(found.fd)  # it may be deleted meanwhile
-        if found is None:
-            raise KeeperRefusal(errno.ENOENT, "no such file")
-        with open(fd, "rb") as file:
-            if local and asked.get("descriptor"):
-                send(made, {"size": found.size})
-                socket.send_fds(made, [b"f"], [fd])
-                return
-            offset, length = int(asked["offset"]), int(asked["length"])
+            if found is None:
+                raise KeeperRefusal(errno.ENOENT, "no such file")
             if offset < 0 or length < 0 or offset + length > found.size:
                 raise KeeperRefusal(errno.ERANGE, f"it has {found.size} bytes")
-            send(made, {"size": found.size})
-            if length:
-                made.sendfile(file, offset, length)
+            fd = self._lend(found) if descriptor or length else -1
+        send(made, {"size": found.size})
+        if fd >= 0:
+            with open(fd, "rb") as file:
+                if descriptor:
+                    socket.send_fds(made, [b"f"], [fd])
+                else:
+                    made.sendfile(file, offset, length)
 
     def _reserve(self, size: int) -> int:
         """Memory for a file; raises KeeperRefusal where the budget is used up."""
         with self._lock:
+            if self._spare.get(size):
+                return self._spare[size].pop()
+            for other, spare in self._spare.items():
+                while spare and size > self.budget - self._held:
+                    self._held -= other
+                    os.close(spare.pop())
             if size < 0 or self._held + size > self.budget:
                 raise KeeperRefusal(
                     errno.ENOSPC,
@@ -246,9 +256,32 @@ class Keeper:
         return fd
 
     def _release(self, fd: int, size: int) -> None:
-        os.close(fd)
         with self._lock:
+            self._lent.discard(fd)
             self._held -= size
+            os.close(fd)
+
+    def _lend(self, image: _Image) -> int:
+        """A descriptor of a file, which may be deleted meanwhile. With the lock."""
+        self._lent.add(image.fd)
+        return os.dup(image.fd)
+
+    def _retire(self, gone: Sequence[_Image]) -> None:
+        """Free the memory of files that have no name any more, but for what the next save is likely
+        to need: as much of a size as files of this size are left. A reader keeps what it reads."""
+        with self._lock:
+            sizes = Counter(one.size for here in self._files.values() for one in here.values())
+            for one in gone:
+                if one.size >= _REUSED and one.fd not in self._lent:
+                    self._spare.setdefault(one.size, []).append(one.fd)
+                else:
+                    self._held -= one.size
+                    self._lent.discard(one.fd)
+                    os.close(one.fd)
+            for size, spare in self._spare.items():
+                while len(spare) > sizes[size]:
+                    self._held -= size
+                    os.close(spare.pop())
 
     def _publish(self, asked: dict[str, Any], image: _Image) -> bool:
         """Give a file its name. False: the name is taken, and the file is released."""
@@ -259,9 +292,10 @@ class Keeper:
             kept = old is None or bool(asked.get("replace"))
             if kept:
                 here[name] = image
-        gone = old if kept else image
-        if gone is not None:
-            self._release(gone.fd, gone.size)
+        if not kept:
+            self._release(image.fd, image.size)
+        elif old is not None:
+            self._retire([old])
         return kept
 
     def _copied(
@@ -351,7 +385,7 @@ class Keeper:
         asked = {"directory": directory, "name": name}
         with self._lock:
             found = self._files.get(directory, {}).get(name)
-            fd = -1 if found is None else os.dup(found.fd)
+            fd = -1 if found is None else self._lend(found)
         if found is None:
             return
         try:

@@ -228,8 +228,12 @@ class KeeperStorage(Storage):
 
     def size(self, name: str) -> int:
         self.refuse_name(name)
-        if (here := self._descriptor(name)) is not None:
-            return here[1]
+        with self._lock:
+            if (found := self._open.get(name)) is not None:
+                return found[1]
+        with contextlib.suppress(FileNotFoundError):  # for a descriptor it would be kept
+            nothing = {**self._at(name), "do": "read", "offset": 0, "length": 0}
+            return int(self._here(nothing)["size"])
         for info in self.list(name):
             if info.name == name:
                 return info.size
@@ -287,6 +291,8 @@ class KeeperStorage(Storage):
             with self._calls.to(local_name(self._job)) as to:
                 send(to, request)
                 return reply_of(to)
+        except FileNotFoundError:
+            raise
         except OSError as error:
             raise no_keeper(self._job, error) from error
 

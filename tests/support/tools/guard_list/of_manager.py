@@ -222,6 +222,11 @@ KEEPING = [
         KEEPER + "test_a_file_whose_copy_went_with_its_host_is_copied_again",
     ),
     of(
+        "memory: what somebody reads is not used again", "storage/memory/keeper.py",
+        " and one.fd not in self._lent:", ":",
+        KEEPER + "test_who_reads_a_file_that_is_deleted_reads_what_it_held",
+    ),
+    of(
         "memory: copies go to another domain first", "storage/memory/keeper.py",
         "(at in silent, peers[at].domain == domain)", "(at in silent, False)",
         KEEPER + "test_copies_go_to_another_domain_first",

@@ -99,8 +99,7 @@ def prepare_optimizer(
     if not isinstance(optimizer, Optimizer) or prepared in _waiting(accelerator):
         return prepared
 
-    def stepped(*_: Any) -> None:
-        handle.remove()
+    def stepped(*_: Any) -> None:  # stays: torch is walking through the hooks when it runs
         waiting = _waiting(accelerator)
         if prepared in waiting:
             waiting.remove(prepared)
@@ -109,7 +108,7 @@ def prepare_optimizer(
                 get_memory(lambda: _live(accelerator, every), None, [smckpt.SaveOptions()])
 
     with suppress(AttributeError):  # a wrapper that does not call torch's __init__
-        handle = optimizer.register_step_post_hook(stepped)
+        optimizer.register_step_post_hook(stepped)
         _waiting(accelerator).append(prepared)
     return prepared
 

@@ -263,13 +263,24 @@ def test_a_link_to_a_checkpoint_is_resumed_from_as_stock_does(tmp_path: Path) ->
         trainer(out, 4, kind=kind).train()
         (out / "good").symlink_to("checkpoint-2")
         (tmp_path / f"{kind.__name__}-good").symlink_to(out / "good")
-        for link in (out / "good", tmp_path / f"{kind.__name__}-good"):
+        # the folder of a link may itself be one: `..` is above what it leads to
+        (tmp_path / "deep/links" / kind.__name__).mkdir(parents=True)
+        (tmp_path / "deep/links" / kind.__name__ / "best").symlink_to(
+            f"../../../{kind.__name__}/good"
+        )
+        (tmp_path / "home").mkdir(exist_ok=True)
+        linked = tmp_path / "home" / f"links-{kind.__name__}"
+        linked.symlink_to(tmp_path / "deep/links" / kind.__name__)
+        for link in (out / "good", tmp_path / f"{kind.__name__}-good", linked / "best"):
             begins = Begins()
             resumed = trainer(out, 4, begins, kind=kind)
             resumed.train(f"{link}/" if link.parent == out else str(link))
-            found[kind, link.parent == out] = begins.step, begins.weights, weights(resumed.model)
-    for inside in (True, False):
-        stock, ours = found[Trainer, inside], found[SmckptTrainer, inside]
+            found[kind, link.name] = begins.step, begins.weights, weights(resumed.model)
+    for name in ("good", "best", "-good"):
+        stock, ours = (
+            found[kind, name if name != "-good" else kind.__name__ + name]
+            for kind in (Trainer, SmckptTrainer)
+        )
         assert stock[0] == ours[0] == 2 and same(stock[1], ours[1]) and same(stock[2], ours[2])
 
 

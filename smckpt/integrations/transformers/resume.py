@@ -285,9 +285,8 @@ def next_step(
 ) -> StepToResume | None:
     if asked is not True:
         asked = asked.rstrip("/")
-    while asked is not True and os.path.islink(asked) and os.path.exists(asked):
-        # the user means what it leads to; below a run no link is followed
-        asked = os.path.normpath(os.path.join(os.path.dirname(asked), os.readlink(asked)))
+        if os.path.islink(asked) and os.path.exists(asked):
+            asked = os.path.realpath(asked)  # what the user means; below a run no link is followed
     if lost and asked is not True:
         newest = checkpoints.steps(os.path.dirname(asked))[-1:]
         if newest != [_step_of(asked)]:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from smckpt.errors import UsageError
-from smckpt.full.wire import gathers
+from smckpt.full.wire import gathers, in_rows
 from smckpt.layout.containers import items_of
 from smckpt.layout.entries import Path, dotted
 from smckpt.state_dict.tensors import dtensor_parts, is_dtensor, is_flattening
@@ -43,7 +43,7 @@ def _sum_of(value: Any) -> int:
     elif isinstance(value, torch.Tensor):
         if value.is_meta or value.layout != torch.strided or is_flattening(value):
             return 0
-        plain = value.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+        plain = in_rows(value.detach()).cpu().reshape(-1)
         value = plain.view(torch.uint8).numpy().tobytes() if plain.numel() else tuple(value.shape)
     elif isinstance(value, np.ndarray) and not value.dtype.hasobject:
         value = value.tobytes()

@@ -23,7 +23,7 @@ from smckpt.full.parallel import (
     full_state,
     is_transformed,
 )
-from smckpt.full.wire import Attempt, anywhere, gathers, own_rank
+from smckpt.full.wire import Attempt, anywhere, gathers, in_rows, own_rank
 from smckpt.layout.containers import items_of
 from smckpt.layout.entries import Path
 from smckpt.layout.strided import Box
@@ -415,9 +415,10 @@ def load_full_model(view: ModelView, state_dict: Mapping[str, Any], strict: bool
     attempt.settle()  # torch would raise on rank 0 alone, and the others wait for its broadcast
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=gathers(), strict=strict)
     # torch broadcasts the memory of rank 0's tensor into that of a contiguous one: the elements of
-    # a transposed one, or of a `channels_last`, would come in another order.
+    # a transposed one, or of a `channels_last`, would come in another order, and it has no such
+    # view of a conjugated one.
     given = {
-        name: value.contiguous() if isinstance(value, torch.Tensor) and gathers() else value
+        name: in_rows(value) if isinstance(value, torch.Tensor) and gathers() else value
         for name, value in state_dict.items()
     }
     with _own_methods(view.model):

@@ -31,7 +31,7 @@ from smckpt.full.gathered import (
     translated_or_none,
 )
 from smckpt.full.parallel import FullWishes
-from smckpt.full.wire import Attempt, Wire, gathers, own_rank
+from smckpt.full.wire import Attempt, Wire, gathers, in_rows, own_rank
 from smckpt.layout.containers import items_of, like
 from smckpt.layout.entries import Path, dotted
 from smckpt.layout.strided import Piece, execute, meet
@@ -83,7 +83,7 @@ def load_full_optimizer(
             if not gathers() and target is _leaf(whole["state"][fqn], at):
                 continue  # it is the live one
             if own_rank() == 0:
-                value = wire.placed(_leaf(whole["state"][fqn], at).contiguous(), coming.device)
+                value = wire.placed(in_rows(_leaf(whole["state"][fqn], at)), coming.device)
             else:
                 value = wire.room(coming.dtype, coming.shape, coming.device)
             wire.share(value, coming.dtype, coming.shape, coming.device)

@@ -72,6 +72,12 @@ def own_rank() -> int:
     return dist.get_rank() if gathers() else 0
 
 
+def in_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor with its elements in row-major order, as they are sent, and as they are: a tensor may
+    only be marked as conjugated or negated."""
+    return tensor.resolve_conj().resolve_neg().contiguous()
+
+
 def gathers() -> bool:
     """Whether FULL state is gathered; without a process group its tensors are the live ones."""
     import torch.distributed as dist
@@ -187,7 +193,7 @@ class Wire:
 
     def packed(self, tensor: torch.Tensor) -> torch.Tensor:
         """Its bytes, on the device from which they are sent."""
-        flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+        flat = in_rows(tensor.detach()).view(-1).view(torch.uint8)
         return flat.to(self._device(flat.device.type))
 
     def placed(self, tensor: torch.Tensor, device: str) -> torch.Tensor:

@@ -271,6 +271,7 @@ def in_other_orders(wrapper: str, folder: str) -> list[str]:
         model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Linear(4, 4))
         parametrizations.orthogonal(model[1])  # its buffer is a transposed one
         model.register_buffer("transposed", torch.randn(3, 2).t())
+        model.register_buffer("conjugated", torch.randn(3, dtype=torch.complex64).conj())
         if wrapper == "fsdp2":
             return fully_shard(model)
         return DistributedDataParallel(model.to(memory_format=torch.channels_last))

@@ -73,7 +73,7 @@ def own_rank() -> int:
 
 
 def in_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor with its elements in row-major order, as they are sent, and as they are: a tensor may
+    """The tensor with its elements in row-major order, as they are sent, and as they are: one may
     only be marked as conjugated or negated."""
     return tensor.resolve_conj().resolve_neg().contiguous()
 

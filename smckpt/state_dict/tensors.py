@@ -185,7 +185,7 @@ def pending_on_mesh(
         [found[kind](**how) for kind, how in placed],
         run_check=False,
         shape=torch.Size(shape),
-        stride=torch.empty(tuple(shape), device="meta").stride(),
+        stride=arranged(tuple(shape), order_of(local), (), device="meta").stride(),
     )
     return made
 

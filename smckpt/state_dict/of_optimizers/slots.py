@@ -25,7 +25,7 @@ from smckpt.layout.containers import (
 )
 from smckpt.layout.entries import Path, dotted
 from smckpt.state_dict.of_optimizers.bindings import Binding
-from smckpt.state_dict.parts import is_made_as, made_of_parts
+from smckpt.state_dict.parts import is_made_as, made_of_parts, parts_of
 from smckpt.state_dict.tags import tag_of
 from smckpt.state_dict.tensors import (
     arranged,
@@ -341,12 +341,14 @@ def aligned(saved: Any, live: Any, make: Room, *, keep: bool = False, at: Path =
 
 
 def described(value: Any, *, flat: bool = False, cut: bool = False) -> Any:
-    """A state dict's value with a `SavedSlot` for each tensor.
+    """A state dict's value with a `SavedSlot` for each tensor, in the form that a checkpoint has.
 
     Args:
         flat: its parameter is flat, so a tensor may be the part of a flat one. cut: a mesh cuts it.
     """
     if isinstance(value, torch.Tensor):
+        if pending_in(value) and (parts := parts_of(value, ())):
+            return {**{name: described(part) for name, part in parts[0].items()}, FACTS: parts[1]}
         tag = tag_of(value)
         part = flat and value.dim() > 0 and (tag is None or tag.geometry is not None)
         local = None if part or is_dtensor(value) else tuple(value.shape)

@@ -6,7 +6,7 @@ error.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -19,7 +19,6 @@ from smckpt.full.alike import refuse_own, sums_of
 from smckpt.full.parallel import (
     FullWishes,
     check_full_load,
-    check_full_optimizer,
     full_state,
     is_transformed,
 )
@@ -43,7 +42,7 @@ from smckpt.state_dict.views import ModelView
 __all__ = [
     "FullStateDictConfig",
     "check_load",
-    "check_optimizer",
+    "check_together",
     "full_model",
     "full_optimizer",
     "load_full_model",
@@ -111,10 +110,11 @@ def translated_or_none(
     return full_state(view, wishes) if transformed else None
 
 
-def check_optimizer(view: ModelView, wishes: FullWishes) -> None:
-    """Refuse the full optimizer state if it would be that of one tensor-parallel rank."""
+def check_together(view: ModelView, check: Callable[[], None]) -> None:
+    """Check what this rank has. What one rank raises is raised on all that gather with it, since
+    they would wait in a collective."""
     attempt = Attempt()
-    attempt(lambda: check_full_optimizer(view, wishes.parallel_state))
+    attempt(check)
     attempt.settle(view.groups())
 
 

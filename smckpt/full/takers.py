@@ -23,14 +23,14 @@ from smckpt.errors import KeysMismatchError, StateError, UsageError
 from smckpt.full.gathered import (
     FullStateDictConfig,
     check_load,
-    check_optimizer,
+    check_together,
     full_model,
     full_optimizer,
     load_full_model,
     stock_optimizer_state,
     translated_or_none,
 )
-from smckpt.full.parallel import FullWishes
+from smckpt.full.parallel import FullWishes, check_full_optimizer
 from smckpt.full.wire import Attempt, Wire, gathers, in_rows, own_rank
 from smckpt.layout.containers import items_of, like
 from smckpt.layout.entries import Path, dotted
@@ -82,26 +82,36 @@ def load_full_optimizer(
             target = _leaf(live.get(fqn), at)
             if not gathers() and target is _leaf(whole["state"][fqn], at):
                 continue  # it is the live one
-            if own_rank() == 0:
-                value = wire.placed(in_rows(_leaf(whole["state"][fqn], at)), coming.device)
-            else:
-                value = wire.room(coming.dtype, coming.shape, coming.device)
-            wire.share(value, coming.dtype, coming.shape, coming.device)
-            if target is not None:  # otherwise this rank holds nothing of it
-                selection = Selector(own_rank()).select({str(fqn): target})
-                local, geometry = selection.tensors[0], selection.entries[0].geometry
-                memory = (
-                    local
-                    if local.is_contiguous()
-                    else torch.empty_like(local, memory_format=torch.contiguous_format)
-                )
-                for piece in geometry.pieces(own_rank()):
-                    copy = meet(Piece.whole(piece.name, piece.shape), piece)
-                    if copy is not None:
-                        execute(copy, value, memory)
-                if memory is not local:
-                    local.copy_(memory)
+
+            def value(fqn: Any = fqn, at: Path = at, coming: _Coming = coming) -> torch.Tensor:
+                if own_rank() == 0:
+                    return wire.placed(in_rows(_leaf(whole["state"][fqn], at)), coming.device)
+                return wire.room(coming.dtype, coming.shape, coming.device)
+
+            # a rank that fails goes on sending and receiving, or the others would wait
+            sent = attempt(value)
+            wire.share(sent, coming.dtype, coming.shape, coming.device)
+            if target is not None and sent is not None:  # else this rank holds nothing of it
+                attempt(partial(_fill, target, str(fqn), sent))
+    attempt.settle()
     fill_groups(binding, outline["param_groups"])
+
+
+def _fill(target: torch.Tensor, fqn: str, value: torch.Tensor) -> None:
+    """Copy what this rank holds of a whole tensor into its own."""
+    selection = Selector(own_rank()).select({fqn: target})
+    local, geometry = selection.tensors[0], selection.entries[0].geometry
+    memory = (
+        local
+        if local.is_contiguous()
+        else torch.empty_like(local, memory_format=torch.contiguous_format)
+    )
+    for piece in geometry.pieces(own_rank()):
+        copy = meet(Piece.whole(piece.name, piece.shape), piece)
+        if copy is not None:
+            execute(copy, value, memory)
+    if memory is not local:
+        local.copy_(memory)
 
 
 def _binding_of(given: Mapping[str, Any]) -> Binding | None:
@@ -228,7 +238,7 @@ class FullTaker(Taker):
         self._wishes = wishes
         self._of_optimizers = of_optimizers
 
-    def state_of_model(self) -> dict[str, Any]:
+    def _check_model(self) -> None:
         tensors = (*self.view.model.named_parameters(), *self.view.model.named_buffers())
         if empty := sorted(name for name, tensor in tensors if tensor.is_meta):
             raise StateError(
@@ -238,6 +248,9 @@ class FullTaker(Taker):
                 "state: they give it memory; or call to_empty(device=) first",
             )
         refuse_gathered(self.view.model.named_parameters())
+
+    def state_of_model(self) -> dict[str, Any]:
+        check_together(self.view, self._check_model)
         found = translated_or_none(self.view, self._wishes)
         if found is None:
             out = FullStateDict(self.chosen(full_model(self.view, self._wishes)))
@@ -261,12 +274,16 @@ class FullTaker(Taker):
         return ([], []) if keys is None else (keys.missing_keys, keys.unexpected_keys)
 
     def state_of_optimizer(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        check_optimizer(self.view, self._of_optimizers)
         tensors: list[tuple[str, torch.Tensor]] = []
         groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
         for kept in (*optimizer.state.values(), *groups):
             walked(kept, lambda t, at: tensors.append((f"the optimizer's {dotted(at)}", t)))
-        refuse_gathered(tensors, parts=gathers())
+
+        def check() -> None:
+            check_full_optimizer(self.view, self._of_optimizers.parallel_state)
+            refuse_gathered(tensors, parts=gathers())
+
+        check_together(self.view, check)
         tree = full_optimizer(self.view, optimizer, self._of_optimizers)
         tree.put_through = partial(put_full_optimizer, self.view, optimizer)
         given: Any = tree["param_groups"]

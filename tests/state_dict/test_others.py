@@ -24,13 +24,14 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrizations
 
 import smckpt
 from smckpt.checkpoint.reading.committed import open_catalogue
 from smckpt.full import gathered as full_state
+from smckpt.full import wire as full_wire
 from smckpt.storage import open_storage
 from tests.state_dict.test_interchange import build, taken, whole
 from tests.support.launch import run_ranks
@@ -216,6 +217,23 @@ def failed_full() -> dict[str, Any]:
     if dist.get_rank() == 1:
         model.register_state_dict_pre_hook(refuse)
     out["1 hook"] = said(model, model.state_dict)
+    for name in ("a pending sum", "a parameter without memory"):
+        model, optimizer = build("fsdp2", 0)
+        parameter = next(model.parameters())
+        if dist.get_rank() == 1 and name == "a pending sum":
+            pending = DTensor.from_local(torch.ones(3), parameter.device_mesh, [Partial()])
+            optimizer.state[parameter]["no room"] = pending
+        elif dist.get_rank() == 1:
+            model.register_parameter("no room", nn.Parameter(torch.ones(3, device="meta")))
+        whose = optimizer if name == "a pending sum" else model
+        out[f"1 {name}"] = said(model, whose.state_dict)
+    model, optimizer = build("fsdp2", 0)
+    step(model, optimizer, 2)
+    with smckpt.sm_state_dict_type(model, smckpt.FULL):
+        whole = optimizer.state_dict()
+    if dist.get_rank() == 0:
+        full_wire.Wire.placed = refuse
+    out["0 put"] = said(model, optimizer.load_state_dict, whole)
     return out
 
 
@@ -240,10 +258,10 @@ def no_room(here: bool) -> Iterator[None]:
         full_state._check_room = stock
 
 
-def said(model: Any, what: Any) -> str:
+def said(model: Any, what: Any, *given: Any) -> str:
     try:
         with smckpt.sm_state_dict_type(model, smckpt.FULL):
-            getattr(what.__self__, what.__name__)()
+            getattr(what.__self__, what.__name__)(*given)
     except Exception as error:
         return f"{type(error).__name__} {error}"
     return ""
@@ -261,30 +279,47 @@ def test_full_gathers_to_rank_0_on_the_cpu_and_is_saved_and_loaded_by_all_ranks(
 def test_what_one_rank_fails_with_while_full_state_is_gathered_is_raised_on_all(gathered) -> None:
     for rank, told in enumerate(gathered):
         for case, text in told["failed"].items():
-            wanted = "MemoryError no room" if int(case[0]) == rank else f"rank {case[0]}]"
+            mine = "StateError" if "a p" in case else "MemoryError no room"
+            wanted = mine if int(case[0]) == rank else f"rank {case[0]}]"
             assert wanted in text and "no room" in text, case
 
 
 def in_other_orders(wrapper: str, folder: str) -> list[str]:
-    def made(seed: int) -> nn.Module:
+    def made(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(seed)
         model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Linear(4, 4))
         parametrizations.orthogonal(model[1])  # its buffer is a transposed one
         model.register_buffer("transposed", torch.randn(3, 2).t())
         model.register_buffer("conjugated", torch.randn(3, dtype=torch.complex64).conj())
         if wrapper == "fsdp2":
-            return fully_shard(model)
-        return DistributedDataParallel(model.to(memory_format=torch.channels_last))
+            model = fully_shard(model)
+        else:
+            model = DistributedDataParallel(model.to(memory_format=torch.channels_last))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        kept = torch.randn(2, 3, dtype=torch.complex64)
+        optimizer.state[next(model.parameters())] = {"c": kept.conj(), "n": kept.conj().imag.t()}
+        return model, optimizer
 
-    saved, loaded = made(0), made(1)
+    (saved, first), (loaded, second) = made(0), made(1)
     with smckpt.sm_state_dict_type(saved, smckpt.FULL):
-        smckpt.save({"model": saved.state_dict()}, checkpoint_id=folder)
-    with smckpt.sm_state_dict_type(loaded, smckpt.FULL):
-        state = {"model": loaded.state_dict()}
-        smckpt.load(state, checkpoint_id=folder)
-        loaded.load_state_dict(state["model"])
-    pairs = zip(saved.state_dict().items(), loaded.state_dict().values(), strict=True)
-    return [name for (name, was), now in pairs if not torch.equal(local(was), local(now))]
+        taken = {"model": saved.state_dict(), "optimizer": first.state_dict()}
+        smckpt.save(taken, checkpoint_id=folder)
+    wrong = []
+    for given in (taken, None):  # as it is in memory, and from the checkpoint
+        if given is None:
+            loaded, second = made(1)
+        with smckpt.sm_state_dict_type(loaded, smckpt.FULL):
+            if given is None:
+                given = {"model": loaded.state_dict(), "optimizer": second.state_dict()}
+                smckpt.load(given, checkpoint_id=folder)
+            loaded.load_state_dict(given["model"])
+            second.load_state_dict(given["optimizer"])
+        was, now = (
+            {**model.state_dict(), **next(iter(optimizer.state.values()))}
+            for model, optimizer in ((saved, first), (loaded, second))
+        )
+        wrong += [name for name in was if not torch.equal(local(was[name]), local(now[name]))]
+    return wrong
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

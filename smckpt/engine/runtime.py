@@ -70,8 +70,6 @@ class Runtime:
         self._since = int((began(start_of(os.getpid())) or time.time()) * 1e9)
         self._inherited: object = None  # in a forked child: the job's store of the parent
         os.register_at_fork(after_in_child=while_alive(self.note_fork))
-        # Now: what a handler of the user's registers, with a save in it, would run no more.
-        atexit.register(while_alive(self._at_exit))
 
     def queue(self, group: Group, name: str) -> SaveQueue:
         self._refuse_inherited(group)
@@ -225,11 +223,12 @@ class Runtime:
         return [*self._queues.items(), *self._adopted.items()]
 
     def _watch(self) -> None:
-        if not self._watching:
-            self._watching = True
-            if multiprocessing.parent_process() is not None:
-                # A forked child of multiprocessing ends without the handlers of `atexit`.
-                multiprocessing.util.Finalize(None, self._at_exit, exitpriority=100)
+        late = not threading.main_thread().is_alive()
+        if late or (not self._watching and multiprocessing.parent_process() is not None):
+            # A forked child of multiprocessing ends without the handlers of `atexit`, and one that
+            # is registered while they run is not called. torch has imported multiprocessing before.
+            multiprocessing.util.Finalize(None, self._at_exit, exitpriority=100)
+        self._watching = True
         # Once more for each save, to wait before the handlers of whoever makes that save: a manager
         # hears signals until its last one is committed.
         atexit.unregister(self._wait_first)

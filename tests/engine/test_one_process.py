@@ -462,15 +462,17 @@ def test_a_normal_exit_drains_the_save_in_flight(tmp_path: Path) -> None:
 
 def test_a_save_in_an_exit_handler_is_waited_for_too(tmp_path: Path) -> None:
     """Python runs no handler that is registered by another one."""
-    for earlier in ("", "save({'a': torch.ones(2)}, checkpoint_id=sys.argv[1] + '/0')"):
+    save = "smckpt.save({'a': torch.ones(2)}, checkpoint_id=sys.argv[1] + '/0')"
+    for earlier in ("", "import smckpt", "import smckpt.engine.api", f"import smckpt; {save}"):
         folder = tmp_path / f"of-{len(earlier)}"
         done = run_script(
             f"""
             import atexit, sys, torch
-            from smckpt import async_save, save
             {earlier}
-            state = {{"a": torch.ones(4 << 20)}}
-            atexit.register(lambda: async_save(state, checkpoint_id=sys.argv[1] + "/1"))
+            def last():
+                import smckpt
+                smckpt.async_save({{"a": torch.ones(4 << 20)}}, checkpoint_id=sys.argv[1] + "/1")
+            atexit.register(last)
             """,
             str(folder),
         )

@@ -259,3 +259,23 @@ def test_an_expanded_buffer_is_filled(tmp_path: Path, kind: Any) -> None:
         with nullcontext() if kind is None else smckpt.sm_state_dict_type(model, kind):
             call({"model": model if kind is None else model.state_dict()}, checkpoint_id=tmp_path)
     assert torch.equal(other.row, trained.row) and other.row.stride() == (0, 1)
+
+
+@pytest.mark.parametrize("kind", [None, smckpt.LOCAL, smckpt.SHARDED])
+def test_an_expanded_tensor_of_a_group_is_filled(tmp_path: Path, kind: Any) -> None:
+    def made(value: float) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Linear(2, 2)
+        rates = torch.full((2,), value).expand(3, 2)
+        return model, torch.optim.SGD([{"params": [*model.parameters()], "rates": rates}], 0.1)
+
+    trained, other = made(4.0), made(0.0)
+    for call, (model, optimizer) in ((smckpt.save, trained), (smckpt.load, other)):
+        state: dict[str, Any] = {"optimizer": optimizer, "model": model}
+        with nullcontext() if kind is None else smckpt.sm_state_dict_type(model, kind):
+            if kind is not None:
+                state = {"optimizer": optimizer.state_dict()}
+            call(state, checkpoint_id=tmp_path)
+            if kind is not None and call is smckpt.load:
+                optimizer.load_state_dict(state["optimizer"])
+    rates = other[1].param_groups[0]["rates"]
+    assert rates.tolist() == [[4.0, 4.0]] * 3 and rates.stride() == (0, 1)

@@ -14,7 +14,7 @@ from smckpt.layout.entries import Path, dotted
 from smckpt.state_dict.of_optimizers.bindings import Binding, bound, inside, is_optimizer_dict
 from smckpt.state_dict.of_optimizers.slots import ABSENT, SavedSlot
 from smckpt.state_dict.tags import RememberingDict
-from smckpt.state_dict.tensors import same_bits
+from smckpt.state_dict.tensors import expanded_in, same_bits
 
 if TYPE_CHECKING:
     from smckpt.checkpoint.reading.catalogue import Catalogue
@@ -47,7 +47,8 @@ def fill_groups(binding: Binding, groups: list[dict[str, Any]]) -> None:
             if key == "params":
                 continue
             if isinstance(mine.get(key), torch.Tensor) and isinstance(value, torch.Tensor):
-                if not same_bits(given.setdefault(id(mine[key]), value), value):
+                first = given.setdefault(id(mine[key]), value)
+                if expanded_in(mine[key]) or not same_bits(first, value):
                     mine[key] = value
                 elif mine[key] is not value:
                     mine[key].copy_(value)

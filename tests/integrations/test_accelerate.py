@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -241,6 +242,11 @@ def test_a_new_run_has_the_memory_of_its_first_save_after_its_first_steps(
             stack.enter_context(provide(["accelerate"]))
         kind = SmckptAccelerator if by == "import" else Accelerator
         accelerator = kind(cpu=True, gradient_accumulation_steps=2)
+        dropped = accelerator.prepare_optimizer(torch.optim.SGD(torch.nn.Linear(4, 4).parameters()))
+        weight = weakref.ref(dropped.param_groups[0]["params"][0])
+        del dropped
+        accelerator.free_memory()  # a script that tries sizes of batches begins anew
+        assert weight() is None
         models = [torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)]
         optimizers = [torch.optim.SGD(one.parameters(), 0.1, momentum=0.9) for one in models]
         both = accelerator.prepare(*models, *optimizers)

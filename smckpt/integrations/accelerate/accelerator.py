@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import tempfile
+import weakref
 import zipfile
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -38,6 +39,7 @@ __all__ = ["SmckptAccelerator", "is_committed", "load_state", "prepare_optimizer
 
 Result = TypeVar("Result")
 
+_HAS_MEMORY = "_smckpt_has_memory"  # of an accelerator that has saved or loaded, or got it early
 _HOOKED = "files of hooks"  # a checkpoint's metadata: name in the directory → its stamp
 _OURS = (
     DistributedType.NO,
@@ -96,27 +98,28 @@ def prepare_optimizer(
     """
     prepared = stock(*args, **kwargs)
     optimizer = prepared.optimizer
-    if not isinstance(optimizer, Optimizer) or prepared in _waiting(accelerator):
+    if not isinstance(optimizer, Optimizer) or hasattr(prepared, "_smckpt_stepped"):
         return prepared
 
+    known = weakref.ref(prepared)  # its memory is to go with the last reference of the script's
+
     def stepped(*_: Any) -> None:  # stays: torch is walking through the hooks when it runs
-        waiting = _waiting(accelerator)
-        if prepared in waiting:
-            waiting.remove(prepared)
-            if not waiting:
-                every = list(range(len(accelerator._models)))
-                get_memory(lambda: _live(accelerator, every), None, [smckpt.SaveOptions()])
+        if (one := known()) is not None:
+            one._smckpt_stepped = True
+        of = vars(accelerator)
+        if not of.get(_HAS_MEMORY) and all(map(_has_stepped, accelerator._optimizers)):
+            of[_HAS_MEMORY] = True
+            every = list(range(len(accelerator._models)))
+            get_memory(lambda: _live(accelerator, every), None, [smckpt.SaveOptions()])
 
     with suppress(AttributeError):  # a wrapper that does not call torch's __init__
         optimizer.register_step_post_hook(stepped)
-        _waiting(accelerator).append(prepared)
+        prepared._smckpt_stepped = False
     return prepared
 
 
-def _waiting(accelerator: Any) -> list[Any]:
-    """The optimizers without a step, until something is saved or loaded."""
-    found: list[Any] = vars(accelerator).setdefault("_smckpt_waiting", [])
-    return found
+def _has_stepped(prepared: Any) -> bool:
+    return bool(getattr(prepared, "_smckpt_stepped", True))
 
 
 def save_state(
@@ -140,7 +143,7 @@ def save_state(
         SaveFailedError: an earlier save was not committed.
     """
     _refuse(accelerator, kwargs, "save_state")
-    _waiting(accelerator).clear()
+    vars(accelerator)[_HAS_MEMORY] = True
     named = accelerator.project_configuration.automatic_checkpoint_naming
     iteration = accelerator.save_iteration
     arguments = _arguments(accelerator)
@@ -301,7 +304,7 @@ def load_state(
         CheckpointError: as `smckpt.load`.
     """
     _refuse(accelerator, {}, "load_state")
-    _waiting(accelerator).clear()
+    vars(accelerator)[_HAS_MEMORY] = True
     arguments = _arguments(accelerator)
     smckpt.maybe_finalize_async_calls()  # the newest may be in flight
     directory, ours = _on_main(lambda: _to_load(accelerator, input_dir))

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 import smckpt
 from smckpt import DistributedFileSystemWriter, errors
@@ -205,6 +206,58 @@ def test_the_groups_of_a_step_meet_again(tmp_path: Path, who: tuple[int, ...], h
 # -- what differs between ranks on purpose ---------------------------------------------------------
 
 
+def trained_late(folder: str, turns: list[tuple[str, str]]) -> list[list[str]]:
+    """Saves of an FSDP1 model, whose second layer trains from step 3 on. Each rank holds one layer
+    or, in "shared", the second layer on both. Rank 1 of "skips" leaves save 4 out."""
+    rank, told = dist.get_rank(), []
+    for turn, (how, tells) in enumerate(turns):
+        first, second = (6, 10) if how.startswith("shared") else (8, 8)
+        layers = [nn.Linear(1, first, bias=False), nn.Linear(1, second, bias=False)]
+        model = FSDP(nn.Sequential(*layers), use_orig_params=True, device_id=torch.device("cpu"))
+        early, late = model.parameters()
+        optimizer = torch.optim.AdamW([early], lr=0.1)
+        errors_of: list[str] = []
+        for step in range(1, STEPS + 1):
+            if step == 3:
+                optimizer.add_param_group({"params": [late], "lr": 0.01})
+            for parameter in (early, late)[: 1 + (step >= 3)]:
+                parameter.grad = torch.ones_like(parameter) if parameter.numel() else None
+            optimizer.step()
+            if "skips" in how and rank == 1 and step == 4:
+                continue
+            if "resumes" in how and step < 4:
+                continue
+            with smckpt.sm_state_dict_type(model, smckpt.SHARDED):
+                state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            if tells == "a counter":
+                state["trainer"] = {"global_step": step}
+            name = f"step_{step}" if tells == "the id" else "c"
+            try:
+                smckpt.async_save(
+                    state,
+                    checkpoint_id=f"{folder}/{turn}/{name}",
+                    step=step if tells == "step=" else None,
+                    options=smckpt.SaveOptions(timeout=seconds(60)),
+                )
+                smckpt.maybe_finalize_async_calls()
+            except errors.SaveFailedError as error:
+                errors_of.append(str(error))
+        told.append(errors_of)
+    return told
+
+
+def test_ranks_that_hold_other_parameters_may_differ_in_step(tmp_path: Path) -> None:
+    fine = [("alone", tells) for tells in ("", "step=", "a counter", "the id")]
+    fine += [("alone resumes", "step="), ("alone resumes", "the id"), ("shared resumes", "")]
+    wrong = [("shared skips", ""), ("shared skips", "step="), ("alone skips", "step=")]
+    wrong += [("alone skips", "a counter")]
+    for told in run_ranks(trained_late, 2, str(tmp_path), [*fine, *wrong], timeout=240):
+        assert told[: len(fine)] == [[]] * len(fine)
+        for texts, case in zip(told[len(fine) :], wrong, strict=True):
+            assert len(texts) == 1, (case, texts)
+            assert "different steps as one" in texts[0] and "rank 1 skipped the save" in texts[0]
+
+
 class Loader:
     def __init__(self, rank: int) -> None:
         self.at = {"epoch": rank, "step": 7 * rank, "sampler": {"epoch": rank}}
@@ -373,7 +426,7 @@ def test_a_moment_takes_tens_of_bytes() -> None:
     many = {f"o{n}": {"state": {0: {"step": n}}, "param_groups": []} for n in range(100)}
     many["counters"] = {f"step_{n}": {"epoch": n} for n in range(100)}
     moment = moment_of("d", 3, {}, Selector(0).select(many))
-    assert len(str(moment)) < 500
+    assert len(str(moment)) < 600
     assert moment.signs["step"] == 3 and moment.signs["optimizers' step"] == 99
 
 

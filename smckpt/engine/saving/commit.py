@@ -108,6 +108,7 @@ class Committer:
         self._unmet: dict[int, Moment] = {}  # the saves that were given up without a meeting
         # of the refused save before this one: rank → its directory
         self._refused: dict[int, str] = {}
+        self._last: dict[int, Moment] = {}  # of the last save that was not refused
         self._directories: dict[str, None] = {}  # those of earlier saves
         self._warned = False
         self._warned_of_metadata = False
@@ -252,7 +253,7 @@ class Committer:
         """Refuse the saves of ranks that are at different steps."""
         again = job.request.directory in self._directories
         earlier, self._refused = self._refused, {who: m.directory for who, m in moments.items()}
-        refuse_different(moments, ranks_text, values=again, earlier=earlier)
+        refuse_different(moments, ranks_text, values=again, earlier=earlier, last=self._last)
         self._refused = {}
         lowest, *_ = sorted(moments)
         others = [who for who in moments if moments[who].metadata != moments[lowest].metadata]
@@ -282,7 +283,9 @@ class Committer:
                 f"the ranks of the group passed different coordinators: {sorted(coordinators)}",
                 remedy="pass the same coordinator_rank on all ranks of process_group",
             )
-        self._refuse_different(job, {part.rank: part.moment for part in written.values()})
+        moments = {part.rank: part.moment for part in written.values()}
+        self._refuse_different(job, moments)
+        self._last = moments
         self._directories[job.request.directory] = None
         if len(self._directories) > LEASES_KEPT:
             del self._directories[next(iter(self._directories))]

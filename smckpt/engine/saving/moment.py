@@ -12,6 +12,7 @@ import contextlib
 import fnmatch
 import functools
 import hashlib
+import math
 import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -35,6 +36,11 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+
+# A checkpoint id that names a step: "run/step_5", "checkpoint-5", "0005"
+_STEP_IN_ID = re.compile(
+    r"(^|/|step|iter\w*|epoch|update|checkpoint|ckpt)[-_=]?\d+/?$", re.IGNORECASE
+)
 
 NAMED = 8  # ranks, or counters, that are named one by one
 _DEEP = 5  # how many dicts deep counters are looked for
@@ -60,7 +66,9 @@ class Moment:
     directory: its checkpoint id; "" if the moment is that of several groups. signs: counters, the
     most telling first. values: what often changes from step to step; compared only where ranks
     share no counter. holds: whether the rank has tensors. planned: whether a planner or writer of
-    DCP's makes the save. metadata: a digest of what the caller records with it.
+    DCP's makes the save. metadata: a digest of what the caller records with it. of_parameters:
+    the sign of an optimizer, which is its largest step on this rank → digests of a few parameters
+    that the rank holds → the step of each.
     """
 
     directory: str = ""
@@ -69,16 +77,25 @@ class Moment:
     holds: bool = True
     planned: bool = False
     metadata: str = ""
+    of_parameters: dict[str, dict[str, int | float]] = field(default_factory=dict)
 
     def is_beyond(self, refused: Moment | None) -> bool:
         """Whether this is a later save than the one that was refused."""
         if refused is None:
             return False
-        for name, value in refused.signs.items():
-            mine = self.signs.get(name)
+        own = self._telling()
+        for name, value in refused._telling().items():
+            mine = own.get(name)
             if mine is not None and mine != value:
                 return mine > value
         return bool(refused.directory and self.directory) and self.directory != refused.directory
+
+    def _telling(self) -> dict[str, int | float]:
+        """What tells who is behind. An optimizer's own step comes last, since ranks may hold other
+        parameters of it."""
+        counters = {n: value for n, value in self.signs.items() if n not in self.of_parameters}
+        steps = {digest: n for of in self.of_parameters.values() for digest, n in of.items()}
+        return {**counters, **steps, **self.signs}
 
 
 def moment_read(data: Any) -> Moment | None:
@@ -137,7 +154,8 @@ def moment_of(
         kept(signs, NAMED),
         kept(found.values, NAMED // 2),
         holds=selection is None or bool(selection.entries),
-        metadata=hashlib.sha256(text.encode()).hexdigest()[:8] if text else "",
+        metadata=_digest(text) if text else "",
+        of_parameters=kept(found.of_parameters, NAMED),
     )
 
 
@@ -147,7 +165,8 @@ class _Differing:
     def __init__(self) -> None:
         self.signs: dict[str, float] = {}
         self.values: dict[str, str] = {}
-        self._steps: dict[Path, float] = {}  # path of an optimizer → its parameters' largest step
+        self.of_parameters: dict[str, dict[str, float]] = {}
+        self._each: dict[Path, float] = {}  # path of a parameter's state → its step
         self._positions: set[Path] = set()  # dicts that hold a position in the data
 
     def note_positions(self, selection: Selection) -> None:
@@ -160,7 +179,7 @@ class _Differing:
         """Look at a plain value, or at the values in a dict or list."""
         if len(path) > 2 and path[-1] == "step" and path[-3] == "state":
             if _is_number(value):
-                self._steps[path[:-3]] = max(self._steps.get(path[:-3], value), value)
+                self._each[path[:-1]] = value
             return
         if path and path[-1] == "param_groups" and isinstance(value, (list, tuple)):
             # The hyperparameters of an optimizer: the first learning rate, and a digest of all
@@ -171,7 +190,7 @@ class _Differing:
                 for group in value
                 if isinstance(group, Mapping)
             ]
-            digest = hashlib.sha256(repr(plain).encode()).hexdigest()[:8]
+            digest = _digest(repr(plain))
             rate = value[0].get("lr") if value and isinstance(value[0], Mapping) else None
             self.values[dotted(path)] = (
                 f"lr {rate:.6g} (digest {digest})" if _is_number(rate) else f"digest {digest}"
@@ -202,8 +221,9 @@ class _Differing:
     def steps(self, selection: Selection) -> dict[str, float]:
         """The steps of the optimizers. Of many optimizers (one for each parameter, say) the largest
         step counts."""
-        tensors: dict[tuple[Path, Any, Any], list[torch.Tensor]] = {}
-        held: dict[Path, bool] = {}  # a parameter's state → whether this rank has elements of it
+        tensors: dict[tuple[Any, Any], dict[Path, torch.Tensor]] = {}
+        held: dict[Path, int] = {}  # a parameter's state → how many elements of it this rank has
+        divided: set[Path] = set()  # other ranks have elements of these parameters too
         counts: list[tuple[Path, torch.Tensor]] = []
         for entry, tensor in zip(selection.entries, selection.tensors, strict=True):
             path = entry.path
@@ -211,23 +231,44 @@ class _Differing:
                 continue
             if path[-1] == "step":
                 counts.append((path, tensor))
-            elif not held.get(path[:-1]):
-                held[path[:-1]] = tensor.numel() > 0
+                continue
+            held[path[:-1]] = held.get(path[:-1], 0) + tensor.numel()
+            if path[:-1] not in divided and tensor.numel() < sum(
+                math.prod(entry.geometry.shape_of(fqn)) for fqn in entry.fqns
+            ):
+                divided.add(path[:-1])
         for path, tensor in counts:
             if tensor.numel() != 1 or tensor.is_meta:
                 continue
-            if held.get(path[:-1], True):  # without elements a rank may count no steps
-                of = path[:-3], tensor.device, tensor.dtype
-                tensors.setdefault(of, []).append(tensor.detach().reshape(()))
-        for (path, _, _), steps in tensors.items():
-            most = torch.stack(steps).max().item()
-            self._steps[path] = max(self._steps.get(path, most), most)
-        if len(self._steps) > NAMED // 2:
-            return {"optimizers' step": _whole(max(self._steps.values()))}
-        return {
-            dotted((*path, "step")) if path else "optimizer step": _whole(most)
-            for path, most in sorted(self._steps.items(), key=lambda one: dotted(one[0]))
+            if held.get(path[:-1], 1):  # without elements a rank may count no steps
+                alike = tensors.setdefault((tensor.device, tensor.dtype), {})
+                alike[path[:-1]] = tensor.detach().reshape(())
+        for alike in tensors.values():
+            self._each.update(zip(alike, torch.stack([*alike.values()]).tolist(), strict=True))
+        optimizers = sorted({path[:-2] for path in self._each}, key=dotted)
+        many = len(optimizers) > NAMED // 2
+        names = {
+            path: "optimizers' step"
+            if many
+            else dotted((*path, "step"))
+            if path
+            else "optimizer step"
+            for path in optimizers
         }
+        signs: dict[str, float] = {names[path]: 0 for path in optimizers}
+        for path, step in self._each.items():
+            signs[names[path[:-2]]] = max(signs[names[path[:-2]]], _whole(step))
+        # under FSDP1, ranks share the parameters that are divided between them, and no others
+        first = sorted((path not in divided, _digest(dotted(path)), path) for path in self._each)
+        for _, digest, path in first:
+            of = self.of_parameters.setdefault(names[path[:-2]], {})
+            if len(of) < max(NAMED // 2 // len(signs), 1):
+                of[digest] = _whole(self._each[path])
+        return signs
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
 def _leaves(tree: Any, path: Path) -> Iterator[tuple[Path, Any]]:
@@ -299,6 +340,7 @@ def refuse_different(
     *,
     values: bool = False,
     earlier: Mapping[Any, str] | None = None,
+    last: Mapping[Any, Moment] | None = None,
 ) -> None:
     """Refuse saves that differ. The error carries the moment of those that are behind, if that is
     known: the others were made later, and may meet again in the next round.
@@ -308,6 +350,7 @@ def refuse_different(
         name: what to call a list of those.
         values: also compare the values, where no counter is common.
         earlier: who → its directory in the refused save before this one. It tells who is behind.
+        last: who → its moment in the last save that was not refused.
 
     Raises:
         UsageError: they differ.
@@ -321,12 +364,17 @@ def refuse_different(
         )
         mixed.moment = vars(Moment())  # none is beyond that
         raise mixed
-    sign = _first_different({who: moment.signs for who, moment in moments.items()})
+    apart = _of_other_parameters(moments, last or {})
+    signs = {
+        who: {name: sign for name, sign in moment.signs.items() if name not in apart}
+        for who, moment in moments.items()
+    }
+    sign = _first_different(signs)
     directories = _grouped({who: moment.directory for who, moment in moments.items()})
     if sign is None and len(directories) < 2:
         # Where those that hold tensors have a counter in common, it would tell them apart. Else
         # nothing but their values does.
-        counters = [set(moment.signs) for moment in moments.values() if moment.holds]
+        counters = [set(signs[who]) for who, moment in moments.items() if moment.holds]
         if not values or len(counters) < 2 or set.intersection(*counters):
             return
         sign = _first_different({who: moment.values for who, moment in moments.items()})
@@ -342,7 +390,12 @@ def refuse_different(
         field_name, by_value = sign
         differences.append(f"{field_name} is {_listed(by_value, name)}")
         numbers = [value for value in by_value if not isinstance(value, str)]
-        behind = by_value[min(numbers)] if numbers else behind
+        if numbers:
+            went = {w: m.signs[field_name] for w, m in moments.items() if field_name in m.signs}
+            if last and last.keys() >= went.keys():
+                since = {who: n - last[who].signs.get(field_name, 0) for who, n in went.items()}
+                went = since if len(set(since.values())) > 1 else went
+            behind = [who for who, n in went.items() if n == min(went.values())]
     message = "; ".join(differences)
     if len(directories) < 2:
         message = f"the ranks would save different steps as one: {message}"
@@ -358,6 +411,58 @@ def refuse_different(
     )
     error.moment = vars(Moment() if behind is None else moments[behind[0]])  # none is beyond that
     raise error
+
+
+def _of_other_parameters(moments: Mapping[Any, Moment], last: Mapping[Any, Moment]) -> set[str]:
+    """The optimizers whose steps differ only because ranks hold other parameters, of which some
+    began to train later. What the ranks share has the same step then. And something tells that no
+    rank skipped a save: a counter of saves, the shared parameters if they still train, or as many
+    steps on all ranks since the last save."""
+    names = {name for moment in moments.values() for name in moment.of_parameters}
+    common = set.intersection(*(set(moment.signs) for moment in moments.values())) - names
+    any_one = next(iter(moments.values()))
+    apart = set()
+    for name in names:
+        steps = {who: moment.signs[name] for who, moment in moments.items() if name in moment.signs}
+        parameters = {who: moments[who].of_parameters.get(name, {}) for who in steps}
+        if _first_different(parameters) is None and (
+            _STEP_IN_ID.search(any_one.directory)
+            or any(
+                one == "step" or _counts(one, any_one.signs[one], max(steps.values()))
+                for one in common
+            )
+            or _joined([(set(one), _newest(one)) for one in parameters.values()])
+            or (
+                last.keys() >= steps.keys()
+                and len({step - last[who].signs.get(name, 0) for who, step in steps.items()}) == 1
+            )
+        ):
+            apart.add(name)
+    return apart
+
+
+def _counts(name: str, value: float, steps: float) -> bool:
+    """Whether a counter goes on with each of an optimizer's steps."""
+    return value >= steps and re.search(r"epoch|total|num", name.replace("last_epoch", "")) is None
+
+
+def _newest(steps: Mapping[str, float]) -> set[str]:
+    return {one for one, step in steps.items() if step == max(steps.values())}
+
+
+def _joined(parameters: Sequence[tuple[set[str], set[str]]]) -> bool:
+    """Whether ranks share, one with the next, parameters that are the newest on one of both."""
+    (every, newest), *waiting = parameters
+    every, newest = set(every), set(newest)
+    while waiting:
+        rest = [(a, n) for a, n in waiting if not (a & newest or n & every)]
+        for all_of, newest_of in waiting:
+            if (all_of, newest_of) not in rest:
+                every, newest = every | all_of, newest | newest_of
+        if len(rest) == len(waiting):
+            return False
+        waiting = rest
+    return True
 
 
 def _first_different(

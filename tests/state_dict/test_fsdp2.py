@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -174,7 +174,8 @@ def test_local_state_is_what_torch_gathers_comes_back_and_trains_on_without_a_co
 
 
 class OfItsPart(torch.optim.Optimizer):
-    """One that keeps of each parameter the mean of all of it, as a DTensor, and a sum over the
+    """One that keeps of each parameter copies that its mesh divides otherwise, the mean of all of
+    it, as a DTensor, and a sum over the
     elements of its own rank, or of all ranks."""
 
     def __init__(self, parameters: Any, alike: bool) -> None:
@@ -190,6 +191,7 @@ class OfItsPart(torch.optim.Optimizer):
             self.state[parameter] = {
                 "rows": rows.mean(1, keepdim=True),
                 "all": [parameter.detach().redistribute(mesh, [Replicate()])],
+                "last": parameter.detach().redistribute(mesh, [Shard(parameter.dim() - 1)]),
                 "mean": DTensor.from_local(mean, mesh, [Replicate()]),
                 "own": own.sum().reshape(1, 1),
             }
@@ -220,12 +222,11 @@ def of_its_part(folder: str, kind: str, alike: bool) -> list[str]:
     for (mine, was), now in zip(optimizer.state.items(), fresh.state.values(), strict=True):
         shape = list(mine.shape)
         (was["all"],), (now["all"],) = was["all"], now["all"]
-        for name in ("rows", "all", "mean"):
-            if kind in ("LOCAL", "FULL") or name != "all":
-                placed = [str(t.placements) for t in (was[name], now[name])]
-                wrong += [f"{name} of {shape}: {placed}"] * (len({*placed}) > 1)
-                same = torch.equal(local(was[name]), local(now[name]))
-                wrong += [f"values of {name} of {shape}"] * (not same)
+        for name in ("rows", "all", "last", "mean"):
+            placed = [str(t.placements) for t in (was[name], now[name])]
+            wrong += [f"{name} of {shape}: {placed}"] * (len({*placed}) > 1)
+            same = torch.equal(local(was[name]), local(now[name]))
+            wrong += [f"values of {name} of {shape}"] * (not same)
         wrong += [f"{name} of {shape}" for name in was if type(was[name]) is not type(now[name])]
         wrong += [f"mean of {shape}"] * (not torch.equal(local(was["mean"]), local(now["mean"])))
         wrong += [f"own of {shape}"] * (not torch.equal(was["own"], now["own"]))

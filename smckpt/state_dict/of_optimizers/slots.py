@@ -24,6 +24,8 @@ from smckpt.layout.containers import (
     named_class,
 )
 from smckpt.layout.entries import Path, dotted
+from smckpt.layout.geometry import MeshGeometry
+from smckpt.layout.mesh import Mesh
 from smckpt.state_dict.of_optimizers.bindings import Binding
 from smckpt.state_dict.parts import is_made_as, made_of_parts, parts_of
 from smckpt.state_dict.tags import tag_of
@@ -34,6 +36,7 @@ from smckpt.state_dict.tensors import (
     flagged,
     flags_of,
     is_dtensor,
+    mesh_of,
     order_of,
     pending_in,
     zeros_on_mesh,
@@ -53,7 +56,7 @@ class SavedSlot:
     it was one of NumPy. flags: as of `flags_of`. placed: "whole" if a mesh divided its parameter,
     but not the tensor; of FULL state, "@0,-1" if a mesh held it otherwise than its parameter: along
     which dimension each of the mesh's divided it, or -1. expanded: the dimensions along which all
-    elements are one."""
+    elements are one. apart: the mesh that divided it otherwise than its parameter."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -66,6 +69,7 @@ class SavedSlot:
     flags: str = ""
     expanded: tuple[int, ...] = ()
     placed: str = ""
+    apart: Mesh | None = None
 
     @property
     def flat(self) -> bool:
@@ -119,6 +123,13 @@ class SavedState:
         self.whole_groups: Any = ABSENT
         kinds = catalogue.kinds(rank) or {}
         deep = len(path) + 1
+        cut = {  # as a mesh divided each tensor outside of the optimizer, by key and by name
+            name: _placements(row.geometry)
+            for row in catalogue.rows
+            if isinstance(row.geometry, MeshGeometry) and row.path[: deep - 1] != path
+            for name in (row.key, row.geometry.fqn)
+        }
+        names = (catalogue.optimizers.get(dotted(path)) or {}).get("names", ())
         for name, tensor in catalogue.logical.items():
             full = tensor.path
             if len(full) < deep or tuple(map(str, full[: deep - 1])) != tuple(map(str, path)):
@@ -128,6 +139,8 @@ class SavedState:
             row, fqn = next(((r, f) for r, f in rows if rank in r.ranks), rows[0])
             geometry = row.geometry
             local = tuple(geometry.local_shape(row.ranks[0])) if geometry.per_rank else None
+            owner = str(full[deep]) if len(full) > deep else ""
+            called = names[int(owner)] if owner.isdecimal() and int(owner) < len(names) else [fqn]
             flags, placed = _flags_in(kinds.get(row.path, "").partition(";")[2])
             leaf = SavedSlot(
                 getattr(torch, row.dtype),
@@ -141,6 +154,7 @@ class SavedState:
                 flags,
                 dims_in(kinds.get(row.path), "expanded") or (),
                 placed,
+                _apart(geometry, next((cut[one] for one in called if one in cut), None)),
             )
             stored = row.path  # its containers are recorded under this one
             inside = part in owned and len(full) > deep
@@ -275,6 +289,18 @@ def _placements(geometry: Any) -> tuple[int | None, ...] | None:
     return tuple(getattr(each, "dim", None) if each.kind != "replicate" else None for each in found)
 
 
+def _apart(geometry: Any, of_parameter: tuple[int | None, ...] | None) -> Mesh | None:
+    """The mesh, if it divided a tensor otherwise than its parameter. A parameter that was not saved
+    counts as divided."""
+    own = _placements(geometry)
+    if own is None or (
+        any(d is not None for d in own) if of_parameter is None else own == of_parameter
+    ):
+        return None
+    mesh: Mesh = geometry.mesh
+    return mesh
+
+
 def _nested(leaves: _Leaves, kinds: Mapping[Path, str], at: Path = ()) -> Any:
     if at in leaves and (isinstance(leaves[at], SavedSlot) or len(leaves) == 1):
         return leaves[at]
@@ -381,7 +407,6 @@ def room(
         if binding is not None:
             shapes |= set(binding.shapes(parameter))
     flat = binding is not None and parameter is not None and binding.flat(parameter)
-    same_mesh = binding is not None and binding.by_id and bool(binding.held)
 
     def make(saved: Any, live: Any, at: Path) -> torch.Tensor:
         if not isinstance(saved, SavedSlot):
@@ -424,7 +449,7 @@ def room(
             return saved.zeros()
         if saved.order is not None and not flat and not is_dtensor(parameter):
             return saved.zeros(_device(parameter))
-        if like and same_mesh and is_dtensor(parameter) and _whole(saved):
+        if like and saved.apart is not None and mesh is not None and _is_on(mesh, saved.apart):
             return zeros_on_mesh(parameter, saved.shape, saved.dtype, saved.placements)
         if like:
             return torch.zeros_like(parameter.detach(), dtype=saved.dtype)
@@ -441,10 +466,9 @@ def room(
     return make
 
 
-def _whole(saved: SavedSlot) -> bool:
-    """Whether each rank of a mesh had the whole of it, as some optimizers keep of a parameter that
-    is divided."""
-    return bool(saved.placements) and not any(d is not None for d in saved.placements or ())
+def _is_on(tensor: torch.Tensor, mesh: Mesh) -> bool:
+    live = mesh_of(dtensor_parts(tensor)[1])
+    return (live.shape, live.ranks) == (mesh.shape, mesh.ranks)
 
 
 def _on_mesh_of(among: Sequence[torch.Tensor], saved: SavedSlot) -> torch.Tensor:

@@ -379,7 +379,8 @@ class _NewFile:
                 later = writers[wholes[-1] + 1 :]
             elif base is not None:
                 with _opened(base, self.name) as old:
-                    _copy_file(old, out)
+                    # patches change no size
+                    _copy_file(old, out, self.file.size, os.path.join(base.path, self.name))
             for publish, each in later:
                 nbytes += _patch(self.source, publish, each.tensors, out.fileno())
             _check(out.fileno(), self.file, path)
@@ -387,9 +388,11 @@ class _NewFile:
         return nbytes
 
 
-def _copy_file(old: BinaryIO, new: BinaryIO) -> None:
+def _copy_file(old: BinaryIO, new: BinaryIO, size: int, path: str) -> None:
     """In the kernel, where a file system may share the blocks; otherwise byte by byte."""
     left = os.fstat(old.fileno()).st_size
+    if left != size:  # a sparse file may be larger by terabytes
+        raise _other_bytes(path, left, size)
     try:
         while left and (copied := os.copy_file_range(old.fileno(), new.fileno(), left)):
             left -= copied
@@ -442,11 +445,15 @@ def _check(fd: int, file: PublishedFile, path: str) -> None:
     while at < size == file.size and (count := os.preadv(fd, [memory], at)):
         value, at = crc64(memory[:count], value), at + count
     if (size, value) != (file.size, file.crc64):
-        raise CorruptCheckpointError(
-            f"the file has {size:,} bytes that are not those of the publish ({file.size:,})",
-            remedy="publish in full, with delta=None",
-            path=path,
-        )
+        raise _other_bytes(path, size, file.size)
+
+
+def _other_bytes(path: str, size: int, published: int) -> CorruptCheckpointError:
+    return CorruptCheckpointError(
+        f"the file has {size:,} bytes that are not those of the publish ({published:,})",
+        remedy="publish in full, with delta=None",
+        path=path,
+    )
 
 
 def _remove_ours(host: Directory, folder: str, otherwise: Collection[str]) -> None:

@@ -54,7 +54,8 @@ def best_of(_: Any, __: Any, text: str | None) -> Any:
 @as_json
 def ls(root: str, state: bool, best: Any, as_json: bool) -> None:
     """List the committed checkpoints in and below ROOT, and the run's in memory, newest first, with
-    the metrics that a manager has recorded. `smckpt doctor` lists the unfinished ones too."""
+    the metrics that a manager has recorded. Lines below name what a save or deletion left that was
+    cut short, or that still runs."""
     from smckpt.checkpoint.commits.contents import what_is_missing
     from smckpt.checkpoint.commits.discover import find_checkpoints, in_order, refuse_absent
     from smckpt.manager.record import memory_of
@@ -92,6 +93,7 @@ def ls(root: str, state: bool, best: Any, as_json: bool) -> None:
         return
     if not found:
         print_line(f"no committed checkpoint in or below {root}" + _of_others(top))
+        _name_uncommitted(top, found)
         return
     print_line(f"in {root}:")
     columns: dict[str, list[Any]] = {
@@ -115,6 +117,16 @@ def ls(root: str, state: bool, best: Any, as_json: bool) -> None:
     print_table("", tuple(columns), zip(*columns.values(), strict=True), right=right)
     if away:
         print_line(away)
+    _name_uncommitted(top, found)
+
+
+def _name_uncommitted(top: Storage, found: Sequence[str]) -> None:
+    from smckpt.manager.doctor import examine
+
+    for one in examine(top, known={str(each).rstrip("/") for each in found}):
+        if one.state in ("unfinished", "removing"):
+            print_line(f"{one.place or '.'}: {one.state}, {bytes_text(one.nbytes)}: `smckpt doctor "
+                       f"{top.url}` says more")  # fmt: skip
 
 
 def _of_others(top: Storage) -> str:

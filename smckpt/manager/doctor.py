@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -71,10 +71,13 @@ class Condition:
         return 0 if self.checkpoint is None else self.checkpoint.committed_at
 
 
-def examine(root: Storage, depth: int = DEPTH) -> list[Condition]:
+def examine(root: Storage, depth: int = DEPTH, *, known: Collection[str] = ()) -> list[Condition]:
     """All directories at and below `root` that hold files of a checkpoint, and the steps in memory
     that the newest step names; newest step first, in memory before on disk, then those without a
     step, by name. It lists directories and reads manifests, but no data.
+
+    Args:
+        known: directories that are not looked at.
 
     Raises:
         StorageError: the store failed to read the root.
@@ -83,7 +86,8 @@ def examine(root: Storage, depth: int = DEPTH) -> list[Condition]:
     conditions = [
         replace(condition, url=storage.url)
         for storage, _, unread in walk(root, depth)
-        if (condition := _condition(root, storage, unread)) is not None
+        if storage.url.rstrip("/") not in known
+        and (condition := _condition(root, storage, unread)) is not None
     ]
     found = once(root, conditions, lambda one: one.url)
     found += _in_memory(root, [one.checkpoint for one in found if one.checkpoint is not None])

@@ -95,14 +95,15 @@ def step7(root: Path, tmp_path: Path) -> Path:
 # -- ls -----------------------------------------------------------------------------------------
 
 
-def test_ls_lists_committed_checkpoints_newest_first_and_nothing_else(root):
+def test_ls_lists_committed_checkpoints_newest_first_and_below_them_what_is_none(root):
     where, *lines = run("ls", root).splitlines()
     assert where == f"in {root}:"
     assert lines[0].split() == ["checkpoint", "step", "kind", "size", "groups", "committed"]
-    assert [line.split()[:3] for line in lines[2:]] == [
+    assert [line.split()[:3] for line in lines[2:-1]] == [
         ["step-30", "30", "LOCAL"],
         ["step-7", "7", "LOCAL"],
     ]
+    assert lines[-1] == f"unfinished: unfinished, 368.0 KiB: `smckpt doctor {root}` says more"
     assert run("ls", root / "step-7").splitlines()[3].split()[0] == "."
 
 

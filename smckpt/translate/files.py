@@ -2,8 +2,9 @@
 
 The directory is checked for files that were there before. Weights are written first and made
 durable. The index, or the name model.safetensors, makes them loadable and comes last. An export
-that is killed leaves files that nothing loads. Only a `ChunkSource` (`stream`) knows the sources of
-a range of a target.
+that is killed leaves files that nothing loads; on a disk, where it replaces no model, it leaves
+them where the next one finds and removes them (`hidden`). Only a `ChunkSource` (`stream`) knows the
+sources of a range of a target.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from smckpt.layout.mesh import Shape
 from smckpt.storage import FileWriter, Storage
 from smckpt.storage.faults import name_taken
 from smckpt.storage.urls import file_url, is_local, local_path, normal_url
+from smckpt.translate import hidden
 from smckpt.translate.beside import TEMPLATES
 
 __all__ = [
@@ -237,14 +239,18 @@ class Output:
         self._folders: dict[str, Storage] = {}
         self._nested: list[tuple[Storage, str]] = []
         self._new = is_local(url) and not os.path.exists(local_path(url))
+        # in which the files are made; "": in the directory itself
+        self.folder = ""
+        self._leads = False
 
-    def prepare(self, *, overwrite: bool) -> None:
-        """Refuse a directory that is not empty, or remove the old model from it.
+    def prepare(self, *, overwrite: bool) -> list[str]:
+        """Refuse a directory that is not empty, or remove the old model from it. Returns notes.
 
         Raises:
             UsageError: it is not empty and `overwrite` is False.
             StorageError: there is too little space, or the directory cannot be used.
         """
+        left = hidden.clear(local_path(self.url)) if is_local(self.url) else []
         present = self.present(overwrite)
         self.at(TEMPLATES).refuse_links()  # before anything is removed
         # The index first: after that no mixture of two models can be loaded.
@@ -254,6 +260,22 @@ class Output:
             for files in (self.storage, self.at(TEMPLATES)):
                 files.discard_unfinished(files.list_unfinished())
         self.check_space()
+        if is_local(self.url) and not overwrite:
+            self._leads = True
+            self.enter(hidden.begin(local_path(self.url)))
+        return [
+            f"{self.url} holds {name}, of an export that still runs or was killed: if none runs, "
+            "remove it"
+            for name in left
+        ]
+
+    def enter(self, folder: str) -> None:
+        """Make the files in a hidden directory, from which `publish` shows them."""
+        if folder and not self.folder:
+            self.folder, self._hidden = folder, False
+            self._folders[""] = self.storage  # `close` closes it
+            self.storage = self.storage.join(folder)
+            self._folders.pop(TEMPLATES, None)
 
     def writer(self, file: OutputFile, chunks: int) -> FileWriter:
         """The writer of `file`. The first call makes it and writes the header."""
@@ -317,24 +339,29 @@ class Output:
             # not `put`, which shows a name before its bytes
             if not self.storage.put_exclusive(INDEX, index):
                 raise name_taken(file_url(self.url, INDEX))
-            return
-        if not self._hidden:
-            return
-        for file in self._files:
-            self.storage.rename(self._stored(file), file.name)
+        elif self._hidden:
+            for file in self._files:
+                self.storage.rename(self._stored(file), file.name)
+        if self.folder:
+            last = self._files[0].name if index is None else INDEX
+            hidden.show(local_path(self.url), self.folder, last)
 
     def abandon(self) -> None:
         """Remove the written files, as far as the store allows."""
         with ExitStack() as each:  # go on after one that cannot be removed
-            for name in self._made:
+            for name in () if self._leads else self._made:
                 each.callback(self.storage.delete, name)
-            for storage, name in self._nested:  # a folder goes if it is empty then
-                each.callback(storage.remove_directory)
+            for storage, name in () if self._leads else self._nested:
+                each.callback(storage.remove_directory)  # it goes if it is empty then
                 each.callback(storage.delete, name)
             for writer in self._open.values():
                 each.callback(writer.abort)
-        if self._new and self._made:
-            self.storage.remove_directory()  # it stays if files of others are there
+            if self._leads:  # first
+                each.callback(hidden.discard, local_path(self.url), self.folder)
+        if self.folder and not self._leads:
+            self.storage.remove_directory()  # if the first process has gone before
+        if self._new and (self._made or self._leads):
+            self._folders.get("", self.storage).remove_directory()  # it stays if it is not empty
 
     def close(self) -> None:
         for storage in (self.storage, *self._folders.values()):
@@ -342,7 +369,8 @@ class Output:
 
     def present(self, overwrite: bool) -> list[str]:
         present = [f.name for f in self.storage.list()]
-        if (present or self.storage.list_dirs()) and not overwrite:
+        folders = [name for name in self.storage.list_dirs() if not hidden.is_hidden(name)]
+        if (present or folders) and not overwrite:
             ours = f".safetensors{UNFINISHED}"
             half = next((name for name in present if name.endswith(ours)), None)
             raise UsageError(

@@ -16,6 +16,7 @@ from smckpt import ExportOptions, export_hf, find_checkpoints, verify_checkpoint
 from smckpt.checkpoint.commits.discover import found_at
 from smckpt.checkpoint.commits.run_directory import RunDirectory, Template
 from smckpt.checkpoint.upkeep.repair import repair_checkpoint
+from smckpt.errors import UsageError
 from smckpt.manager.retention import Newest, Retention
 from smckpt.storage import open_storage
 from tests.support import synthetic
@@ -181,9 +182,48 @@ def test_an_export_killed_anywhere_never_looks_whole_and_a_second_one_finishes(
         assert {"nothing loads", "the old one"} <= found.keys()
 
 
-def export(checkpoint: str, place: str, limit: str) -> None:
+@pytest.mark.parametrize("limit", ["5GB", "400"], ids=["one file", "several files"])
+@pytest.mark.parametrize("where", ["disk"])
+@SAMPLE_OR_ALL
+def test_an_export_to_an_empty_directory_killed_anywhere_is_followed_by_one_that_completes(
+    root: str, tmp_path: Path, only: int | None, limit: str
+) -> None:
+    Group(tmp_path / "c", (0, 1), state=state_of(hybrid((0, 1), 1), rows=20)).save(step=1)
+    tokenizer = tmp_path / "tokenizer"
+    for name in ("tokenizer.json", "additional_chat_templates/rag.jinja"):
+        (tokenizer / name).parent.mkdir(parents=True, exist_ok=True)
+        (tokenizer / name).write_text("{}")
+
+    def exported(place: str) -> None:
+        export(str(tmp_path / "c"), place, limit, overwrite=False, tokenizer=tokenizer)
+
+    exported(str(tmp_path / "hf"))
+    whole = everything(str(tmp_path / "hf"))
+    assert "additional_chat_templates/rag.jinja" in whole
+
+    def judge(place: str) -> str:
+        left = {n: d for n, d in everything(place).items() if not n.startswith(".smckpt-export")}
+        assert not weights(place) or left == whole
+        try:
+            exported(place)
+        except UsageError:  # it was killed after it had shown all
+            assert left == whole
+            return "finished"
+        finally:
+            assert everything(place) == whole
+        return "all files" if left == whole else "some files" if left else "no file"
+
+    found = killed_everywhere(lambda: fresh(root), exported, judge, only)
+    if only is None:
+        assert {"no file", "some files", "finished"} <= found.keys()
+
+
+def export(
+    checkpoint: str, place: str, limit: str, *, overwrite: bool = True, tokenizer: Any = None
+) -> None:
     options = ExportOptions(
-        against_model=False, naming="module", max_shard_size=limit, threads=1, overwrite=True,
+        against_model=False, naming="module", max_shard_size=limit, threads=1, overwrite=overwrite,
         allow_nonfinite=True,
     )  # fmt: skip
-    export_hf(checkpoint, place, config={"model_type": "llama"}, options=options)
+    config = {"model_type": "llama"}
+    export_hf(checkpoint, place, config=config, tokenizer=tokenizer, options=options)

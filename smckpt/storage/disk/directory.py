@@ -138,6 +138,10 @@ class Directory:
         found = self.status(name)
         return found is not None and stat.S_ISLNK(found.st_mode)
 
+    def is_directory(self, name: str) -> bool:
+        found = self.status(name)
+        return found is not None and stat.S_ISDIR(found.st_mode)
+
     def link_at(self, name: str) -> str | None:
         """Where a symbolic link leads; None: no link has the name."""
         return os.readlink(name, dir_fd=self.fd) if self.is_link(name) else None
@@ -182,10 +186,7 @@ class Directory:
     def remove_all(self, name: str) -> None:
         """Remove a directory with all that is in it; where a link leads, nothing. A missing one is
         no error."""
-        found = self.status(name)
-        if found is None:
-            return
-        if not stat.S_ISDIR(found.st_mode):
+        if not self.is_directory(name):
             self.remove(name)
             return
         with self.below(name) as inner:

@@ -102,10 +102,10 @@ class Stages:
             self.notes += self._compared()
         kind, note = self.comparison.unnamed_class(own, planned.found.source.url)
         self.notes += [note] if note else []
-        planned.output.prepare(overwrite=self.options.overwrite)
+        self.notes += planned.output.prepare(overwrite=self.options.overwrite)
         # First, because a single file of weights can be loaded as soon as the object appears.
         planned.sidecars(kind)
-        return {}
+        return {"folder": planned.output.folder}
 
     def write(self) -> Body:
         """Write this process's share of the files."""
@@ -339,7 +339,8 @@ def export_hf(
                 done.callback(stages.close)
                 on_failure = done.enter_context(ExitStack())
                 on_failure.callback(stages.abandon)
-                group.meet("plan", lambda: stages.plan(plan), stages.prepare)
+                planned = group.meet("plan", lambda: stages.plan(plan), stages.prepare)
+                stages.made.output.enter(planned["folder"])
                 decided = group.meet("written", stages.write, stages.publish)
                 on_failure.pop_all()
             return stages.made, decided

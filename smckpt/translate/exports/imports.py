@@ -101,13 +101,14 @@ class CheckpointOutput(Output):
         self._layouts = [file.layout for file in files]
         self._parts: list[dict[str, str]] = []
 
-    def prepare(self, *, overwrite: bool) -> None:
+    def prepare(self, *, overwrite: bool) -> list[str]:
         """Refuse a directory that is not empty, but for what a try left that was killed. With
         `overwrite`, an old checkpoint there is removed after this one is committed."""
         self.storage.discard_unfinished([CONFIG])
         if not overwrite:
             refuse_not_empty(self.storage, beside=(CONFIG,))
         self.check_space()
+        return []
 
     def put_parts(self, topology: ParallelState, metadata: Mapping[str, Any]) -> None:
         """Write the part of each rank."""

@@ -619,7 +619,6 @@ def test_an_adapter_that_is_killed_on_the_way_does_not_load(tmp_path):
               options=ExportOptions(progress=lambda done, total: os._exit(0)))
     """
     child.run(code, str(checkpoint), str(tmp_path / "out"), str(tmp_path / "peft"))
-    left = ["adapter_config.json", "adapter_model.safetensors.unfinished"]
-    assert sorted(os.listdir(tmp_path / "out")) == left
-    with pytest.raises(Exception, match="Repo id"):  # no weights here: PEFT goes on to the hub
+    assert not [*(tmp_path / "out").glob("[!.]*")]
+    with pytest.raises(Exception, match="Can.t find .adapter_config.json"):
         PeftModel.from_pretrained(llama().get_base_model(), str(tmp_path / "out"))

@@ -6,7 +6,6 @@ The limits are far above what is needed, and the reason is looked for: no test m
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -18,6 +17,7 @@ import smckpt
 from smckpt.engine import runtime
 from smckpt.engine.api import _RUNTIME
 from smckpt.meeting.group import Membership
+from tests.support import warm
 from tests.support.launch import run_ranks
 from tests.support.limits import seconds
 
@@ -93,13 +93,8 @@ def ranks(tmp_path: Path, *arguments: str, script: str = SCRIPT, count: int = 2)
                 "PYTHONPATH": str(ROOT),
                 "OMP_NUM_THREADS": "1",
             }
-            log = (tmp_path / f"{rank}.log").open("wb")
-            children.append(
-                subprocess.Popen(
-                    [sys.executable, str(file), *arguments],
-                    env=environment, stdout=log, stderr=subprocess.STDOUT,
-                )
-            )  # fmt: skip
+            command = [sys.executable, str(file), *arguments]
+            children.append(warm.Program(command, tmp_path / f"{rank}.log", env=environment))
         for child in children:
             child.wait(seconds(100))
     finally:

@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import pickle
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -33,6 +32,7 @@ from smckpt.integrations.hyperpod import (
 )
 from smckpt.run import provide
 from smckpt.storage import open_storage
+from tests.support import warm
 from tests.support.frameworks.managed_tier import DAEMONS, ask, blob_of
 from tests.support.launch import ROOT, run_ranks
 from tests.support.limits import seconds
@@ -42,14 +42,14 @@ TRAIN = ROOT / "tests" / "support" / "frameworks" / "hyperpod_train.py"
 
 def trained(base: str, until: int, die: int = -1, ranks: int = 2) -> list[Any]:
     """The step that the job began at, and its weights."""
-    done = subprocess.run(
+    done = warm.run(
         [
             sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}",
             "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0",
             "--max-restarts=1",
             "-m", "smckpt.run", "--for", "hyperpod", str(TRAIN), base, str(until), str(die),
         ],
-        capture_output=True, text=True, timeout=seconds(150), check=False,
+        timeout=seconds(150),
         env={
             **os.environ, "PYTHONPATH": str(ROOT),
             # else gloo finds addresses of the life before in torchrun's store, and waits for them

@@ -23,6 +23,7 @@ from smckpt.checkpoint.upkeep.transfer import copy_checkpoint
 from smckpt.manager import schedule
 from smckpt.manager.memory import SERVICE
 from smckpt.storage import open_storage
+from tests.support import warm
 from tests.support.faults.hosts import Host, hosts, keeper_service
 from tests.support.limits import seconds
 
@@ -174,7 +175,6 @@ def test_no_process_is_left_after_the_job(tmp_path: Path) -> None:
         assert len(job[0].processes()) == 2  # the agent and the keeper
         (keeper,) = {*job[0].processes()} - {str(job[0].agent.pid)}
         ends = os.pidfd_open(int(keeper))
-        assert job[0].agent.stdin is not None
         job[0].agent.stdin.close()
         job[0].agent.wait(seconds(20))
         assert select.select([ends], [], [], seconds(20))[0]
@@ -249,10 +249,8 @@ def test_a_keeper_that_is_a_service_outlives_the_job(
     name, process = service
 
     def job() -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-c", SERVED, str(tmp_path)], env={**os.environ, SERVICE: name},
-            capture_output=True, text=True, timeout=seconds(60),
-        )  # fmt: skip
+        command = [sys.executable, "-c", SERVED, str(tmp_path)]
+        return warm.run(command, env={**os.environ, SERVICE: name}, timeout=seconds(60))
 
     assert [job().stdout for _ in range(2)] == [
         "from 0 [0.0, 0.0, 0.0, 0.0]\n", "from 5 [1.0, 1.0, 1.0, 1.0]\n"

@@ -10,6 +10,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+from tests.support import warm
 from tests.support.limits import seconds
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,10 +53,8 @@ def script(
         launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    return subprocess.run(
-        [*launcher, *by, str(path), *arguments],
-        capture_output=True, text=True, timeout=seconds(240), env=environment, check=False,
-    )  # fmt: skip
+    command = [*launcher, *by, str(path), *arguments]
+    return warm.run(command, timeout=seconds(240), env=environment)
 
 
 def told(done: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:

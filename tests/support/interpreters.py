@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests.support import warm
 from tests.support.limits import seconds
 
 
@@ -67,10 +68,8 @@ def transformer_engine() -> str:
 
 def run(python: str, *arguments: str | Path, timeout: float = 200) -> str:
     """What the script prints."""
-    done = subprocess.run(
-        [python, "-W", "ignore", *map(str, arguments)],
-        capture_output=True, text=True, timeout=seconds(timeout), env=_environment(),
-    )  # fmt: skip
+    command = [python, "-W", "ignore", *map(str, arguments)]
+    done = warm.run(command, timeout=seconds(timeout), env=_environment())
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout
 

@@ -26,7 +26,7 @@ import torch
 
 from tests.support.limits import seconds
 
-__all__ = ["free_port", "run_ranks"]
+__all__ = ["free_port", "run_ranks", "server"]
 
 ROOT = Path(__file__).resolve().parents[2]
 PRELOADED = [
@@ -34,6 +34,7 @@ PRELOADED = [
     "torch",
     "torch.distributed.checkpoint",
     "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.run",
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
 ]
@@ -41,6 +42,7 @@ PRELOADED = [
 PRELOADED_ON_CPU = [
     "torch._dynamo",  # every optimizer imports it
     "pytest",  # most modules of tests do
+    "boto3",  # each save to S3 does
     # not smckpt.engine.api: its runtime remembers the process that imported it, and when it began
     "smckpt.engine.saving.save",
     "smckpt.engine.load",
@@ -63,9 +65,7 @@ def run_ranks(
     `function` stands at the top of its module. A rank that raises, dies or outlasts `timeout`
     seconds fails the test with its traceback and output; only our own children are killed.
     """
-    context = multiprocessing.get_context("forkserver")
-    more = [] if torch.cuda.is_available() else PRELOADED_ON_CPU
-    context.set_forkserver_preload(PRELOADED + more)
+    context = server()
     with tempfile.TemporaryDirectory() as folder:
         environment = {
             **os.environ,
@@ -88,6 +88,14 @@ def run_ranks(
             _result(Path(folder), rank, child, rank in killed)
             for rank, child in enumerate(children)
         ]
+
+
+def server() -> Any:
+    """The context of multiprocessing whose processes are forked with torch imported."""
+    context = multiprocessing.get_context("forkserver")
+    more = [] if torch.cuda.is_available() else PRELOADED_ON_CPU
+    context.set_forkserver_preload(PRELOADED + more)
+    return context
 
 
 def _wait(children: list[Any], timeout: float) -> None:

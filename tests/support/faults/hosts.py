@@ -12,18 +12,24 @@ import secrets
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from tests.support import warm
 from tests.support.limits import seconds
 
-# Its programs are forked from it, since each import of torch takes seconds of a processor.
+# It is forked from a server, and its programs from it: each import of torch takes seconds of a
+# processor.
 _AGENT = """
-import importlib, json, os, runpy, signal, sys, tempfile, time
-for each in sys.argv[1:]:
+import ctypes, importlib, json, os, runpy, signal, sys, tempfile, time
+network = os.open("/var/run/netns/" + sys.argv[1], os.O_RDONLY)
+assert ctypes.CDLL(None).setns(network, 0x40000000) == 0  # CLONE_NEWNET
+jobs = open(sys.argv[2])
+for each in sys.argv[3:]:
     importlib.import_module(each)
 
 def begun(program, words, env):
@@ -39,7 +45,7 @@ def begun(program, words, env):
     runpy.run_path(program, run_name="__main__")
     sys.exit()
 
-for line in sys.stdin:
+for line in jobs:
     program, words, envs, limit = json.loads(line)
     ranks, codes, until = [begun(program, words, env) for env in envs], {}, time.monotonic() + limit
     while len(codes) < len(ranks):
@@ -56,22 +62,34 @@ for line in sys.stdin:
 """
 
 
+class Agent(warm.Program):
+    """The process of a host that runs programs; it ends with its input."""
+
+    def __init__(self, name: str, imports: Sequence[str]) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            said, jobs = Path(folder, "said"), Path(folder, "jobs")
+            os.mkfifo(said)
+            os.mkfifo(jobs)
+            command = [sys.executable, "-c", _AGENT, name, str(jobs), *imports]
+            super().__init__(command, said, Path(folder, "errors"))
+            self.stdout = said.open()  # both wait until the other side opens them too
+            self.stdin = jobs.open("w")
+
+
 @dataclass
 class Host:
     name: str
     address: str
     imports: tuple[str, ...]
-    agent: subprocess.Popen[str]
+    agent: Agent
 
     def begin(self, program: Path, words: Sequence[str], *envs: Mapping[str, str]) -> None:
         """Run the program once in each environment."""
-        assert self.agent.stdin is not None
         asked = str(program), words, envs, seconds(300)
         self.agent.stdin.write(json.dumps(asked) + "\n")
         self.agent.stdin.flush()
 
     def ended(self) -> tuple[int, str, str]:
-        assert self.agent.stdout is not None
         code, out, error = json.loads(self.agent.stdout.readline())
         return code, out, error
 
@@ -92,7 +110,7 @@ class Host:
     def revive(self) -> None:
         """The host is back, with nothing in its memory."""
         self.close()
-        self.agent = _agent(self.name, self.imports)
+        self.agent = Agent(self.name, self.imports)
 
     def slow(self, rate: str) -> None:
         """Let so much through the host's link, such as "8mbit"."""
@@ -111,22 +129,14 @@ class Host:
 
     def close(self) -> None:
         for stream in (self.agent.stdin, self.agent.stdout):
-            if stream is not None:
-                with contextlib.suppress(OSError):
-                    stream.close()
+            with contextlib.suppress(OSError):
+                stream.close()
 
     def processes(self) -> list[str]:
         listed = subprocess.run(
             ["ip", "netns", "pids", self.name], capture_output=True, text=True, timeout=seconds(20)
         )
         return listed.stdout.split()
-
-
-def _agent(name: str, imports: Sequence[str]) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        ["ip", "netns", "exec", name, sys.executable, "-c", _AGENT, *imports],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
 
 
 def _run(*words: str) -> None:
@@ -174,7 +184,7 @@ def hosts(count: int, *imports: str) -> Iterator[list[Host]]:
             _run("ip", "-n", name, "link", "set", "e0", "up")
             _run("ip", "-n", name, "link", "set", "lo", "up")
             imported = ("torch.distributed", *imports)
-            made.append(Host(name, f"{net}.{number + 1}", imported, _agent(name, imported)))
+            made.append(Host(name, f"{net}.{number + 1}", imported, Agent(name, imported)))
         yield made
     finally:
         for host in made:

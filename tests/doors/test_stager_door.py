@@ -57,7 +57,7 @@ def test_copies_that_do_not_end_fail_the_save_within_the_limit_and_the_next_one_
     tmp_path: Path,
 ) -> None:
     stager = Late()
-    limit = seconds(3)  # of each stage: the worker answers within it, too
+    limit = seconds(2)  # of each stage: the worker answers within it, too
     options = smckpt.SaveOptions(stager=stager, timeout=limit)
     handle = smckpt.async_save(state(1.0), checkpoint_id=tmp_path / "c", options=options)
     assert handle is not None

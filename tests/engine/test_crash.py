@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 import smckpt
+from tests.support import warm
 from tests.support.launch import ROOT, free_port, run_ranks
 from tests.support.limits import seconds
 
@@ -60,7 +60,7 @@ def run_and_kill(folder: Path, chance: random.Random) -> int:
     moment, then the other. The last step that both reported."""
     port = str(free_port())
     children = [
-        subprocess.Popen(
+        warm.Piped(
             [sys.executable, "-c", SAVER, str(folder), str(seconds(30))],
             env={
                 **os.environ,
@@ -72,15 +72,12 @@ def run_and_kill(folder: Path, chance: random.Random) -> int:
                 "OMP_NUM_THREADS": "1",
                 "PYTHONPATH": str(ROOT),
             },
-            stdout=subprocess.PIPE,
-            text=True,
         )
         for rank in range(2)
     ]
     steps = [0, 0]
     try:
         for index, child in enumerate(children):
-            assert child.stdout is not None
             steps[index] = int(child.stdout.readline())  # the first commit
         moment = threading.Event()
         order = chance.sample(children, 2)

@@ -130,12 +130,12 @@ def a_disk_hangs(folder: str) -> tuple[bool, str, float, list[str], int]:
         disk.fail(HANG, "fallocate")
     dist.barrier()
     began = time.monotonic()
-    handle = begun(place, 1, timeout=2)
+    handle = begun(place, 1, timeout=1)
     for _ in range(100):  # training goes on: steps with collectives
         dist.all_reduce(torch.ones(4))
     trained = not handle.done()
     said, took = ended(handle), time.monotonic() - began
-    later = [saved(place, 2, timeout=2)]
+    later = [saved(place, 2, timeout=1)]
     dist.barrier()
     disk.heal()
     dist.barrier()

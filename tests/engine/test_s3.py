@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from smckpt.engine.background.worker_client import Worker
 from smckpt.storage import access_to, open_storage
 from smckpt.storage.budget import Share
 from smckpt.storage.s3.config import StoreOptions
+from tests.support import warm
 from tests.support.faults.proxy import faulty_proxy, secure_proxy
 from tests.support.heard import heard_shares
 from tests.support.launch import ROOT, run_ranks
@@ -142,18 +142,13 @@ for step in range(first, first + count):
 """
 
 
-def saver(where: str, first: int, count: int, size: int) -> subprocess.Popen[str]:
+def saver(where: str, first: int, count: int, size: int) -> warm.Piped:
     from tests.support.launch import free_port
 
     environment = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     environment |= {"MASTER_PORT": str(free_port()), "PYTHONPATH": str(ROOT)}
-    return subprocess.Popen(
-        [sys.executable, "-c", SAVER, where, str(first), str(count), str(size)],
-        env={**os.environ, **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    command = [sys.executable, "-c", SAVER, where, str(first), str(count), str(size)]
+    return warm.Piped(command, env={**os.environ, **environment})
 
 
 def load_here(where: str, size: int) -> tuple[set[float], int]:
@@ -181,7 +176,6 @@ def test_a_trainer_killed_in_mid_save_leaves_the_old_checkpoint_whole(
     s3_root: str, after_parts: int, tmp_path: Path
 ) -> None:
     child = saver(s3_root, 1, 1000, BIG)
-    assert child.stdout is not None
     try:
         last = int(child.stdout.readline())  # committed
         _until_uploading(s3_root, after_parts)

@@ -21,7 +21,7 @@ import smckpt
 from smckpt import CheckpointManager, Signals, find_checkpoints
 from smckpt.errors import UsageError
 from smckpt.manager import notice
-from tests.support import child
+from tests.support import child, warm
 from tests.support.launch import run_ranks
 from tests.support.limits import seconds
 from tests.support.main_job import environment
@@ -258,9 +258,13 @@ with CheckpointManager(sys.argv[1], signals=Signals(grace=float(sys.argv[2]))) a
 
 @contextmanager
 def without_launcher(
-    count: int, script: str, *arguments: object
-) -> Iterator[list[subprocess.Popen[str]]]:
-    """Ranks that nobody ends when one of them dies, over a store that outlives them."""
+    count: int, script: str, *arguments: object, forked: bool = True
+) -> Iterator[list[Any]]:
+    """Ranks that nobody ends when one of them dies, over a store that outlives them.
+
+    Args:
+        forked: sooner, and not for a test of the interpreter's end.
+    """
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     common = {
         "MASTER_ADDR": "127.0.0.1",
@@ -269,30 +273,28 @@ def without_launcher(
         "WORLD_SIZE": str(count),
         "OMP_NUM_THREADS": "1",
     }
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", script, *map(str, arguments)],
-            env={**environment(), **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(count)
-    ]
+    command = [sys.executable, "-c", script, *map(str, arguments)]
+    ranks: list[Any] = []
+    for rank in range(count):
+        env = {**environment(), **common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        if forked:
+            ranks.append(warm.Piped(command, env=env, merged=True))
+        else:
+            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+            ranks.append(subprocess.Popen(command, env=env, text=True, **pipes))
     try:
         yield ranks
     finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
+        for one in ranks:
+            one.kill()
+            one.wait()
+            one.stdout.close()
 
 
 @pytest.mark.long
 def test_a_rank_that_is_dead_holds_nobody_up(tmp_path: Path) -> None:
     with without_launcher(3, DEAD, tmp_path, seconds(12)) as ranks:
-        stopped = ranks[2].stdout
-        assert stopped is not None
-        assert any("stopped" in line for line in iter(stopped.readline, ""))
+        assert any("stopped" in line for line in iter(ranks[2].stdout.readline, ""))
         began = time.monotonic()
         said = [rank.communicate(timeout=seconds(60))[0] for rank in ranks[:2]]
         took = time.monotonic() - began
@@ -324,7 +326,7 @@ finally:
 
 @pytest.mark.parametrize("how", ["closed", "left open"])
 def test_an_exit_handler_that_hangs_ends_with_the_grace_time(tmp_path: Path, how: str) -> None:
-    grace = seconds(6)  # a save on a busy machine takes its time
+    grace = seconds(2)  # all of it is waited for; a save on a busy machine takes its time
     done = subprocess.run(
         [sys.executable, "-c", SLOW_EXIT, str(tmp_path), str(grace), how],
         env=environment(), capture_output=True, text=True, timeout=seconds(60),
@@ -402,7 +404,7 @@ print("in the training:", names(), flush=True)
 
 def test_a_program_that_leaves_its_manager_open_ends_without_a_thread_of_it(tmp_path: Path) -> None:
     """One that is in a call of torch's store when the interpreter ends may abort the program."""
-    with without_launcher(2, LEFT_OPEN, tmp_path) as ranks:
+    with without_launcher(2, LEFT_OPEN, tmp_path, forked=False) as ranks:
         texts = [rank.communicate(timeout=seconds(100))[0] for rank in ranks]
     for rank, text in zip(ranks, texts, strict=True):
         assert "in the training: ['smckpt-notice', 'smckpt-schedule']" in text, text
@@ -444,7 +446,7 @@ def ended():
 def test_an_exit_that_waits_for_a_dead_peer_ends_within_the_grace_time(
     tmp_path: Path, how: str
 ) -> None:
-    with without_launcher(2, PEER_GONE, tmp_path, seconds(6), how) as ranks:
+    with without_launcher(2, PEER_GONE, tmp_path, seconds(2), how) as ranks:
         text = ranks[0].communicate(timeout=seconds(100))[0]  # exit handlers wait for 600 s
     # Of a killed one the save's failure may be heard first, which ends the exit handlers.
     ended = {143} if how == "stopped" else {1, 143}

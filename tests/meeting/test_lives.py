@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from smckpt.meeting.presence import Lives
+from tests.support import warm
 from tests.support.limits import seconds
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,38 +52,36 @@ def store() -> dist.TCPStore:
 @contextmanager
 def life(
     store: Any, rank: int, ending: str, *, late: float = 0, timeout: float = 20
-) -> Iterator[subprocess.Popen[str]]:
+) -> Iterator[warm.Piped]:
     """A rank's process that has imported everything."""
     arguments = map(str, (store.port, rank, late, seconds(timeout), ending))
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TORCHELASTIC_RESTART_COUNT": "0"}
-    child = subprocess.Popen(
-        [sys.executable, "-c", RANK, *arguments], env=environment, text=True,
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-    )  # fmt: skip
+    child = warm.Piped([sys.executable, "-c", RANK, *arguments], env=environment)
     try:
-        assert child.stdout is not None and child.stdout.readline() == "ready\n"
+        assert child.stdout.readline() == "ready\n"
         yield child
     finally:
         child.kill()
         child.wait(timeout=seconds(60))
+        child.close()
 
 
-def posted(child: subprocess.Popen[str]) -> None:
+def posted(child: warm.Piped) -> None:
     """Wait until it has posted its process."""
-    assert child.stdout is not None and child.stdout.readline() == "posted\n"
+    assert child.stdout.readline() == "posted\n"
 
 
-def kill(child: subprocess.Popen[str]) -> None:
+def kill(child: warm.Piped) -> None:
     posted(child)
     child.kill()
     child.wait(timeout=seconds(60))
 
 
-def heard(child: subprocess.Popen[str]) -> str:
+def heard(child: warm.Piped) -> str:
     """What it prints after it has posted its process, until it ends."""
     posted(child)
     child.wait(timeout=seconds(100))
-    return child.stdout.read() if child.stdout is not None else ""
+    return child.stdout.read()
 
 
 @pytest.mark.parametrize("ending", ["killed", "over"])

@@ -5,12 +5,14 @@ These are forked from the server that tests/support/launch.py forks ranks from; 
 processes like others: arguments, environment, directory, output, exit handlers and exit status.
 Under torchrun the agent forks its ranks.
 
-It is not for a test of what an interpreter's start or an import does. An interpreter with another
-torch is started as it is.
+It is not for a test of what an interpreter's start, an import or an interpreter's end does: the
+end runs the threads and exit handlers, and takes nothing down. An interpreter with another torch is
+started as it is.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import json
@@ -20,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +30,7 @@ from typing import Any
 from tests.support.launch import server
 from tests.support.limits import seconds
 
-__all__ = ["Program", "run"]
+__all__ = ["Piped", "Program", "run"]
 
 TORCHRUN = ("-m", "torch.distributed.run")
 
@@ -77,6 +80,7 @@ class Program:
         command: an interpreter (`serves`) and its arguments: `-u` and `-W ignore`, then `-c CODE`,
             `-m MODULE` or a file.
         stdout, stderr: files that get its output; without the second, the first gets both.
+        stdin: a file, if it reads one.
     """
 
     def __init__(
@@ -84,6 +88,7 @@ class Program:
         command: Sequence[str],
         stdout: Path,
         stderr: Path | None = None,
+        stdin: Path | None = None,
         *,
         env: Mapping[str, str] | None = None,
         cwd: str | Path | None = None,
@@ -92,10 +97,10 @@ class Program:
         interpreter = _Interpreter.of(self.args[0])
         assert interpreter is not None, f"it has another torch: {command[0]}"
         environment = dict(os.environ if env is None else env)
-        outputs = (str(stdout), str(stderr or stdout))
+        files = (str(stdin or os.devnull), str(stdout), str(stderr or stdout))
         self._process = server().Process(
             target=_main,
-            args=(interpreter, self.args[1:], environment, str(cwd or os.getcwd()), outputs),
+            args=(interpreter, self.args[1:], environment, str(cwd or os.getcwd()), files),
         )
         self._process.start()
         self.pid = self._process.pid
@@ -115,6 +120,50 @@ class Program:
 
     def kill(self) -> None:
         self._process.kill()
+
+
+class Piped(Program):
+    """With pipes for its input and output.
+
+    Args:
+        merged: stdout gets both.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        cwd: str | Path | None = None,
+        merged: bool = False,
+    ) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            stdin, stdout, stderr = (Path(folder, name) for name in ("in", "out", "err"))
+            for path in (stdin, stdout, stderr):
+                os.mkfifo(path)
+            super().__init__(command, stdout, None if merged else stderr, stdin, env=env, cwd=cwd)
+            # each waits until the program opens its end, in the same order
+            self.stdin = stdin.open("w")
+            self.stdout = stdout.open(errors="replace")
+            self.stderr = self.stdout if merged else stderr.open(errors="replace")
+
+    def communicate(self, timeout: float) -> tuple[str, str]:
+        """What it still writes until its end."""
+        self.stdin.close()
+        with ThreadPoolExecutor(2) as pool:
+            rest = [pool.submit(stream.read) for stream in {self.stdout: 0, self.stderr: 0}]
+            try:
+                self.wait(timeout)
+            except BaseException:
+                self.kill()
+                raise
+        self.close()
+        return rest[0].result(), rest[-1].result()
+
+    def close(self) -> None:
+        for stream in (self.stdin, self.stdout, self.stderr):
+            with contextlib.suppress(OSError):
+                stream.close()
 
 
 def run(
@@ -148,14 +197,18 @@ def _main(
     arguments: list[str],
     environment: dict[str, str],
     cwd: str,
-    outputs: tuple[str, str],
+    files: tuple[str, str, str],
 ) -> None:
     """The forked process: become the program, and leave as an interpreter leaves."""
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(cwd)
-    for descriptor, path in enumerate(outputs, 1):
-        opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for descriptor, path in enumerate(files):
+        if descriptor == 2 and path == files[1]:  # opened, and a pipe's name may be gone
+            os.dup2(descriptor - 1, descriptor)
+            continue
+        how = os.O_WRONLY | os.O_CREAT | os.O_APPEND if descriptor else os.O_RDONLY
+        opened = os.open(path, how)
         os.dup2(opened, descriptor)
         os.close(opened)
     _be_a_program_of_its_own()
@@ -190,6 +243,7 @@ def _ended(arguments: Sequence[str]) -> int:
     import traceback
 
     atexit._clear()
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     status: Any = 0

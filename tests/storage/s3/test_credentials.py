@@ -104,7 +104,7 @@ def test_a_program_that_fails_for_a_moment_is_asked_again(
 def test_a_program_that_hangs_is_given_up_and_started_again_by_the_next_request(
     proxy: FaultyProxy, s3_root: str, program: Path, tmp_path: Path
 ) -> None:
-    limit = seconds(2)
+    limit = seconds(1)
     making = max(limit, 5)
     store = through(proxy, s3_root, profile="job", timeout_s=limit)
     store.put("first", b"x")

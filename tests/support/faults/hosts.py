@@ -12,7 +12,6 @@ import secrets
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,8 +27,7 @@ _AGENT = """
 import ctypes, importlib, json, os, runpy, signal, sys, tempfile, time
 network = os.open("/var/run/netns/" + sys.argv[1], os.O_RDONLY)
 assert ctypes.CDLL(None).setns(network, 0x40000000) == 0  # CLONE_NEWNET
-jobs = open(sys.argv[2])
-for each in sys.argv[3:]:
+for each in sys.argv[2:]:
     importlib.import_module(each)
 
 def begun(program, words, env):
@@ -45,7 +43,7 @@ def begun(program, words, env):
     runpy.run_path(program, run_name="__main__")
     sys.exit()
 
-for line in jobs:
+for line in sys.stdin:
     program, words, envs, limit = json.loads(line)
     ranks, codes, until = [begun(program, words, env) for env in envs], {}, time.monotonic() + limit
     while len(codes) < len(ranks):
@@ -62,18 +60,8 @@ for line in jobs:
 """
 
 
-class Agent(warm.Program):
-    """The process of a host that runs programs; it ends with its input."""
-
-    def __init__(self, name: str, imports: Sequence[str]) -> None:
-        with tempfile.TemporaryDirectory() as folder:
-            said, jobs = Path(folder, "said"), Path(folder, "jobs")
-            os.mkfifo(said)
-            os.mkfifo(jobs)
-            command = [sys.executable, "-c", _AGENT, name, str(jobs), *imports]
-            super().__init__(command, said, Path(folder, "errors"))
-            self.stdout = said.open()  # both wait until the other side opens them too
-            self.stdin = jobs.open("w")
+def _agent(name: str, imports: Sequence[str]) -> warm.Piped:
+    return warm.Piped([sys.executable, "-c", _AGENT, name, *imports])
 
 
 @dataclass
@@ -81,7 +69,7 @@ class Host:
     name: str
     address: str
     imports: tuple[str, ...]
-    agent: Agent
+    agent: warm.Piped
 
     def begin(self, program: Path, words: Sequence[str], *envs: Mapping[str, str]) -> None:
         """Run the program once in each environment."""
@@ -110,7 +98,7 @@ class Host:
     def revive(self) -> None:
         """The host is back, with nothing in its memory."""
         self.close()
-        self.agent = Agent(self.name, self.imports)
+        self.agent = _agent(self.name, self.imports)
 
     def slow(self, rate: str) -> None:
         """Let so much through the host's link, such as "8mbit"."""
@@ -128,9 +116,7 @@ class Host:
         _run("ip", "link", "set", f"{self.name}o", state)
 
     def close(self) -> None:
-        for stream in (self.agent.stdin, self.agent.stdout):
-            with contextlib.suppress(OSError):
-                stream.close()
+        self.agent.close()
 
     def processes(self) -> list[str]:
         listed = subprocess.run(
@@ -184,7 +170,7 @@ def hosts(count: int, *imports: str) -> Iterator[list[Host]]:
             _run("ip", "-n", name, "link", "set", "e0", "up")
             _run("ip", "-n", name, "link", "set", "lo", "up")
             imported = ("torch.distributed", *imports)
-            made.append(Host(name, f"{net}.{number + 1}", imported, Agent(name, imported)))
+            made.append(Host(name, f"{net}.{number + 1}", imported, _agent(name, imported)))
         yield made
     finally:
         for host in made:

@@ -134,7 +134,7 @@ def test_several_processes_write_what_one_writes_and_fail_together(tmp_path, sav
     assert sorted(path.name for path in tmp_path.iterdir()) == ["allowed", "hf"]
 
 
-SILENT = seconds(4)
+SILENT = seconds(2)
 
 
 class Dies(ExportGroup):

@@ -193,14 +193,21 @@ def doctor(root: str, read: bool, as_json: bool) -> None:
             one = conditions[whole]
             unread = "" if read else f"; its data was not read: `smckpt doctor --read {root}` does"
             print_line(f"restorable: {one.place or '.'}, step {one.step}{unread}")
-            _name_left(conditions[whole + 1 :])
+            _name_left(conditions[whole + 1 :], one.url)
     sys.exit(0 if whole == 0 else 1)
 
 
-def _name_left(older: Sequence[Condition]) -> None:
-    """Name unfinished saves of steps that a run has passed: no save and no policy sweeps them."""
+def _name_left(older: Sequence[Condition], newest: str) -> None:
+    """Name unfinished saves of steps that a run has passed: no save and no policy sweeps them.
+
+    Args:
+        newest: the URL of its newest step. Other directories may be of other runs.
+    """
+    from smckpt.storage.urls import parent_url
+
     for one in older:
-        if one.state == "unfinished" and one.nbytes:
+        beside = parent_url(one.url) == parent_url(newest)
+        if one.state == "unfinished" and one.nbytes and beside:
             print_line(f"{one.place}: unfinished, {bytes_text(one.nbytes)}: a run that has passed "
                        "this step does not delete it. If no job is writing it, delete the "
                        "directory")  # fmt: skip
@@ -379,5 +386,6 @@ def prune(
         return
     print_line(f"{count_text(len(gone), 'step')} deleted, {len(doomed) - len(gone)} not")
     newest = run.newest()
-    passed = -1 if newest is None or newest.step is None else newest.step
-    _name_left([one for one in examine(top) if one.step is not None and one.step < passed])
+    if newest is not None and newest.step is not None:
+        older = (one for one in examine(top) if one.step is not None)
+        _name_left([one for one in older if (one.step or 0) < newest.step], newest.path)

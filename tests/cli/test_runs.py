@@ -265,9 +265,10 @@ def test_prune_takes_a_root_that_ends_in_the_names_of_steps(tmp_path: Path) -> N
 def test_what_a_cut_save_left_in_a_step_that_the_run_has_passed_is_named(
     root: Path, arguments: list[str]
 ) -> None:
-    Group(root / "15", (0, 1), session=f"{15:012x}").write(0)
+    for at in (root / "15", root / "another" / "3"):  # its run may be writing it
+        Group(at, (0, 1), session=f"{int(at.name):012x}").write(0)
     name, *more = arguments
     done = command(name, root, *more)
     assert done.returncode == 0, done.stderr
-    assert "15: unfinished, " in done.stdout and "delete the directory" in done.stdout
+    assert "15: unfinished, " in done.stdout and done.stdout.count("delete the directory") == 1
     assert list((root / "15").iterdir())

@@ -120,10 +120,10 @@ class RowMerger:
 
     def __init__(self) -> None:
         self._meshes, self._units = _Table(), _Table()
-        self._rows: dict[str, tuple[dict[str, Any], list[int]]] = {}
-        # with the ranks of each table that has it: equal tables have one list for all of theirs
+        # each with the ranks of every table that has it: equal tables have one list of ranks
+        self._rows: dict[str, tuple[dict[str, Any], list[list[int]]]] = {}
         self._containers: dict[str, tuple[Any, list[list[int]]]] | None = None
-        self._seen: dict[object, list[list[int]]] = {}  # token → the rank lists of its rows
+        self._seen: dict[object, list[int]] = {}  # token → the ranks of its table
         self._count = 0
 
     def same(self, rank: int, token: object) -> bool:
@@ -131,51 +131,53 @@ class RowMerger:
         if token not in self._seen:
             return False
         self._count += 1
-        for ranks in self._seen[token]:
-            ranks.append(rank)
+        self._seen[token].append(rank)
         return True
 
     def add(self, rank: int, table: Mapping[str, Any], token: object = None) -> None:
         """Add the table of `rank`."""
         at_mesh = [self._meshes.add(mesh) for mesh in table["meshes"]]
         at_unit = [self._units.add(unit) for unit in table["units"]]
-        lists = []
+        of_table = [rank]
         for row in table["rows"]:
             rule = dict(row["geometry"])
             for key, numbers in (("mesh", at_mesh), ("unit", at_unit)):
                 if key in rule:
                     rule[key] = numbers[rule[key]]
             moved = {**row, "geometry": rule}
-            lists.append(self._rows.setdefault(json.dumps(moved), (moved, []))[1])
+            self._rows.setdefault(json.dumps(moved), (moved, []))[1].append(of_table)
         if "containers" in table:
             self._containers = {} if self._containers is None else self._containers
-            lists.append(of_table := list[int]())
             for one in table["containers"]:
                 self._containers.setdefault(json.dumps(one), (one, []))[1].append(of_table)
         if token is not None:
-            self._seen[token] = lists
-        for ranks in lists:
-            ranks.append(rank)
+            self._seen[token] = of_table
         self._count += 1
 
     def merged(self) -> dict[str, Any]:
         """The merged table. Rows that some ranks lack get "ranks"; such containers get theirs in
         "container_ranks", by their numbers, since older readers know pairs alone."""
         rows = [
-            row if len(ranks) == self._count else {**row, "ranks": runs_of(sorted(ranks))}
-            for row, ranks in self._rows.values()
+            {**row, "ranks": ranks} if (ranks := self._some(lists)) else row
+            for row, lists in self._rows.values()
         ]
         out = {"meshes": self._meshes.values, "units": self._units.values, "rows": rows}
         if self._containers is None:
             return out
         containers = [one for one, _ in self._containers.values()]
         some = [
-            [number, runs_of(sorted(itertools.chain(*lists)))]
+            [number, ranks]
             for number, (_, lists) in enumerate(self._containers.values())
-            if sum(map(len, lists)) < self._count
+            if (ranks := self._some(lists))
         ]
         out |= {"containers": containers}
         return {**out, "container_ranks": some} if some else out
+
+    def _some(self, lists: Sequence[list[int]]) -> list[Any]:
+        """The ranks of these tables; [] if they are all that were added."""
+        if sum(map(len, lists)) == self._count:
+            return []
+        return runs_of(sorted(itertools.chain(*lists)))
 
 
 # -- reading -----------------------------------------------------------------------------------

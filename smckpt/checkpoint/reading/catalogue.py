@@ -26,7 +26,15 @@ from smckpt.layout.geometry import Geometry
 from smckpt.layout.mesh import Shape
 from smckpt.layout.strided import Box, Piece
 
-__all__ = ["Catalogue", "LogicalTensor", "SavedFile", "SavedPiece", "SavedPieces", "Stored"]
+__all__ = [
+    "ASKED",
+    "Catalogue",
+    "LogicalTensor",
+    "SavedFile",
+    "SavedPiece",
+    "SavedPieces",
+    "Stored",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +47,7 @@ class SavedPiece:
     holders: tuple[int, ...]
 
 
-_ASKED = 64  # ranks whose parts are read for values that the followed rank did not save
+ASKED = 64  # ranks whose parts are read for values that the followed rank did not save
 
 
 class SavedPieces:
@@ -381,18 +389,18 @@ class Catalogue(ABC):
         )
 
     def lacked(
-        self, rank: int, wanted: Collection[str] | None = None
+        self, rank: int, wanted: Collection[str] | None = None, most: int = ASKED
     ) -> dict[str, tuple[Path, Any]]:
-        """The values, unmade, that saved rank `rank` takes from the lowest one, since it saved
-        nothing in their place.
+        """The values, unmade, that saved rank `rank` takes from the lowest one that has them, since
+        it saved nothing in their place. Of other ranks than the lowest, it takes the top keys of
+        which it saved nothing, and what is wanted.
 
         Args:
-            wanted: go on to higher ranks until these keys are found, or to the last of `_ASKED`.
+            wanted: look no further when these keys are found.
+            most: how many ranks are asked; each one's part is read.
         """
         found: dict[str, tuple[Path, Any]] = {}
-        others = [
-            one for one in self.object_ranks[: 1 if wanted is None else _ASKED] if one != rank
-        ]
+        others = [one for one in self.object_ranks[:most] if one != rank]
         if not others:
             return found
         held, beside = self.held(rank), self.beside(rank)
@@ -400,7 +408,8 @@ class Catalogue(ABC):
             if wanted is not None and found.keys() >= set(wanted):
                 break
             for key, one in self.objects(other, unmade=True).items():
-                if not held(one[0]) and not beside(one[0], other):
+                at = one[0][:1] if wanted is None and other != self.object_ranks[0] else one[0]
+                if not held(at) and not beside(one[0], other):
                     found.setdefault(key, one)
         return found
 

@@ -38,6 +38,8 @@ _ANSWERS = {
     "HeadObject": "ETag",
     "ListObjectsV2": "IsTruncated",
 }
+# Where the next page of a listing begins.
+_NEXT = ("NextContinuationToken", "NextKeyMarker", "NextUploadIdMarker")
 _PACKED = ("gzip", "x-gzip", "deflate", "br", "zstd")
 
 
@@ -167,19 +169,30 @@ def _refuse_strange_list(what: str, text: bytes, parsed: Mapping[str, Any]) -> N
     """Refuse a listing that contradicts itself: it was changed on its way."""
     prefix = parsed.get("Prefix") or ""
     entries = [*parsed.get("Contents", ()), *parsed.get("Uploads", ())]
-    below = parsed.get("CommonPrefixes", ())  # a store may name others too
+    below = parsed.get("CommonPrefixes", ())
     if any(not str(one.get("Key", "-")).startswith(prefix) for one in entries):
         raise BadBody(f"{what}: a key in it does not begin with {prefix!r}")
     if any("Key" not in one for one in entries) or any("Prefix" not in one for one in below):
         raise BadBody(f"{what}: a key is missing in it")
-    if any(type(one.get("Size")) is not int for one in parsed.get("Contents", ())):
-        raise BadBody(f"{what}: a size is missing in it")
+    # a store may take "a//" for "a/"
+    if "//" not in prefix and any(not str(one["Prefix"]).startswith(prefix) for one in below):
+        raise BadBody(f"{what}: a prefix in it does not begin with {prefix!r}")
+    objects = parsed.get("Contents", ())
+    if len({one["Key"] for one in objects}) < len(objects):
+        raise BadBody(f"{what}: a key is in it twice")
+    if parsed.get("Delimiter") and any("/" in one["Key"][len(prefix) :] for one in objects):
+        raise BadBody(f"{what}: a key in it is below another prefix")
+    sizes = [one.get("Size") for one in objects]
+    if any(type(size) is not int or not 0 <= size < 1 << 63 for size in sizes):
+        raise BadBody(f"{what}: a size is missing in it, or is none")
     if any(not isinstance(one.get("UploadId"), str) for one in parsed.get("Uploads", ())):
         raise BadBody(f"{what}: an upload without an id is in it")
     if parsed.get("KeyCount", 0) > len(entries) + len(below):
         raise BadBody(f"{what}: keys are missing in it")
     if not re.search(rb"<IsTruncated>(true|false)</IsTruncated>", text):
         raise BadBody(f"{what}: it does not say whether it is the last page")
+    if parsed.get("IsTruncated") and not any(parsed.get(name) for name in _NEXT):
+        raise BadBody("the store says that there are more keys, but not where they begin")
 
 
 def _ask_once(request_dict: dict[str, Any], response: Any = None, **_: Any) -> None:

@@ -207,7 +207,12 @@ class Objects(Requests):
             if most is not None and size > most:
                 answer["Body"].close()
                 raise too_long(key.rpartition("/")[2], size, most, self.url(key))
-            data = memoryview(bytearray(size))
+            try:
+                data = memoryview(bytearray(size))
+            except MemoryError as error:
+                raise BadBody(
+                    f"the answer states {size:,} bytes, for which no memory is"
+                ) from error
             Filling([data], self.config.timeout_s).take(answer["Body"])
             return bytes(data)
 
@@ -240,16 +245,8 @@ class Objects(Requests):
 
     def list(self, prefix: str) -> Iterator[dict[str, Any]]:
         """The pages of a listing: keys that begin with `prefix`, up to the next slash."""
-        page: dict[str, Any] = {}
         tokens = {"NextContinuationToken": "ContinuationToken"}
-        for page in self._pages("list", "list_objects_v2", prefix, tokens):
-            yield page
-        if page.get("IsTruncated"):
-            raise StorageError(
-                "cannot list: the store says that there are more keys, but not where they begin",
-                remedy="check the store and the proxies between here and the store",
-                path=self.url(prefix),
-            )
+        yield from self._pages("list", "list_objects_v2", prefix, tokens)
 
     def uploads(self, prefix: str) -> Iterator[tuple[str, str]]:
         """(key, upload id) of each unfinished upload whose key begins with `prefix` and has no
@@ -264,8 +261,11 @@ class Objects(Requests):
     def _pages(
         self, action: str, method: str, prefix: str, tokens: Mapping[str, str]
     ) -> Iterator[dict[str, Any]]:
-        """The pages of a listing. If the last one says that there are more, it does not say where
-        the next one begins."""
+        """The pages of a listing.
+
+        Raises:
+            StorageError: a page says that the next one begins where it does itself.
+        """
         fields = {"Bucket": self.bucket, "Prefix": prefix, "Delimiter": "/"}
         after: dict[str, str] = {}
         while True:
@@ -278,8 +278,14 @@ class Objects(Requests):
             page = self.run(action, self.url(prefix), request)
             yield page
             after = {mine: page[theirs] for theirs, mine in tokens.items() if page.get(theirs)}
-            if not page.get("IsTruncated") or after in (before, {}):
+            if not after:  # a page that names a next one is not the last, whatever it says
                 return
+            if after == before:
+                raise StorageError(
+                    f"cannot {action}: a page of the store's answer names itself as the next one",
+                    remedy="check the store and the proxies between here and the store",
+                    path=self.url(prefix),
+                )
 
 
 def _range_of(answer: Mapping[str, Any]) -> tuple[int, int]:
@@ -289,10 +295,14 @@ def _range_of(answer: Mapping[str, Any]) -> tuple[int, int]:
     header = str(answer.get("ContentRange", ""))  # "bytes 5-9/100"
     if not header:  # the whole object
         return 0, length
-    span, _, size = header.removeprefix("bytes ").partition("/")
-    first = span.partition("-")[0]
-    begins = int(first) if first.isdecimal() else -1
-    return begins, int(size) if size.isdecimal() else begins + length
+    span, _, whole = header.removeprefix("bytes ").partition("/")
+    first, _, last = span.partition("-")
+    if not (first.isdecimal() and last.isdecimal()):
+        raise BadBody(f"the answer has the range {header!r}")
+    size = int(whole) if whole.isdecimal() else int(first) + length
+    if int(last) - int(first) + 1 != length or int(last) >= size:
+        raise BadBody(f"the answer has {length} bytes and the range {header!r}")
+    return int(first), size
 
 
 def _unlike(one: str, other: str) -> bool:

@@ -183,7 +183,9 @@ class S3Storage(Storage):
             FileInfo(each["Key"][len(self._prefix) :], int(each["Size"]))
             for page in self._objects.list(self._prefix + prefix)
             for each in page.get("Contents", ())
-            if each["Key"] != self._prefix  # the empty object that consoles make for a "folder"
+            # neither the empty object that consoles make for a "folder", nor what is in a folder,
+            # which a store that ignores the delimiter lists too
+            if each["Key"] != self._prefix and "/" not in each["Key"][len(self._prefix) :]
         ]
         return sorted(infos, key=lambda info: info.name)
 

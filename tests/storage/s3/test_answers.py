@@ -154,7 +154,10 @@ LISTED = (
     "says /here</Key> => /her", "says <IsTruncated>false => <IsTruncated>fblse",
     "says <Contents> => <Dontents>", "says <KeyCount>2 => <KeyCount>x",
     "says <Key> => <Kez>", "says > => ",
-    "says LastModified>2 => LastModified>x",
+    "says LastModified>2 => LastModified>x", "says <Size>10240 => <Size>-10240",
+    "says <IsTruncated>false => <IsTruncated>true", "says /here</Key> => /he/re</Key>",
+    "says PREFIX/below/ => elsewhere/below/",
+    "says </Contents> => </Contents><Contents><Key>PREFIX/here</Key><Size>5</Size></Contents>",
 )  # fmt: skip
 
 
@@ -163,11 +166,28 @@ def test_a_listing_that_was_changed_is_asked_for_again(
     proxy: FaultyProxy, s3_root: str, s3_server: Server, fault: str
 ) -> None:
     store = through(proxy, prepared(s3_root, s3_server, "listed"))
+    fault = fault.replace("PREFIX", store.url.split("/", 3)[3].rstrip("/"))
     proxy.spoil("GET", fault)
     assert [(i.name, i.size) for i in store.list()] == [("here", len(DATA))]
     proxy.spoil("GET", fault)
     assert store.list_dirs() == ["below"]
     assert proxy.left == 0 and store.retries == 2
+
+
+RANGES = ("100-500/10240", "100-999/500", "101-1000/10240", "100-1100/10240", "100-/10240")
+
+
+def test_facts_about_a_body_that_contradict_each_other_are_asked_for_again(
+    proxy: FaultyProxy, s3_root: str, s3_server: Server
+) -> None:
+    store = through(proxy, prepared(s3_root, s3_server, "facts"))
+    for number, span in enumerate(RANGES, 1):
+        proxy.spoil("GET", f"header Content-Range => bytes {span}")
+        assert read_part(store) == DATA[100:1000] and store.retries == number, span
+    for length in ("900\r\nContent-Length: 901", "99999999999999999"):
+        proxy.spoil("GET", f"header Content-Length => {length}", 2)
+        assert store.read("here") == DATA and read_part(store) == DATA[100:1000], length
+        assert proxy.left == 0
 
 
 def test_a_listing_that_is_always_changed_is_a_typed_error(

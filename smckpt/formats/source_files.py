@@ -72,6 +72,7 @@ class SourceFiles:
         self._stores: dict[str, Storage] = {}
         self._kept: OrderedDict[ArchiveRecord, bytes] = OrderedDict()  # small ones of stores
         self._checked: dict[ArchiveRecord, threading.Lock | None] = {}
+        self._seen: dict[str, tuple[int, int]] = {}  # of files on a disk: size, time of change
         self._lock = threading.Lock()
         self._own = threading.local()
 
@@ -89,6 +90,7 @@ class SourceFiles:
             raise UsageError("this is no regular file", remedy="remove it", path=path)
         try:
             with open(path, "rb") as file:
+                self._compare(path, file.fileno())
                 return ArchiveRecord(path, 0, os.fstat(file.fileno()).st_size)
         except OSError as error:
             raise UsageError(
@@ -110,7 +112,7 @@ class SourceFiles:
             storage, name = self._store(record.path)
             return storage.read(name, wanted.offset, wanted.nbytes) if wanted.nbytes else b""
         data = bytearray(wanted.nbytes)
-        with _opened(record) as fill:
+        with self._opened(record) as fill:
             fill(start, memoryview(data))
         return bytes(data)
 
@@ -121,7 +123,7 @@ class SourceFiles:
             return self.read(record, start, start + nbytes)
 
         if is_local(record.path):  # the file is opened once for all
-            with _opened(record) as fill:
+            with self._opened(record) as fill:
                 found = [bytearray(record.part(start, nbytes).nbytes) for start in starts]
                 for start, data in zip(starts, found, strict=True):
                     fill(start, memoryview(data))
@@ -157,7 +159,7 @@ class SourceFiles:
                 execute(part.from_start(), elements(data, itemsize), to)
             return
         source, there = copy.source, copy.target
-        with _opened(record) as fill:
+        with self._opened(record) as fill:
             if source.strides == there.strides and source.extent == source.numel:
                 low, nbytes = there.start * itemsize, copy.numel * itemsize
                 fill(source.start * itemsize, target[low : low + nbytes])
@@ -184,7 +186,7 @@ class SourceFiles:
                 return
             found = 0
             if is_local(record.path):
-                with _opened(record) as fill:
+                with self._opened(record) as fill:
                     for low in range(0, record.nbytes, _STEP):
                         data = self._buffer(min(_STEP, record.nbytes - low))
                         fill(low, data)
@@ -205,6 +207,7 @@ class SourceFiles:
         """It may be used again afterwards."""
         with self._lock:
             self._kept.clear()
+            self._seen.clear()
             for storage in self._stores.values():
                 storage.close()
 
@@ -214,6 +217,47 @@ class SourceFiles:
             if directory not in self._stores:
                 self._stores[directory] = self.access.open(f"{directory}/")
             return self._stores[directory], name
+
+    @contextmanager
+    def _opened(self, record: ArchiveRecord) -> Iterator[Callable[[int, memoryview], None]]:
+        """A function that fills memory with the bytes of a record on a disk from `start` on.
+
+        Raises:
+            CorruptCheckpointError: the file is another one than at the first read, or shorter.
+            StorageError: it cannot be read.
+        """
+        try:
+            with open(record.path, "rb", buffering=0, opener=at_once) as file:
+                self._compare(record.path, file.fileno())
+
+                def fill(start: int, memory: memoryview) -> None:
+                    record.part(start, len(memory))
+                    done = 0
+                    while done < len(memory):
+                        at = record.offset + start + done
+                        got = os.preadv(file.fileno(), [memory[done:]], at)
+                        if not got:
+                            _shorter(record, os.fstat(file.fileno()).st_size)
+                        done += got
+
+                yield fill
+                self._compare(record.path, file.fileno())
+        except OSError as error:
+            raise storage_error(error, record.path, "read") from error
+
+    def _compare(self, path: str, fd: int) -> None:
+        """A file that is replaced or written between two reads would give tensors of both."""
+        found = os.fstat(fd)  # not its inode, which some file systems make anew
+        now = found.st_size, found.st_mtime_ns
+        before = self._seen.setdefault(path, now)
+        if before != now:
+            raise CorruptCheckpointError(
+                "the file has changed since its reading began"
+                if before[0] == now[0]
+                else f"the file has {now[0]} bytes, but had {before[0]} when its reading began",
+                remedy="read it when nothing writes to it any more",
+                path=path,
+            )
 
     def _buffer(self, nbytes: int) -> memoryview:
         """Memory of this thread, for what is read from a disk."""
@@ -237,31 +281,6 @@ class SourceFiles:
                 while sum(map(len, self._kept.values())) > _KEPT:
                     self._kept.popitem(last=False)
         return memoryview(data)[start:stop]
-
-
-@contextmanager
-def _opened(record: ArchiveRecord) -> Iterator[Callable[[int, memoryview], None]]:
-    """A function that fills memory with the bytes of a record on a disk from `start` on.
-
-    Raises:
-        CorruptCheckpointError: the file has become shorter.
-        StorageError: it cannot be read.
-    """
-    try:
-        with open(record.path, "rb", buffering=0, opener=at_once) as file:
-
-            def fill(start: int, memory: memoryview) -> None:
-                record.part(start, len(memory))
-                done = 0
-                while done < len(memory):
-                    got = os.preadv(file.fileno(), [memory[done:]], record.offset + start + done)
-                    if not got:
-                        _shorter(record, os.fstat(file.fileno()).st_size)
-                    done += got
-
-            yield fill
-    except OSError as error:
-        raise storage_error(error, record.path, "read") from error
 
 
 def _parts(copy: Copy, itemsize: int, window: int) -> Iterator[Copy]:

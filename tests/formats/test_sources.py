@@ -7,6 +7,7 @@ import errno
 import io
 import json
 import os
+import shutil
 import sys
 import tarfile
 import types
@@ -517,3 +518,24 @@ def test_what_transformers_keeps_in_float32_stays_and_the_config_is_not_quantize
     kept = {name for name, tensor in found.items() if tensor.dtype == torch.float32}
     assert kept == {"model.layers.1.mlp.gate.e_score_correction_bias"}
     assert "quantization_config" not in json.loads((tmp_path / "hf" / "config.json").read_text())
+
+
+@pytest.mark.parametrize("how", ["replaced", "written again"])
+def test_a_file_that_changes_while_it_is_read_is_no_mixture(tmp_path: Path, how: str) -> None:
+    source, later = tmp_path / "model.safetensors", tmp_path / "later"
+    for path, value in ((source, 1.0), (later, 2.0)):
+        state = {f"layers.{n}.weight": torch.full((5 << 20,), value) for n in range(2)}
+        save_file(state, path)
+
+    def change(*_: int) -> None:
+        if later.exists():
+            if how == "written again":
+                shutil.copyfile(later, source)
+                later.unlink()
+            else:
+                later.rename(source)
+
+    options = ExportOptions(naming="module", against_model=False, threads=1, progress=change)
+    with pytest.raises(errors.CorruptCheckpointError, match="changed since its reading began"):
+        export_hf(source, tmp_path / "out", config={"model_type": "llama"}, options=options)
+    assert not (tmp_path / "out").exists()

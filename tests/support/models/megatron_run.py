@@ -504,8 +504,11 @@ def run(job: dict[str, Any], rank: int) -> None:
 def save_distributed(model: Any, folder: Path, rank: int) -> None:
     """What Megatron-LM's `save_checkpoint` does for `torch_dist`, without an optimizer."""
     from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     torch.cuda.synchronize = lambda *_: None  # which it asks for where nothing is on a GPU
+    # its own is started anew on each rank, and imports torch: 2 s of a processor
+    filesystem_async._results_queue = multiprocessing.get_context("fork").Manager().Queue()
     if rank == 0:
         folder.mkdir()
     dist.barrier()

@@ -69,8 +69,12 @@ class _Interpreter:
         sys.executable, sys.prefix = self.executable, self.prefix
         first = next(at for at, path in enumerate(sys.path) if path.endswith("site-packages"))
         sys.path[first:first] = self.paths
-        own = {name for path in self.paths if os.path.isdir(path) for name in os.listdir(path)}
-        assert not own & sys.modules.keys(), "imported already, from the other environment"
+        own = {
+            name.removesuffix(".py")
+            for path in self.paths if os.path.isdir(path) for name in os.listdir(path)
+        }  # fmt: skip
+        for name in [name for name in sys.modules if name.partition(".")[0] in own]:
+            del sys.modules[name]  # the other environment's, which the server imported
 
 
 class Program:

@@ -25,6 +25,12 @@ LARGE = os.urandom(6 * MIB)
 REGIONS = ("status", "blank", "content-length", "etag", "content-type")
 
 
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before each of the hundreds of requests that are sent again."""
+    monkeypatch.setattr("smckpt.storage.s3.requests._FIRST_PAUSE", 0.001)
+
+
 @pytest.fixture
 def proxy(s3_root: str, s3_server: Server) -> Iterator[FaultyProxy]:
     with faulty_proxy(s3_server.endpoint) as made:

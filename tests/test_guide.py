@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from smckpt import find_checkpoints, load, replication_group, save
+from tests.support import warm
 from tests.support.launch import run_ranks
 from tests.support.limits import seconds
 from tests.support.main_job import environment
@@ -26,14 +27,13 @@ def blocks(page: str, heading: str, language: str = "python") -> list[str]:
 
 def run_in(folder: Path, *command: str) -> str:
     beside = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    done = subprocess.run(
-        command,
-        cwd=folder,
-        env={**environment(), "OMP_NUM_THREADS": "1", "PATH": beside},
-        capture_output=True,
-        text=True,
-        timeout=seconds(240),
-    )
+    env = {**environment(), "OMP_NUM_THREADS": "1", "PATH": beside}
+    if command[0] == sys.executable:
+        done = warm.run(command, cwd=folder, env=env, timeout=seconds(240))
+    else:
+        done = subprocess.run(
+            command, cwd=folder, env=env, capture_output=True, text=True, timeout=seconds(240)
+        )
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -10,6 +10,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.support import warm
 from tests.support.limits import seconds
 from tests.support.main_job import ROOT, environment
 
@@ -80,8 +81,12 @@ def train(
             "PYTHONPATH": f"{hooks}{os.pathsep}{env['PYTHONPATH']}",
         }
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    command = [sys.executable, *torchrun, "train.py"]
+    if hit is None:
+        ended = warm.run(command, cwd=folder, env=env, timeout=seconds(timeout))
+        return Run(ended.returncode, ended.stdout + ended.stderr)
     done = subprocess.run(
-        [sys.executable, *torchrun, "train.py"],
+        command,
         cwd=folder,
         env=env,
         stdout=subprocess.PIPE,

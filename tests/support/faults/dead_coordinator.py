@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tests.support import warm
 from tests.support.limits import seconds
 from tests.support.main_job import environment
 
@@ -144,7 +145,5 @@ def _run(
         }
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     arguments = [mode, str(folder / "run"), "groups" if groups else "one"]
-    return subprocess.run(
-        [sys.executable, *torchrun, str(folder / "program.py"), *arguments],
-        env=env, capture_output=True, text=True, timeout=seconds(120), check=False,
-    )  # fmt: skip
+    command = [sys.executable, *torchrun, str(folder / "program.py"), *arguments]
+    return warm.run(command, env=env, timeout=seconds(120))

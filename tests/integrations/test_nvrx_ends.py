@@ -61,7 +61,7 @@ def test_a_save_that_nobody_saw_end_makes_the_exit_status_1(
 ) -> None:
     script = tmp_path / "careless.py"
     script.write_text(CARELESS)
-    done = child.script(script, case, queue, kind)
+    done = child.script(script, case, queue, kind, forked=False)
     assert (done.returncode, text in done.stderr) == (status, True), done.stderr
     assert "end of the program" in done.stdout
 
@@ -84,7 +84,7 @@ queue.maybe_finalize_async_calls(blocking=True)
 def test_a_script_without_a_guard_is_told_so(tmp_path: Path, before: str) -> None:
     script = tmp_path / "unguarded.py"
     script.write_text(UNGUARDED.format(before=before))
-    done = child.script(script, str(os.getpid()))
+    done = child.script(script, str(os.getpid()), forked=False)
     assert done.returncode == 1
     *_, last = [line for line in done.stderr.splitlines() if "AsyncCallFailedError" in line]
     assert "the worker could not import the script (exit status 1)" in last

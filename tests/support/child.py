@@ -42,11 +42,13 @@ def script(
     python: str = sys.executable,
     by: tuple[str, ...] = (),
     torchrun: bool = False,
+    forked: bool = True,
 ) -> subprocess.CompletedProcess[str]:
     """Run a script to its end, under torchrun where it has several ranks or `torchrun`.
 
     Args:
         by: what runs it, such as `-m smckpt.run`.
+        forked: from a process that has torch; False for a test of the interpreter's start or end.
     """
     launcher = [python]
     if ranks > 1 or torchrun:
@@ -54,7 +56,11 @@ def script(
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     command = [*launcher, *by, str(path), *arguments]
-    return warm.run(command, timeout=seconds(240), env=environment)
+    if forked:
+        return warm.run(command, timeout=seconds(240), env=environment)
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=seconds(240), env=environment, check=False
+    )
 
 
 def told(done: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:

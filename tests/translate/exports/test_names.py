@@ -339,7 +339,9 @@ def begun(
     (folder / "config.json").write_text(json.dumps(values, default=str))
     (folder / "begins.py").write_text(BEGINS)
     arguments = [str(folder / "c"), out or str(folder / "hf"), str(folder / "config.json")]
-    done = child.script(folder / "begins.py", *arguments, json.dumps(options), ranks=ranks)
+    done = child.script(
+        folder / "begins.py", *arguments, json.dumps(options), ranks=ranks, forked=ranks > 1
+    )  # a single process says what it has imported
     told = [json.loads(line) for line in done.stdout.splitlines()]
     assert done.returncode == 0 and told == [told[0]] * ranks, done.stderr
     return told[0]  # type: ignore[no-any-return]

@@ -12,9 +12,11 @@ import contextlib
 import fnmatch
 import functools
 import hashlib
+import heapq
 import math
 import operator
 import re
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -246,25 +248,20 @@ class _Differing:
         for alike in tensors.values():
             self._each.update(zip(alike, torch.stack([*alike.values()]).tolist(), strict=True))
         optimizers = sorted({path[:-2] for path in self._each}, key=dotted)
-        many = len(optimizers) > NAMED // 2
-        names = {
-            path: "optimizers' step"
-            if many
-            else dotted((*path, "step"))
-            if path
-            else "optimizer step"
-            for path in optimizers
-        }
-        signs: dict[str, float] = {names[path]: 0 for path in optimizers}
+        names = {p: dotted((*p, "step")) if p else "optimizer step" for p in optimizers}
+        if len(optimizers) > NAMED // 2:
+            names = dict.fromkeys(optimizers, "optimizers' step")
+        each: dict[str, dict[Path, float]] = {names[path]: {} for path in optimizers}
         for path, step in self._each.items():
-            signs[names[path[:-2]]] = max(signs[names[path[:-2]]], _whole(step))
+            each[names[path[:-2]]][path] = step
         # under FSDP1, ranks share the parameters that are divided between them, and no others
-        first = sorted((path not in divided, _digest(dotted(path)), path) for path in self._each)
-        for _, digest, path in first:
-            of = self.of_parameters.setdefault(names[path[:-2]], {})
-            if len(of) < max(NAMED // 2 // len(signs), 1):
-                of[digest] = _whole(self._each[path])
-        return signs
+        for name, steps in each.items():
+            some = heapq.nsmallest(
+                max(NAMED // 2 // len(each), 1), steps,
+                key=lambda path: (path not in divided, zlib.crc32(str(path[-1]).encode())),
+            )  # fmt: skip
+            self.of_parameters[name] = {_digest(dotted(path)): _whole(steps[path]) for path in some}
+        return {name: _whole(max(steps.values())) for name, steps in each.items()}
 
 
 def _digest(text: str) -> str:

@@ -206,8 +206,9 @@ def _name_left(older: Sequence[Condition], newest: str) -> None:
     from smckpt.storage.urls import parent_url
 
     for one in older:
-        beside = parent_url(one.url) == parent_url(newest)
-        if one.state == "unfinished" and one.nbytes and beside:
+        if one.state != "unfinished" or not one.nbytes:
+            continue
+        if parent_url(one.url) == parent_url(newest):
             print_line(f"{one.place}: unfinished, {bytes_text(one.nbytes)}: a run that has passed "
                        "this step does not delete it. If no job is writing it, delete the "
                        "directory")  # fmt: skip

@@ -26,15 +26,7 @@ from smckpt.layout.geometry import Geometry
 from smckpt.layout.mesh import Shape
 from smckpt.layout.strided import Box, Piece
 
-__all__ = [
-    "ASKED",
-    "Catalogue",
-    "LogicalTensor",
-    "SavedFile",
-    "SavedPiece",
-    "SavedPieces",
-    "Stored",
-]
+__all__ = ["Catalogue", "LogicalTensor", "SavedFile", "SavedPiece", "SavedPieces", "Stored"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +39,7 @@ class SavedPiece:
     holders: tuple[int, ...]
 
 
-ASKED = 64  # ranks whose parts are read for values that the followed rank did not save
+_ASKED = 64  # ranks whose parts are read for values that the followed rank did not save
 
 
 class SavedPieces:
@@ -389,18 +381,18 @@ class Catalogue(ABC):
         )
 
     def lacked(
-        self, rank: int, wanted: Collection[str] | None = None, most: int = ASKED
+        self, rank: int, wanted: Collection[str] | None = None
     ) -> dict[str, tuple[Path, Any]]:
-        """The values, unmade, that saved rank `rank` takes from the lowest one that has them, since
-        it saved nothing in their place. Of other ranks than the lowest, it takes the top keys of
-        which it saved nothing, and what is wanted.
+        """The values, unmade, that saved rank `rank` takes from the lowest one, since it saved
+        nothing in their place.
 
         Args:
-            wanted: look no further when these keys are found.
-            most: how many ranks are asked; each one's part is read.
+            wanted: go on to higher ranks until these keys are found, or to the last of `_ASKED`.
         """
         found: dict[str, tuple[Path, Any]] = {}
-        others = [one for one in self.object_ranks[:most] if one != rank]
+        others = [
+            one for one in self.object_ranks[: 1 if wanted is None else _ASKED] if one != rank
+        ]
         if not others:
             return found
         held, beside = self.held(rank), self.beside(rank)
@@ -408,8 +400,7 @@ class Catalogue(ABC):
             if wanted is not None and found.keys() >= set(wanted):
                 break
             for key, one in self.objects(other, unmade=True).items():
-                at = one[0][:1] if wanted is None and other != self.object_ranks[0] else one[0]
-                if not held(at) and not beside(one[0], other):
+                if not held(one[0]) and not beside(one[0], other):
                     found.setdefault(key, one)
         return found
 

@@ -248,15 +248,8 @@ class _Shapes:
 
     def objects(self, rank: int) -> dict[str, Any]:
         """Its values: those of the saved rank that it follows. What that one lacks, a load takes
-        from the lowest rank that has it, here as there. So the first one has what no other has."""
-        catalogue, follows = self._catalogue, self._followed[rank]
-        saved = dict(catalogue.part(follows)["objects"])
-        if rank == 0 and (lost := {*catalogue.object_ranks} - {*self._followed}):
-            held = catalogue.held(follows)
-            for other in sorted(lost):
-                for name, leaf in catalogue.part(other)["objects"].items():
-                    if not held(tuple(leaf["path"][:1])):
-                        saved.setdefault(name, leaf)
+        from the lowest rank, here as there."""
+        saved = self._catalogue.part(self._followed[rank])["objects"]
         return {name: leaf for name, leaf in saved.items() if not self._left_out(name)}
 
     def optimizers(self, rank: int) -> dict[str, Any]:

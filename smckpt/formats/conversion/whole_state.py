@@ -194,7 +194,7 @@ class WholeState:
         self.values = self._named_values(mine)
         others = [row.path for row in catalogue.rows if row.geometry.per_rank]
         apart = values_of_others(self._reads.me, rank, others, [path for path, _ in mine.values()])
-        for values in (apart, catalogue.lacked(rank, most=len(catalogue.object_ranks))):
+        for values in (apart, catalogue.lacked(rank)):
             for path, value in self._named_values(values).items():
                 self.values.setdefault(path, made_again(value))
         self._meter = Meter(progress, sum(tensor.nbytes for tensor in self.tensors))

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from smckpt.checkpoint.reading.catalogue import Catalogue, LogicalTensor
 from smckpt.checkpoint.reading.plan import Planner
 from smckpt.checkpoint.reading.plan_local import LoadingRank
 from smckpt.checkpoint.reading.read import StoredCopy, scattered
-from smckpt.checkpoint.reading.whole import kind_of, nested, under_names, values_of_others
+from smckpt.checkpoint.reading.whole import kind_of, nested, under_names
 from smckpt.errors import CorruptCheckpointError, KeysMismatchError, MemoryBudgetError, StateError
 from smckpt.layout.containers import dims_in, is_array, made_again
 from smckpt.layout.entries import Path, dotted
@@ -28,7 +28,7 @@ from smckpt.state_dict.select import Selection
 from smckpt.state_dict.tags import put_back, tag_of
 from smckpt.state_dict.tensors import arranged, expanded_in, fill, flagged, same_bits
 
-__all__ = ["LoadMemory", "memory_of", "whole_state"]
+__all__ = ["LoadMemory", "memory_of", "values_of_others", "whole_state"]
 
 
 @dataclass(frozen=True)
@@ -242,6 +242,38 @@ def whole_state(
             **me.where,
         )
     return nested(catalogue, leaves, saved), tensors
+
+
+def values_of_others(
+    me: LoadingRank, saved: int, paths: Iterable[Path], own: Iterable[Path]
+) -> dict[str, tuple[Path, Any]]:
+    """Of the largest parts of the state around these paths of which saved rank `saved` has
+    nothing: the values, unmade, of the rank whose tensors are taken there.
+
+    Args:
+        own: the paths of the values of that rank.
+    """
+    rows = me.catalogue.rows
+    held = {id(row.ranks): saved in row.ranks for row in rows}
+    known = {*own, *(row.path for row in rows if held[id(row.ranks)])}
+    above = {path[:depth] for path in known for depth in range(1, len(path) + 1)}
+    parts = set()
+    for path in paths:
+        prefixes = [path[:depth] for depth in range(1, len(path) + 1)]
+        if known.isdisjoint(prefixes):
+            parts.update([at for at in prefixes if at not in above][:1])
+    whose: dict[Path, int] = {}
+    for row in rows if parts else ():
+        if row.geometry.per_rank and not held[id(row.ranks)]:
+            for at in (row.path[:depth] for depth in range(1, len(row.path) + 1)):
+                if at in parts and at not in whose:
+                    whose[at] = me.followed(me.of_own(row.ranks))
+    return {
+        key: (path, value)
+        for rank in sorted({*whose.values()})
+        for key, (path, value) in me.catalogue.objects(rank, unmade=True).items()
+        if any(whose.get(path[:depth]) == rank for depth in range(1, len(path) + 1))
+    }
 
 
 def _room(catalogue: Catalogue, tensor: LogicalTensor, kind: str) -> torch.Tensor:

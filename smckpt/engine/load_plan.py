@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from smckpt.checkpoint.reading.catalogue import Catalogue
 from smckpt.checkpoint.reading.plan import ReadPlan, plan_local, plan_logical
 from smckpt.checkpoint.reading.plan_local import LoadingRank, differing_names, refuse_names
-from smckpt.checkpoint.reading.whole import values_of_others
-from smckpt.engine.load_memory import LoadMemory, memory_of, whole_state
+from smckpt.engine.load_memory import LoadMemory, memory_of, values_of_others, whole_state
 from smckpt.engine.load_rounds import Common
 from smckpt.errors import CheckpointError, KeysMismatchError, TopologyError, UsageError
 from smckpt.layout.containers import FACTS, lacking_keys, made_again

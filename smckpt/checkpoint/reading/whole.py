@@ -4,7 +4,7 @@ the kinds that it had, an optimizer's under the names of its parameters: what co
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from smckpt.checkpoint.reading.catalogue import Catalogue, LogicalTensor
@@ -16,7 +16,7 @@ from smckpt.layout.entries import Entry, Path, dotted
 from smckpt.layout.geometry import BoxGeometry
 from smckpt.layout.strided import Box
 
-__all__ = ["WholeTensors", "are_groups", "kind_of", "nested", "under_names", "values_of_others"]
+__all__ = ["WholeTensors", "are_groups", "kind_of", "nested", "under_names"]
 
 
 class WholeTensors:
@@ -28,8 +28,7 @@ class WholeTensors:
         Raises:
             TopologyError: ranks saved tensors of their own, and it is not known whose is wanted.
         """
-        self.me = LoadingRank.of(catalogue, rank, catalogue.object_ranks)
-        self._planner = Planner(self.me)
+        self._planner = Planner(LoadingRank.of(catalogue, rank, catalogue.object_ranks))
         self._threads, self._rank = threads, rank
         self.tensors = [*self._planner.tensors()]
 
@@ -43,38 +42,6 @@ class WholeTensors:
         rule = BoxGeometry(name, tensor.shape, (box,), (self._rank,))
         entry = Entry(tensor.path, tensor.dtype, rule, tensor.path[:-1], (), (self._rank,))
         execute(self._planner.copies([entry]), [target], threads=self._threads)
-
-
-def values_of_others(
-    me: LoadingRank, saved: int, paths: Iterable[Path], own: Iterable[Path]
-) -> dict[str, tuple[Path, Any]]:
-    """Of the largest parts of the state around these paths of which saved rank `saved` has
-    nothing: the values, unmade, of the rank whose tensors are taken there.
-
-    Args:
-        own: the paths of the values of that rank.
-    """
-    rows = me.catalogue.rows
-    held = {id(row.ranks): saved in row.ranks for row in rows}
-    known = {*own, *(row.path for row in rows if held[id(row.ranks)])}
-    above = {path[:depth] for path in known for depth in range(1, len(path) + 1)}
-    parts = set()
-    for path in paths:
-        prefixes = [path[:depth] for depth in range(1, len(path) + 1)]
-        if known.isdisjoint(prefixes):
-            parts.update([at for at in prefixes if at not in above][:1])
-    whose: dict[Path, int] = {}
-    for row in rows if parts else ():
-        if row.geometry.per_rank and not held[id(row.ranks)]:
-            for at in (row.path[:depth] for depth in range(1, len(row.path) + 1)):
-                if at in parts and at not in whose:
-                    whose[at] = me.followed(me.of_own(row.ranks))
-    return {
-        key: (path, value)
-        for rank in sorted({*whose.values()})
-        for key, (path, value) in me.catalogue.objects(rank, unmade=True).items()
-        if any(whose.get(path[:depth]) == rank for depth in range(1, len(path) + 1))
-    }
 
 
 _Nodes = dict[Path, dict[Any, None]]  # container → its keys, in order

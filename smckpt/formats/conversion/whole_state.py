@@ -22,13 +22,7 @@ import torch
 
 from smckpt.checkpoint.reading.catalogue import Catalogue, LogicalTensor
 from smckpt.checkpoint.reading.read import Meter, Progress
-from smckpt.checkpoint.reading.whole import (
-    WholeTensors,
-    kind_of,
-    nested,
-    under_names,
-    values_of_others,
-)
+from smckpt.checkpoint.reading.whole import WholeTensors, kind_of, nested, under_names
 from smckpt.errors import StateError
 from smckpt.layout.containers import dims_in, flattened, is_array, made_again
 from smckpt.layout.entries import Path, dotted
@@ -178,25 +172,16 @@ class WholeState:
         self.catalogue, self.rank = catalogue, rank
         self._threads, self._left_out = threads, left_out
         self._reads = WholeTensors(catalogue, rank, threads)
-        held, beside = catalogue.held(rank), catalogue.beside(rank)
-        rows_of = catalogue.pieces.by_name
+        held, rows_of = catalogue.held(rank), catalogue.pieces.by_name
         self.tensors = [
             one
             for one in self._reads.tensors
-            for rows in [[row for row, _ in rows_of[one.name]]]
             if not left_out(one.name)  # nor has this rank another thing in their place
-            and (
-                any(rank in row.ranks for row in rows)
-                or not (held(one.path) or beside(rows[0].path, rows[0].ranks[0]))
-            )
+            and (any(rank in r.ranks for r, _ in rows_of[one.name]) or not held(one.path))
         ]
-        mine = catalogue.objects(rank)
-        self.values = self._named_values(mine)
-        others = [row.path for row in catalogue.rows if row.geometry.per_rank]
-        apart = values_of_others(self._reads.me, rank, others, [path for path, _ in mine.values()])
-        for values in (apart, catalogue.lacked(rank)):
-            for path, value in self._named_values(values).items():
-                self.values.setdefault(path, made_again(value))
+        self.values = self._named_values(catalogue.objects(rank))
+        for path, value in self._named_values(catalogue.lacked(rank)).items():
+            self.values.setdefault(path, made_again(value))
         self._meter = Meter(progress, sum(tensor.nbytes for tensor in self.tensors))
 
     def of_rank(self, rank: int) -> WholeState:

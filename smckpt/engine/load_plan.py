@@ -399,7 +399,7 @@ def _values(
         own = [path for path, _ in objects.values()]
         apart = values_of_others(me, saved, lacking.values(), own)
         objects.update((key, one) for key, one in apart.items() if key not in tensors)
-        for key, found in catalogue.lacked(saved, lacking.keys() - objects.keys()).items():
+        for key, found in catalogue.lacked(saved).items():
             if key in lacking and key not in tensors:
                 objects.setdefault(key, found)
     objects = named_as_target(state_dict, objects, catalogue.optimizers)

@@ -215,34 +215,6 @@ def test_an_object_that_other_ranks_saved_is_of_one_of_them(tmp_path: Path) -> N
     assert run_ranks(of_one_rank, 1, str(tmp_path)) == [first]
 
 
-def values_of_late_ranks(folder: str) -> list[Any]:
-    rank, found = dist.get_rank(), []
-    forms: list[tuple[Any, Any]] = [  # what is saved, and what is loaded into
-        (Kept({"v": rank, "more": {"name": "a"}}), Kept({})),
-        ({"v": rank, "name": "a"}, {"v": 0, "name": ""}),
-        (rank, 0),
-    ]
-    for number, (late, empty) in enumerate(forms):
-        state: dict[str, Any] = {"w": torch.ones(2), **({"late": late} if rank else {})}
-        smckpt.save(state, checkpoint_id=f"{folder}/{number}")
-        state = {"w": torch.zeros(2), "late": empty}
-        smckpt.load(state, checkpoint_id=f"{folder}/{number}")
-        found.append(plain(getattr(state["late"], "value", state["late"])))
-    return found
-
-
-def test_values_that_other_ranks_saved_are_of_the_lowest_of_them(tmp_path: Path) -> None:
-    def expected(rank: int) -> list[str]:
-        return [
-            plain({"v": rank, "more": {"name": "a"}}),
-            plain({"v": rank, "name": "a"}),
-            f"{rank}",
-        ]
-
-    found = run_ranks(values_of_late_ranks, 3, str(tmp_path))
-    assert found == [expected(1), expected(1), expected(2)]
-
-
 def three(folder: str, into: bool) -> Any:
     rank = dist.get_rank()
     own = Kept({} if into else {"t": None if rank == 1 else T + rank, "n": rank})

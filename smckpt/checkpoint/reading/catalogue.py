@@ -9,7 +9,7 @@ from __future__ import annotations
 import bisect
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -37,9 +37,6 @@ class SavedPiece:
     piece: Piece
     row: Entry
     holders: tuple[int, ...]
-
-
-_ASKED = 64  # ranks whose parts are read for values that the followed rank did not save
 
 
 class SavedPieces:
@@ -380,29 +377,18 @@ class Catalogue(ABC):
             path in above or any(path[:depth] in own for depth in range(1, len(path)))
         )
 
-    def lacked(
-        self, rank: int, wanted: Collection[str] | None = None
-    ) -> dict[str, tuple[Path, Any]]:
+    def lacked(self, rank: int) -> dict[str, tuple[Path, Any]]:
         """The values, unmade, that saved rank `rank` takes from the lowest one, since it saved
-        nothing in their place.
-
-        Args:
-            wanted: go on to higher ranks until these keys are found, or to the last of `_ASKED`.
-        """
-        found: dict[str, tuple[Path, Any]] = {}
-        others = [
-            one for one in self.object_ranks[: 1 if wanted is None else _ASKED] if one != rank
-        ]
-        if not others:
-            return found
+        nothing in their place."""
+        first = min(self.object_ranks)
+        if first == rank:
+            return {}
         held, beside = self.held(rank), self.beside(rank)
-        for other in others:
-            if wanted is not None and found.keys() >= set(wanted):
-                break
-            for key, one in self.objects(other, unmade=True).items():
-                if not held(one[0]) and not beside(one[0], other):
-                    found.setdefault(key, one)
-        return found
+        return {
+            key: found
+            for key, found in self.objects(first, unmade=True).items()
+            if not held(found[0]) and not beside(found[0], first)
+        }
 
     def beside(self, rank: int) -> Callable[[Path, int], bool]:
         """Whether what another rank saved at a path is in a list, tuple or deque, as one of both

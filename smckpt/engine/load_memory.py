@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +14,10 @@ import torch
 
 from smckpt.checkpoint.reading.blocks import Span
 from smckpt.checkpoint.reading.catalogue import Catalogue, LogicalTensor
+from smckpt.checkpoint.reading.loading_rank import LoadingRank
 from smckpt.checkpoint.reading.plan import Planner
-from smckpt.checkpoint.reading.plan_local import LoadingRank
 from smckpt.checkpoint.reading.read import StoredCopy, scattered
-from smckpt.checkpoint.reading.whole import kind_of, nested, under_names
+from smckpt.checkpoint.reading.whole import nested, under_names
 from smckpt.errors import CorruptCheckpointError, KeysMismatchError, MemoryBudgetError, StateError
 from smckpt.layout.containers import dims_in, is_array, made_again
 from smckpt.layout.entries import Path, dotted
@@ -28,7 +28,7 @@ from smckpt.state_dict.select import Selection
 from smckpt.state_dict.tags import put_back, tag_of
 from smckpt.state_dict.tensors import arranged, expanded_in, fill, flagged, same_bits
 
-__all__ = ["LoadMemory", "memory_of", "values_of_others", "whole_state"]
+__all__ = ["LoadMemory", "memory_of", "whole_state"]
 
 
 @dataclass(frozen=True)
@@ -170,17 +170,16 @@ log = logging.getLogger("smckpt")
 
 
 def whole_state(
-    me: LoadingRank, saved: int, only: Sequence[str] | None
+    me: LoadingRank, only: Sequence[str] | None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The saved nested state, with empty tensors to fill; and these tensors alone, nested in dicts.
     (Values may hold arrays too, which are not tensors of the state.)
 
     Tensors are whole, on the CPU, by logical name. An optimizer's state has the names of its
-    parameters if they are known. Values come from the rank that this one follows, or, if that did
-    not save them, from the lowest rank that did.
+    parameters if they are known. What the rank that this one follows did not save comes from
+    others, as `LoadingRank` says.
 
     Args:
-        saved: the rank that is followed.
         only: the top keys to load.
 
     Raises:
@@ -191,15 +190,11 @@ def whole_state(
     leaves: dict[Path, Any] = {}
     tensors: dict[Any, Any] = {}
     catalogue = me.catalogue
-    beside = catalogue.beside(saved)
+    kinds = me.kinds or {}
     for tensor in Planner(me).tensors():
-        path, rows = tensor.path, [row for row, _ in catalogue.pieces.by_name[tensor.name]]
-        if all(row.geometry.per_rank and saved not in row.ranks for row in rows) and beside(
-            rows[0].path, rows[0].ranks[0]
-        ):
-            continue
+        path = tensor.path
         if only is None or str(path[0]) in only:
-            kind = kind_of(catalogue, path, saved) or ""
+            kind = kinds.get(path, "")
             room = _room(catalogue, tensor, kind)
             array = is_array(kind)
             leaves[path] = room.numpy() if array else flagged(room, kind.partition(";")[2])
@@ -215,24 +210,17 @@ def whole_state(
                     **me.where,
                 )
             around[path[-1]] = room
-    mine = catalogue.objects(saved, unmade=True)
-    own = {row.path for row in catalogue.rows if saved in row.ranks}
-    others = [row.path for row in catalogue.rows if row.geometry.per_rank]
-    apart = values_of_others(me, saved, others, [path for path, _ in mine.values()])
-    for values in (mine, apart, catalogue.lacked(saved)):
-        for path, saved_value in values.values():
-            if only is None or str(path[0]) in only:
-                value = made_again(saved_value)
-                if value is not saved_value and (path not in leaves):
-                    log.warning(
-                        "%s has values of classes that are not registered: they are names, tuples "
-                        "and dicts now. Call smckpt.state_dict.register_value_class on them first",
-                        dotted(path),
-                    )
-                for dotted_path, renamed in under_names(catalogue.optimizers, path, value):
-                    if values is mine and dotted_path == path and path not in own:
-                        leaves[path] = renamed  # not the tensor that another rank has there
-                    leaves.setdefault(dotted_path, renamed)
+    for path, saved_value in me.values().values():
+        if only is None or str(path[0]) in only:
+            value = made_again(saved_value)
+            if value is not saved_value and (path not in leaves):
+                log.warning(
+                    "%s has values of classes that are not registered: they are names, tuples and "
+                    "dicts now. Call smckpt.state_dict.register_value_class on them first",
+                    dotted(path),
+                )
+            for named, renamed in under_names(catalogue.optimizers, path, value):
+                leaves.setdefault(named, renamed)
     if lacking := set(only or ()) - {str(path[0]) for path in leaves}:
         had = sorted({str(t.path[0]) for t in catalogue.logical.values()})
         raise KeysMismatchError(
@@ -241,39 +229,7 @@ def whole_state(
             remedy="name top keys of the saved state",
             **me.where,
         )
-    return nested(catalogue, leaves, saved), tensors
-
-
-def values_of_others(
-    me: LoadingRank, saved: int, paths: Iterable[Path], own: Iterable[Path]
-) -> dict[str, tuple[Path, Any]]:
-    """Of the largest parts of the state around these paths of which saved rank `saved` has
-    nothing: the values, unmade, of the rank whose tensors are taken there.
-
-    Args:
-        own: the paths of the values of that rank.
-    """
-    rows = me.catalogue.rows
-    held = {id(row.ranks): saved in row.ranks for row in rows}
-    known = {*own, *(row.path for row in rows if held[id(row.ranks)])}
-    above = {path[:depth] for path in known for depth in range(1, len(path) + 1)}
-    parts = set()
-    for path in paths:
-        prefixes = [path[:depth] for depth in range(1, len(path) + 1)]
-        if known.isdisjoint(prefixes):
-            parts.update([at for at in prefixes if at not in above][:1])
-    whose: dict[Path, int] = {}
-    for row in rows if parts else ():
-        if row.geometry.per_rank and not held[id(row.ranks)]:
-            for at in (row.path[:depth] for depth in range(1, len(row.path) + 1)):
-                if at in parts and at not in whose:
-                    whose[at] = me.followed(me.of_own(row.ranks))
-    return {
-        key: (path, value)
-        for rank in sorted({*whose.values()})
-        for key, (path, value) in me.catalogue.objects(rank, unmade=True).items()
-        if any(whose.get(path[:depth]) == rank for depth in range(1, len(path) + 1))
-    }
+    return nested(catalogue, leaves, me.kinds), tensors
 
 
 def _room(catalogue: Catalogue, tensor: LogicalTensor, kind: str) -> torch.Tensor:

@@ -13,9 +13,10 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from smckpt.checkpoint.reading.catalogue import Catalogue
+from smckpt.checkpoint.reading.loading_rank import LoadingRank
 from smckpt.checkpoint.reading.plan import ReadPlan, plan_local, plan_logical
-from smckpt.checkpoint.reading.plan_local import LoadingRank, differing_names, refuse_names
-from smckpt.engine.load_memory import LoadMemory, memory_of, values_of_others, whole_state
+from smckpt.checkpoint.reading.plan_local import differing_names, refuse_names
+from smckpt.engine.load_memory import LoadMemory, memory_of, whole_state
 from smckpt.engine.load_rounds import Common
 from smckpt.errors import CheckpointError, KeysMismatchError, TopologyError, UsageError
 from smckpt.layout.containers import FACTS, lacking_keys, made_again
@@ -214,22 +215,19 @@ def plan_of(
     state_dict, selection = target.state_dict, target.selection
     live = request.options.parallel_state
     me = LoadingRank.of(catalogue, group.rank, group.ranks, group.world_size, live)
-    saved = me.followed(catalogue.object_ranks)
     by_key = state_dict is not None and catalogue.kind == "LOCAL"
     objects: dict[str, tuple[Path, Any]] | None = None
     settled: frozenset[Path] = frozenset()
     if state_dict is None:
-        state_dict, tensors = whole_state(me, saved, request.options.only)
+        state_dict, tensors = whole_state(me, request.options.only)
         selection = target.selector.select(tensors)
     else:
         assert selection is not None  # otherwise all ranks have raised
-        if number_as_saved(state_dict, catalogue, saved, strict=request.strict):
+        if number_as_saved(state_dict, catalogue, me.saved, strict=request.strict):
             selection = target.selector.select(state_dict)
-        objects = _values(me, saved, selection, state_dict)
-        renewed, settled = prepare_optimizers(
-            state_dict, catalogue, objects, rank=saved, strict=request.strict
-        )
-        made, read = make_read(state_dict, catalogue, objects, saved, grows=request.keys is True)
+        objects = _values(me, selection, state_dict, request.strict)
+        renewed, settled = prepare_optimizers(state_dict, me, objects, strict=request.strict)
+        made, read = make_read(state_dict, me, objects, grows=request.keys is True)
         renewed, settled = renewed or made, settled | read
         objects = {
             key: found
@@ -251,8 +249,7 @@ def plan_of(
         if request.strict:
             objects = _asked_for(objects, tops, request, me)
         _check_objects(selection, objects, settled, request, me)
-    kinds = catalogue.kinds(saved) or {}
-    memory = memory_of(selection, plan.copies, kinds, partly=not request.strict)
+    memory = memory_of(selection, plan.copies, me.kinds or {}, partly=not request.strict)
     gathered: list[tuple[str, Any]] = []
     if selection.gathered:
         gathered = [(dotted(path), put) for path, put in gathered_parts(state_dict)]
@@ -384,25 +381,19 @@ def _asked_for(
 
 def _values(
     me: LoadingRank,
-    saved: int,
     selection: Selection,
     state_dict: MutableMapping[str, Any],
+    strict: bool,
 ) -> dict[str, tuple[Path, Any]]:
     """The saved values, by the target's keys, with those in them made that are known by their
-    classes. A value that the followed rank did not save comes from the rank whose tensors are taken
-    there, or from the lowest rank that did, because one rank may save a value for all."""
-    catalogue = me.catalogue
-    objects = catalogue.objects(saved, unmade=True)
+    classes. What the followed rank lacks comes from another one, because one rank may save a value
+    for all."""
+    own = me.objects(me.saved)
     tensors = {entry.key for entry in selection.entries}
-    lacking = {leaf.key: leaf.path for leaf in selection.objects if leaf.key not in objects}
-    if lacking:
-        own = [path for path, _ in objects.values()]
-        apart = values_of_others(me, saved, lacking.values(), own)
-        objects.update((key, one) for key, one in apart.items() if key not in tensors)
-        for key, found in catalogue.lacked(saved).items():
-            if key in lacking and key not in tensors:
-                objects.setdefault(key, found)
-    objects = named_as_target(state_dict, objects, catalogue.optimizers)
+    lacking = [leaf.path for leaf in selection.objects if leaf.key not in own]
+    objects = me.values(lacking, every=strict)
+    objects = {key: one for key, one in objects.items() if key in own or key not in tensors}
+    objects = named_as_target(state_dict, objects, me.catalogue.optimizers)
     tops = {*map(str, state_dict)}  # what is asked for; only that is made
     return {
         key: (path, made_again(value, key) if str(path[0]) in tops else value)

@@ -34,7 +34,8 @@ __all__ = [
     "dims_in",
     "flattened",
     "is_array",
-    "is_sequence",
+    "is_closed",
+    "is_extra_state",
     "items_of",
     "joined",
     "kind_with",
@@ -240,9 +241,18 @@ def of_object(kind: str | None) -> tuple[str, str]:
     return (kind or "").removesuffix(behind) if behind else kind or "", behind
 
 
-def is_sequence(kind: str | None) -> bool:
-    """Whether it is the kind of a list, tuple or deque."""
-    return of_object(kind)[1].partition(":")[0] in ("list", "tuple", "deque", "named")
+def is_closed(kind: str | None) -> bool:
+    """Whether it is the kind of a container that one rank has as a whole, so that another rank's
+    keys are not of it: a list, tuple, deque or `Counter`, or the attributes of an object."""
+    form, _, what = of_object(kind)[1].removeprefix("keys:").partition(":")
+    if form == "sequence":
+        return is_closed(what[json.JSONDecoder().raw_decode(what)[1] :])
+    return form in ("list", "tuple", "deque", "named", "data", "counter")
+
+
+def is_extra_state(key: Any) -> bool:
+    """Whether torch gives the value of this key to a module's `set_extra_state`."""
+    return isinstance(key, str) and key.endswith("_extra_state")
 
 
 def text_of_key(key: Any) -> Any:

@@ -26,6 +26,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 from torch.utils._python_dispatch import _disable_current_modes
 
 from smckpt.errors import StateError
+from smckpt.layout.containers import is_extra_state
 from smckpt.state_dict.tensors import dtensor_parts, is_dtensor
 
 __all__ = [
@@ -34,7 +35,6 @@ __all__ = [
     "concrete",
     "give_back",
     "give_extra_state",
-    "is_extra_state",
     "loads_itself",
     "mode_of",
     "neutral",
@@ -82,11 +82,6 @@ def mode_of(state: Any) -> AbstractContextManager[Any]:
 
 
 _AUTOCAST = tuple(dict.fromkeys(("cpu", "cuda", torch._C._get_accelerator().type)))
-
-
-def is_extra_state(key: Any) -> bool:
-    """Whether torch gives the value of this key to a module's `set_extra_state`."""
-    return isinstance(key, str) and key.endswith("_extra_state")
 
 
 def own_state_dict(model: nn.Module) -> dict[str, Any]:

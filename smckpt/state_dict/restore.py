@@ -12,9 +12,15 @@ import torch
 from torch import nn
 
 from smckpt.errors import StateError
-from smckpt.layout.containers import class_name, items_of, like, object_in, renewed
+from smckpt.layout.containers import (
+    class_name,
+    is_extra_state,
+    items_of,
+    like,
+    object_in,
+    renewed,
+)
 from smckpt.layout.entries import Path, dotted
-from smckpt.state_dict.modes import is_extra_state
 from smckpt.state_dict.of_optimizers.bindings import (
     bound,
     inside,
@@ -39,7 +45,7 @@ from smckpt.state_dict.tags import (
 from smckpt.state_dict.tensors import is_dtensor
 
 if TYPE_CHECKING:
-    from smckpt.checkpoint.reading.catalogue import Catalogue
+    from smckpt.checkpoint.reading.loading_rank import LoadingRank
 
 __all__ = [
     "gathered_parts",
@@ -152,9 +158,8 @@ _NONE = object()
 
 def make_read(
     state_dict: MutableMapping[str, Any],
-    catalogue: Catalogue,
+    me: LoadingRank,
     values: Mapping[str, tuple[Path, Any]],
-    rank: int,
     *,
     grows: bool,
 ) -> tuple[bool, frozenset[Path]]:
@@ -164,7 +169,6 @@ def make_read(
 
     Args:
         values: what was saved and is no tensor.
-        rank: the saved rank whose own values this rank takes.
         grows: whether objects get keys that they lack, and lose those that were not saved.
             Otherwise only extra state takes another structure.
 
@@ -177,13 +181,11 @@ def make_read(
     changed, settled = False, set[Path]()
     make: Room | None = None
     objects = {
-        at: name
-        for at, kind in (catalogue.kinds(rank) or {}).items()
-        if (name := object_in(kind)) is not None
+        at: name for at, kind in (me.kinds or {}).items() if (name := object_in(kind)) is not None
     }
     for path, given in [*_reading(state_dict)]:
         stored = tuple(map(_in_path, path))
-        above = SavedState(catalogue, values, stored[:-1], rank, owned=()).more()
+        above = SavedState(me, values, stored[:-1], owned=()).more()
         saved = above.get(str(path[-1]), ABSENT) if path else above
         # what has no tensors is one value, unless another object is inside
         apart_too = any(at[:-1][: len(stored)] == stored for at, _ in values.values())

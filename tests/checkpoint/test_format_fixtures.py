@@ -10,8 +10,8 @@ import pytest
 
 from smckpt.checkpoint.reading.catalogue import Catalogue
 from smckpt.checkpoint.reading.committed import open_catalogue
+from smckpt.checkpoint.reading.loading_rank import LoadingRank
 from smckpt.checkpoint.reading.plan import plan_local, plan_logical
-from smckpt.checkpoint.reading.plan_local import LoadingRank
 from smckpt.checkpoint.reading.read import execute
 from smckpt.checkpoint.records.files import decode_body
 from smckpt.checkpoint.records.format import Manifest, Part, Record

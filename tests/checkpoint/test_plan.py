@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from smckpt.checkpoint.reading.committed import open_catalogue
+from smckpt.checkpoint.reading.loading_rank import LoadingRank
 from smckpt.checkpoint.reading.plan import plan_logical
-from smckpt.checkpoint.reading.plan_local import LoadingRank
 from smckpt.checkpoint.reading.read import execute
 from smckpt.errors import (
     CorruptCheckpointError,

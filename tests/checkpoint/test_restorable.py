@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from smckpt.checkpoint.reading.committed import open_catalogue
+from smckpt.checkpoint.reading.loading_rank import LoadingRank
 from smckpt.checkpoint.reading.plan import Planner, plan_logical
-from smckpt.checkpoint.reading.plan_local import LoadingRank
 from smckpt.checkpoint.upkeep.restorable import parse_geometry, restorable_at
 from smckpt.cli.app import app
 from smckpt.errors import CheckpointError, CheckpointNotFoundError, UsageError

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 import smckpt
 from smckpt import errors
 from smckpt.checkpoint.upkeep.reshard import reshard_checkpoint
+from smckpt.formats.conversion.convert import convert
 from tests.state_dict.test_growing import Kept
 from tests.support.launch import run_ranks
 
@@ -99,7 +100,6 @@ def test_each_rank_gets_its_own_object_back_be_it_tensors_or_none(tmp_path: Path
     for rank, found in enumerate(run_ranks(job, 2, str(tmp_path), *hows, timeout=240)):
         # A load without a target has the tensors of all ranks, but where this rank has other things
         whole, keys = found.pop("no target"), FORMS["other keys"]
-        assert whole.pop("dict, tensor") == "StateError"  # one name cannot be both
         assert whole.pop("other keys") == plain({**keys[1 - rank], **keys[rank]})
         for name in whole:
             assert whole[name] == plain(FORMS[name][rank]), (rank, name)
@@ -194,11 +194,90 @@ def test_a_tensor_whose_shards_have_one_value_each_is_not_of_one_value(tmp_path:
     assert found == [[whole, whole[:4]], [whole, whole[4:]]]
 
 
+def of_rank(rank: int) -> dict[str, Any]:
+    """What ranks have alone, in other lengths, in stages of a model, and in other forms."""
+    state: dict[str, Any] = {
+        "w": torch.ones(2),
+        "items": ({"a": T, "n": 3}, {"a": T + 1, "n": 4})[: 1 + rank % 2],
+        "net": OrderedDict({f"{rank}.weight": T + rank, f"{rank}._extra_state": {"amax": rank}}),
+        "form": [[5, T], {"k": 5, "l": T}, {"k": [T], "l": 7}][rank],
+    }
+    if rank:
+        late = {"t": torch.full((rank + 1,), float(rank)), "n": rank}
+        state["late"] = {**late, "l": [T] if rank == 1 else (T, 2)}
+        state["other"] = {"x": {"t": T, "n": 1}} if rank == 1 else {"x": {"u": T, "n": 2}}
+    if rank == 1:
+        state["ordered"] = OrderedDict(k=[T, 14], m=[91])
+    if rank == 2:
+        state["values"] = {"v": 5, "deep": [1, {"k": 2}]}
+    return state
+
+
+def of_load(rank: int) -> dict[str, Any]:
+    """The state of a rank, and whole parts of others."""
+    each = [of_rank(rank) for rank in range(3)]
+    net = each[rank]["net"] | each[0]["net"] | each[1]["net"] | each[2]["net"]
+    other = {"x": each[1]["other"]["x"] | (each[2]["other"]["x"] if rank else {})}
+    other["x"] |= each[rank].get("other", other)["x"]
+    return {**each[2], **each[1], **each[rank], "net": net, "other": other}
+
+
+def apart(folder: str, saves: bool) -> tuple[dict[str, Any], ...]:
+    rank = dist.get_rank()
+    if saves:
+        smckpt.save(of_rank(rank), checkpoint_id=folder)
+    whole = smckpt.load(checkpoint_id=folder) or {}
+    wanted = of_load(rank)
+    target = cleared(wanted)
+    smckpt.load(target, checkpoint_id=folder)
+    mixed = {**target, "other": {"x": {"t": torch.zeros(2), "u": torch.zeros(2), "n": 0}}}
+    try:
+        smckpt.load(mixed, checkpoint_id=folder)
+    except errors.KeysMismatchError as error:
+        assert "lacks ['other.x.u']" in str(error), error
+        return whole, target
+    raise AssertionError("an object was mixed of two")
+
+
+def cleared(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return torch.zeros_like(value)
+    if isinstance(value, dict):
+        return type(value)((key, cleared(each)) for key, each in value.items())
+    return type(value)(map(cleared, value)) if isinstance(value, (list, tuple)) else -1
+
+
+def listed(state: dict[str, Any]) -> dict[str, str]:
+    """By key; without the order of ranks in what their states were joined to."""
+    joined = {"net", "other"}
+    return {k: (plain if k in joined else described)(v) for k, v in state.items()}
+
+
+def test_what_a_rank_lacks_is_whole_and_of_one_rank_in_loads_reshards_and_conversions(
+    tmp_path: Path,
+) -> None:
+    saved, again = str(tmp_path / "saved"), str(tmp_path / "again")
+    first = run_ranks(apart, 3, saved, True)
+    reshard_checkpoint(saved, again, shard=3)
+    resharded = run_ranks(apart, 3, again, False)
+    for rank in range(3):
+        wanted = listed(of_load(rank))
+        for whole, target in (first[rank], resharded[rank]):
+            assert listed(whole) == wanted, rank
+            assert listed(target) == wanted, rank
+        convert(saved, tmp_path / f"{rank}.pt", to="torch", rank=rank)
+        assert listed(torch.load(tmp_path / f"{rank}.pt")) == wanted, rank
+    with pytest.raises(errors.StateError, match=r"(?s)items.*late\.n.*different on different"):
+        convert(saved, tmp_path / "one.pt", to="torch")
+    with pytest.raises(errors.UsageError, match="alone"):
+        reshard_checkpoint(saved, tmp_path / "one", shard=1)
+
+
 def of_one_rank(folder: str) -> list[Any]:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     state: dict[str, Any] = {"own": Kept({"t": T})}
     if ranks > 1:
-        late = {"late": Kept({"v": rank, "t": T + rank})} if rank else {}
+        late = {"late": Kept({"v": rank, "t": torch.ones(1 + rank)})} if rank else {}
         smckpt.save({**state, **late}, checkpoint_id=folder)
     found = []
     for fresh in ({}, {"v": 0, "t": torch.zeros(2)}):
@@ -210,9 +289,48 @@ def of_one_rank(folder: str) -> list[Any]:
 
 
 def test_an_object_that_other_ranks_saved_is_of_one_of_them(tmp_path: Path) -> None:
-    first, second = ([plain({"v": rank, "t": T + rank})] * 3 for rank in (1, 2))
-    assert run_ranks(of_one_rank, 3, str(tmp_path)) == [first, first, second]
-    assert run_ranks(of_one_rank, 1, str(tmp_path)) == [first]
+    saved, again = str(tmp_path / "saved"), str(tmp_path / "again")
+    first, second = ([plain({"v": rank, "t": torch.ones(1 + rank)})] * 3 for rank in (1, 2))
+    assert run_ranks(of_one_rank, 3, saved) == [first, first, second]
+    reshard_checkpoint(saved, again, shard=1)  # it has the object that a load of one rank takes
+    assert run_ranks(of_one_rank, 1, saved) == run_ranks(of_one_rank, 1, again) == [first]
+
+
+def values_of_late_ranks(folder: str) -> list[Any]:
+    rank, found = dist.get_rank(), []
+    forms: list[tuple[Any, Any]] = [  # what is saved, and what is loaded into
+        (Kept({"v": rank, "more": {"name": "a"}}), Kept({})),
+        ({"v": rank, "name": "a"}, {"v": 0, "name": ""}),
+        (rank, 0),
+    ]
+    for number, (late, empty) in enumerate(forms):
+        state: dict[str, Any] = {"w": torch.ones(2), **({"late": late} if rank else {})}
+        smckpt.save(state, checkpoint_id=f"{folder}/{number}")
+        state = {"w": torch.zeros(2), "late": empty}
+        smckpt.load(state, checkpoint_id=f"{folder}/{number}")
+        found.append(plain(getattr(state["late"], "value", state["late"])))
+    return found
+
+
+def test_values_that_other_ranks_saved_are_of_the_lowest_of_them(tmp_path: Path) -> None:
+    def expected(rank: int) -> list[str]:
+        return [
+            plain({"v": rank, "more": {"name": "a"}}),
+            plain({"v": rank, "name": "a"}),
+            f"{rank}",
+        ]
+
+    found = run_ranks(values_of_late_ranks, 3, str(tmp_path))
+    assert found == [expected(1), expected(1), expected(2)]
+    for number, late in enumerate(expected(1)):
+        saved, resharded, file = (tmp_path / f"{number}{end}" for end in ("", ".one", ".pt"))
+        reshard_checkpoint(saved, resharded, shard=1)
+        with pytest.raises(errors.StateError, match=r"late.* different on different ranks"):
+            convert(saved, file, to="torch")
+        convert(saved, file, to="torch", rank=0)
+        for state in (smckpt.load(checkpoint_id=saved), smckpt.load(checkpoint_id=resharded)):
+            assert plain((state or {})["late"]) == late
+        assert plain(torch.load(file)["late"]) == late
 
 
 def three(folder: str, into: bool) -> Any:

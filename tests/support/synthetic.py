@@ -16,8 +16,9 @@ import numpy as np
 
 from smckpt.checkpoint.commits.commit import publish_record, take_lease
 from smckpt.checkpoint.reading.catalogue import Catalogue
+from smckpt.checkpoint.reading.loading_rank import LoadingRank
 from smckpt.checkpoint.reading.plan import ReadPlan, plan_local, plan_logical
-from smckpt.checkpoint.reading.plan_local import LoadingRank, refuse_names
+from smckpt.checkpoint.reading.plan_local import refuse_names
 from smckpt.checkpoint.reading.read import execute
 from smckpt.checkpoint.records.format import GroupManifest, record_name
 from smckpt.layout.entries import DTYPES, Entry

@@ -20,7 +20,7 @@ from smckpt.checkpoint.records.headers import StoredSlot
 from smckpt.checkpoint.records.objects import decode_object
 from smckpt.decoding import SENSELESS
 from smckpt.errors import CheckpointError, CorruptCheckpointError
-from smckpt.layout.containers import is_sequence, made_again
+from smckpt.layout.containers import made_again
 from smckpt.layout.entries import DTYPES, Entry, Path
 from smckpt.layout.geometry import Geometry
 from smckpt.layout.mesh import Shape
@@ -315,8 +315,7 @@ class Catalogue(ABC):
     @abstractmethod
     def kinds(self, rank: int) -> dict[Path, str] | None:
         """Path → kind, for each container above tensors that is not a dict, as saved rank `rank`
-        has it, or the lowest rank that has something there; None if an older writer recorded no
-        kinds."""
+        has it, and for tensors that ranks divide; None if an older writer recorded no kinds."""
 
     @abstractmethod
     def part(self, rank: int) -> dict[str, Any]:
@@ -341,7 +340,8 @@ class Catalogue(ABC):
         return found
 
     def objects(self, rank: int, *, unmade: bool = False) -> dict[str, tuple[Path, Any]]:
-        """The values of saved rank `rank` that are not tensors: key → (path, value).
+        """The values of saved rank `rank` that are not tensors: key → (path, value). They are read
+        once, and the caller does not change them.
 
         Args:
             unmade: give an `Unmade` for a value of a class that is not registered, and not a name,
@@ -351,11 +351,20 @@ class Catalogue(ABC):
             CorruptCheckpointError: a value breaks the format.
             StateError: a value has a type that is not allowed here.
         """
+        if rank not in self._objects:
+            self._objects[rank] = self._decoded(rank)
+        values = self._objects[rank]
+        return values if unmade else {k: (path, made_again(v)) for k, (path, v) in values.items()}
+
+    @cached_property
+    def _objects(self) -> dict[int, dict[str, tuple[Path, Any]]]:
+        return {}
+
+    def _decoded(self, rank: int) -> dict[str, tuple[Path, Any]]:
         try:
             return {
-                key: (tuple(leaf["path"]), value if unmade else made_again(value))
+                key: (tuple(leaf["path"]), decode_object(leaf["value"]))
                 for key, leaf in self.part(rank)["objects"].items()
-                for value in [decode_object(leaf["value"])]
             }
         except CheckpointError as error:
             error.path = error.path or self.part_url(rank)
@@ -366,50 +375,6 @@ class Catalogue(ABC):
                 remedy="use an older checkpoint",
                 path=self.part_url(rank),
             ) from error
-
-    def held(self, rank: int) -> Callable[[Path], bool]:
-        """Tells of a path whether saved rank `rank` has a tensor or a value there, or above or
-        below it."""
-        own = {path for path, _ in self.objects(rank, unmade=True).values()}
-        own |= {row.path for row in self.rows if rank in row.ranks}
-        above = {path[:depth] for path in own for depth in range(1, len(path) + 1)}
-        return lambda path: (
-            path in above or any(path[:depth] in own for depth in range(1, len(path)))
-        )
-
-    def lacked(self, rank: int) -> dict[str, tuple[Path, Any]]:
-        """The values, unmade, that saved rank `rank` takes from the lowest one, since it saved
-        nothing in their place."""
-        first = min(self.object_ranks)
-        if first == rank:
-            return {}
-        held, beside = self.held(rank), self.beside(rank)
-        return {
-            key: found
-            for key, found in self.objects(first, unmade=True).items()
-            if not held(found[0]) and not beside(found[0], first)
-        }
-
-    def beside(self, rank: int) -> Callable[[Path, int], bool]:
-        """Whether what another rank saved at a path is in a list, tuple or deque, as one of both
-        has it, of which saved rank `rank` has items, but not that one."""
-        held = {id(row.ranks): rank in row.ranks for row in self.rows}
-        own = {
-            row.path[:depth]
-            for row in self.rows
-            if held[id(row.ranks)]
-            for depth in range(1, len(row.path) + 1)
-        }
-        mine = self.kinds(rank) or {}
-
-        def of_other(path: Path, other: int) -> bool:
-            known = next((d for d in range(len(path), 0, -1) if path[:d] in own), 0)
-            at, theirs = path[:known], self.kinds(other) or {}
-            return 0 < known < len(path) and (
-                is_sequence(mine.get(at)) or is_sequence(theirs.get(at))
-            )
-
-        return of_other
 
     def refuse_unread(self, left_out: Callable[[str], bool]) -> None:  # noqa: B027 (most have none)
         """

@@ -87,16 +87,15 @@ class CommittedCatalogue(Catalogue):
         return kinds if alike and len(kinds) == len(found) else None
 
     @cached_property
-    def _first_of(self) -> dict[Path, int]:
-        """The lowest rank that has something at or below a path. The parts of a tensor that is
-        divided are one tensor of one kind, which a rank with few or no elements may not record."""
-        found: dict[Path, int] = {}
-        first = {id(row.ranks): min(row.ranks) for row in self.rows}
-        for row in self.rows:
-            for depth in range(1, len(row.path) + row.geometry.per_rank):
-                at, lowest = row.path[:depth], first[id(row.ranks)]
-                found[at] = min(found.get(at, lowest), lowest)
-        return found
+    def _of_ranks(self) -> set[Path]:
+        """The paths at which ranks have containers and tensors of their own. The parts of a tensor
+        that is divided are one tensor of one kind, which a rank with few or no elements may not
+        record."""
+        return {
+            row.path[:depth]
+            for row in self.rows
+            for depth in range(1, len(row.path) + row.geometry.per_rank)
+        }
 
     def kinds(self, rank: int) -> dict[Path, str] | None:
         if self._containers is None:
@@ -104,22 +103,12 @@ class CommittedCatalogue(Catalogue):
         if self._all_alike is not None:
             return self._all_alike
         if rank not in self._kinds:
-            held = {id(row.ranks): rank in row.ranks for row in self.rows}
-            own = {
-                row.path[:depth]
-                for row in self.rows
-                if held[id(row.ranks)]
-                for depth in range(1, len(row.path) + row.geometry.per_rank)
-            }
-            found: dict[Path, str] = {}
+            found = self._kinds[rank] = {}
             for (path, kind), sets in self._containers.items():
-                if path in own or any(rank in ranks for ranks in sets):
-                    whose: int | None = rank
-                else:
-                    whose = self._first_of.get(path)
-                if whose is None or any(whose in ranks for ranks in sets):
+                if any(rank in ranks for ranks in sets):
+                    found[path] = kind
+                elif path not in self._of_ranks:
                     found.setdefault(path, kind)
-            self._kinds[rank] = found
         return self._kinds[rank]
 
     @cached_property

@@ -11,8 +11,8 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 from smckpt.checkpoint.reading.catalogue import LogicalTensor, SavedPiece, Stored
+from smckpt.checkpoint.reading.loading_rank import LoadingRank
 from smckpt.checkpoint.reading.plan_local import (
-    LoadingRank,
     ambiguous,
     other_tensor,
     plan_local,
@@ -31,7 +31,7 @@ def plan_logical(me: LoadingRank, entries: Sequence[Entry]) -> ReadPlan:
     """Plan to fill entries by logical name, from any mesh that they were saved on. The plan lists
     the names that are in only one of checkpoint and target.
 
-    A per-rank tensor is taken from one saved rank (`LoadingRank.followed`).
+    A per-rank tensor is taken from one saved rank (`LoadingRank.source`).
 
     Args:
         entries: this rank's arrays, the targets.
@@ -43,8 +43,9 @@ def plan_logical(me: LoadingRank, entries: Sequence[Entry]) -> ReadPlan:
     """
     here = {e.logical_name(f) for e in entries for f in e.geometry.fqns}
     there = me.catalogue.logical.keys()
-    missing, unexpected = tuple(sorted(here - there)), tuple(sorted(there - here))
-    return ReadPlan(Planner(me).copies(entries), missing, unexpected)
+    missing = {name for name in here if name not in there or not me.takes(name)}
+    unexpected = tuple(sorted(there - here))
+    return ReadPlan(Planner(me).copies(entries), tuple(sorted(missing)), unexpected)
 
 
 class Planner:
@@ -58,12 +59,11 @@ class Planner:
         self._pieces = me.catalogue.pieces
         self._same_ranks = set(me.catalogue.object_ranks) <= set(me.group)
         self._metadata_only = False
-        self._ranks: dict[str, int] = {}  # by name, what `_followed` found
         self._slots: dict[tuple[int, tuple[int, ...]], list[Stored]] = {}
         self._cuts: dict[tuple[Box, tuple[Box, ...]], list[tuple[int, Box]] | None] = {}
 
     def copies(self, entries: Sequence[Entry]) -> list[StoredCopy]:
-        """The copies that fill those entries whose names the checkpoint has.
+        """The copies that fill those entries whose names the checkpoint has for this rank.
 
         Raises:
             As `plan_logical`, for any other fault than a missing name.
@@ -84,7 +84,7 @@ class Planner:
 
     def tensors(self) -> Iterator[LogicalTensor]:
         """All tensors that this rank can load whole, each with the path by which it is found."""
-        for name in self._catalogue.logical:
+        for name in filter(self._me.takes, self._catalogue.logical):
             row, fqn = self._rows(name)[0]
             # Where name and path agree, the row's own path is used: a fqn is text, but a key may
             # be a number.
@@ -100,21 +100,6 @@ class Planner:
         row, fqn = self._rows(name)[0]
         return row.dtype, row.geometry.shape_of(fqn)
 
-    def followed(self, name: str) -> int:
-        """The saved rank whose per-rank value of this name is taken."""
-        if name in self._ranks:
-            return self._ranks[name]
-        rows = [(row, fqn) for row, fqn in self._pieces.by_name[name] if row.geometry.per_rank]
-        saved = {rank for row, _ in rows for rank in row.ranks}
-        filled = {rank for row, fqn in rows for rank in self._pieces.filled(row, fqn)}
-        own = self._me.of_own(saved & filled or saved)
-        # the rank whose values are taken, if it has the tensor: an object's parts are of one rank
-        of_values = self._me.followed(self._me.catalogue.object_ranks)
-        if of_values in own and self._me.rank not in own:
-            own = [of_values]
-        self._ranks[name] = self._me.followed(own)
-        return self._ranks[name]
-
     def check(self, entry: Entry) -> None:
         """Plan an entry by metadata alone, without headers and values.
 
@@ -128,8 +113,9 @@ class Planner:
 
     def _copies(self, entry: Entry) -> list[tuple[SavedPiece, Copy]]:
         """The copies that fill those tensors of the entry whose names the checkpoint has."""
-        known = self._catalogue.logical
         names = {fqn: entry.logical_name(fqn) for fqn in entry.geometry.fqns}
+        saved, takes = self._catalogue.logical, self._me.takes
+        known = {name for name in names.values() if name in saved and takes(name)}
         pieces = entry.geometry.pieces(self._rank)
         here = {piece.name for piece in pieces}
         for fqn, name in names.items():
@@ -154,7 +140,7 @@ class Planner:
             source
             for row, fqn in rows
             for source in self._pieces.meeting(row, fqn, piece.box)
-            if not row.geometry.per_rank or source.holders == (self.followed(name),)
+            if not row.geometry.per_rank or source.holders == (self._me.source(name),)
         ]
         self._refuse_ambiguous(entry, piece, name, sources)
         # Prefer files that this rank wrote: they may still be in its host's page cache. Of several
@@ -199,7 +185,7 @@ class Planner:
         """The rows of a name that this rank may follow."""
         rows = self._pieces.by_name[name]
         if any(row.geometry.per_rank for row, _ in rows):
-            chosen = self.followed(name)
+            chosen = self._me.source(name)
             rows = [(r, f) for r, f in rows if not r.geometry.per_rank or chosen in r.ranks]
         for row, _ in rows:
             self._me.refuse_guess(row)

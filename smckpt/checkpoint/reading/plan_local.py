@@ -2,9 +2,6 @@
 
 All saved ranks with that shard wrote parts of the array; together they are the whole.
 
-`LoadingRank` finds those ranks. Tensor- and expert-parallel ranks and pipeline stages save
-plain tensors of their own under the same names. Only the topology tells them apart.
-
 What does not fit (names, shapes, meshes) is an error of this module, in both plans.
 """
 
@@ -12,11 +9,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Sequence
 
 from smckpt.checkpoint.reading.catalogue import Catalogue
+from smckpt.checkpoint.reading.loading_rank import LoadingRank
 from smckpt.checkpoint.reading.read import ReadPlan, StoredCopy
 from smckpt.errors import (
     CorruptCheckpointError,
@@ -28,10 +24,8 @@ from smckpt.layout.entries import Entry, Path
 from smckpt.layout.geometry import Geometry
 from smckpt.layout.mesh import Shape
 from smckpt.layout.strided import Box, Copy, Piece, Strided
-from smckpt.topology import ParallelState
 
 __all__ = [
-    "LoadingRank",
     "ambiguous",
     "differing_names",
     "other_degree",
@@ -41,111 +35,6 @@ __all__ = [
     "reshard",
     "uncovered",
 ]
-
-
-@dataclass(frozen=True)
-class LoadingRank:
-    """A rank that loads, and what it knows about the ranks of the checkpoint.
-
-    group: the ranks that load together, this one among them.
-    alike: the saved ranks at its tensor-, expert- and pipeline-parallel coordinates; None if they
-        are not known, or are not needed.
-    unknown: if it is not known which of several saved ranks it follows, the reason.
-    """
-
-    catalogue: Catalogue
-    rank: int
-    group: Sequence[int]
-    alike: frozenset[int] | None = None
-    unknown: str = ""
-
-    @classmethod
-    def of(
-        cls,
-        catalogue: Catalogue,
-        rank: int,
-        group: Sequence[int],
-        world_size: int | None = None,
-        live: ParallelState | None = None,
-    ) -> LoadingRank:
-        """
-        Args:
-            world_size: of the job that loads; None: the group is the job.
-            live: its degrees, if they were given.
-        """
-        one = cls(catalogue, rank, group)
-        if catalogue.topology is None:
-            return one
-        saved = ParallelState.from_json(catalogue.topology)
-        at = {r: _coordinates(saved, r) for r in catalogue.object_ranks}
-        meshes = catalogue.pieces.joined
-        if any(len({at[r] for r in mesh if r in at}) > 1 for mesh in meshes):
-            return one  # tensors are distributed over these ranks, so plain tensors are copies
-        degrees = _degrees(saved)
-        if live is not None and _degrees(live) == degrees:
-            own = _coordinates(live, rank)
-            return replace(one, alike=frozenset(r for r in at if at[r] == own))
-        if degrees == _degrees(ParallelState(1)):
-            return one
-        reason = "but parallel_state= was not given"
-        if live is not None:
-            reason = f"but this job has {_text(_degrees(live))}"
-        elif (len(group) if world_size is None else world_size) == saved.world_size:
-            return one  # each rank takes its own
-        return replace(one, unknown=f"the checkpoint has {_text(degrees)}, {reason}")
-
-    @property
-    def first(self) -> bool:
-        """Whether it is the lowest rank of its group, which logs for all."""
-        return self.rank == min(self.group)
-
-    @property
-    def where(self) -> dict[str, Any]:
-        """For errors."""
-        return {"path": self.catalogue.url, "rank": self.rank}
-
-    def of_own(self, ranks: Iterable[int]) -> list[int]:
-        """Those of the saved ranks that have this rank's coordinates; all, if that is not known."""
-        found = list(ranks)
-        return [r for r in found if self.alike is None or r in self.alike] or found
-
-    def followed(self, saved: Iterable[int]) -> int:
-        """The saved rank whose per-rank values (RNG, buffers, counters) this rank takes: its own,
-        if it was saved. Otherwise the i-th rank of the group takes those of the i-th saved rank,
-        modulo their number."""
-        ordered = sorted(saved)
-        if self.rank in ordered:
-            return self.rank
-        return ordered[sorted(self.group).index(self.rank) % len(ordered)]
-
-    def refuse_guess(self, row: Entry) -> None:
-        """
-        Raises:
-            TopologyError: it is not known which saved rank's weights to take.
-        """
-        if not self.unknown or not row.geometry.per_rank or len(row.ranks) < 2:
-            return
-        if row.dtype.startswith(("float", "bfloat")) and row.shape:
-            raise TopologyError(
-                f"{row.key}: each rank saved a tensor of its own, and it is not known whose "
-                f"tensor this rank needs: {self.unknown}",
-                remedy="build the model with the degrees of the checkpoint, and pass them as "
-                "LoadOptions(parallel_state=)",
-                **self.where,
-            )
-
-
-def _degrees(state: ParallelState) -> tuple[int, int, int]:
-    return state.tp_size, state.ep_size, state.pp_size
-
-
-def _text(degrees: tuple[int, int, int]) -> str:
-    return "tp {}, ep {}, pp {}".format(*degrees)
-
-
-def _coordinates(state: ParallelState, rank: int) -> tuple[int, ...]:
-    ranker = state.ranker
-    return ranker.get_tp_rank(rank), ranker.get_ep_rank(rank), ranker.get_pp_rank(rank)
 
 
 def plan_local(

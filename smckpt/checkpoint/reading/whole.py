@@ -8,15 +8,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from smckpt.checkpoint.reading.catalogue import Catalogue, LogicalTensor
+from smckpt.checkpoint.reading.loading_rank import LoadingRank
 from smckpt.checkpoint.reading.plan import Planner
-from smckpt.checkpoint.reading.plan_local import LoadingRank
 from smckpt.checkpoint.reading.read import execute
 from smckpt.layout.containers import made
 from smckpt.layout.entries import Entry, Path, dotted
 from smckpt.layout.geometry import BoxGeometry
 from smckpt.layout.strided import Box
 
-__all__ = ["WholeTensors", "are_groups", "kind_of", "nested", "under_names"]
+__all__ = ["WholeTensors", "are_groups", "nested", "under_names"]
 
 
 class WholeTensors:
@@ -28,7 +28,8 @@ class WholeTensors:
         Raises:
             TopologyError: ranks saved tensors of their own, and it is not known whose is wanted.
         """
-        self._planner = Planner(LoadingRank.of(catalogue, rank, catalogue.object_ranks))
+        self.me = LoadingRank.of(catalogue, rank, catalogue.object_ranks)
+        self._planner = Planner(self.me)
         self._threads, self._rank = threads, rank
         self.tensors = [*self._planner.tensors()]
 
@@ -47,18 +48,15 @@ class WholeTensors:
 _Nodes = dict[Path, dict[Any, None]]  # container → its keys, in order
 
 
-def kind_of(catalogue: Catalogue, path: Path, rank: int) -> str | None:
-    """The recorded kind of a container of that saved rank; None for a dict."""
-    return (catalogue.kinds(rank) or {}).get(path)
-
-
-def nested(catalogue: Catalogue, leaves: Mapping[Path, Any], rank: int) -> dict[str, Any]:
-    """The containers around the leaves, the innermost made first, as that saved rank had them."""
+def nested(
+    catalogue: Catalogue, leaves: Mapping[Path, Any], kinds: Mapping[Path, str] | None
+) -> dict[str, Any]:
+    """The containers around the leaves, the innermost made first, of these kinds."""
     nodes: _Nodes = {(): {}}
     for path in leaves:
         for depth in range(len(path)):
             nodes.setdefault(path[:depth], {})[path[depth]] = None
-    found, kinds = dict(leaves), catalogue.kinds(rank)
+    found = dict(leaves)
     for path in sorted(nodes, key=len, reverse=True):
         if path in leaves:  # one rank has a value where another has tensors below
             continue

@@ -80,16 +80,16 @@ def leaves_of(catalogue: Catalogue, rank: int) -> dict[str, Any]:
 
 
 def values_apart(catalogue: Catalogue) -> Iterator[str]:
-    """The names of values that another rank has otherwise than the lowest rank has them."""
-    first, *others = catalogue.object_ranks
-    base = leaves_of(catalogue, first)
+    """The names of values that a rank has otherwise than the lowest rank that has them."""
+    base: dict[str, Any] = {}
     known: set[str] = set()
-    for rank in others:
+    for rank in catalogue.object_ranks:
         leaves = leaves_of(catalogue, rank)
         for name in base.keys() & leaves.keys() - known:
             if value_difference(name, "", base, leaves) is not None:
                 known.add(name)
                 yield name
+        base = {**leaves, **base}
 
 
 def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:

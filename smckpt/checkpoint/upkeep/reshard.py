@@ -9,8 +9,8 @@ from __future__ import annotations
 import fnmatch
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from smckpt.calls import alone
@@ -19,14 +19,15 @@ from smckpt.checkpoint.commits.part import PartWriter, part_body
 from smckpt.checkpoint.commits.sweep import discard_attempt
 from smckpt.checkpoint.reading.catalogue import Catalogue
 from smckpt.checkpoint.reading.committed import open_catalogue
+from smckpt.checkpoint.reading.loading_rank import LoadingRank
 from smckpt.checkpoint.reading.plan import Planner
-from smckpt.checkpoint.reading.plan_local import LoadingRank
 from smckpt.checkpoint.reading.read import Meter, Progress, execute
 from smckpt.checkpoint.records.format import new_attempt
 from smckpt.checkpoint.records.rows import encode_rows
 from smckpt.checkpoint.upkeep.compare import tensors_apart
 from smckpt.checkpoint.upkeep.difference import values_apart
 from smckpt.errors import UsageError
+from smckpt.layout.containers import is_extra_state, of_object
 from smckpt.layout.entries import Entry, Path, dotted
 from smckpt.layout.geometry import BoxGeometry, Geometry, PerRankGeometry
 from smckpt.layout.image import Layout, compile_layout
@@ -154,7 +155,7 @@ class _Writer:
         )
 
     def write(self) -> None:
-        catalogue, saved = self._catalogue, self._catalogue.object_ranks
+        catalogue = self._catalogue
         for rank, layout in enumerate(self._layouts):
             planner = Planner(LoadingRank.of(catalogue, rank, self._group))
             part = PartWriter(self._storage, self.attempt, rank)
@@ -167,10 +168,9 @@ class _Writer:
                         self._meter.add(len(piece))
                     file.finish()
                     self.nbytes += file.size
-                kinds = catalogue.kinds(saved[rank % len(saved)])
                 body = part_body(
                     layout,
-                    encode_rows(self._shapes.entries(rank), kinds),
+                    encode_rows(self._shapes.entries(rank), self._shapes.kinds(rank)),
                     checkpoint_id=self._storage.url,
                     kind=self.kind,
                     step=catalogue.step,
@@ -212,6 +212,95 @@ def _chunks(entry: Entry, rank: int) -> Iterator[Entry]:
         yield replace(entry, geometry=rule)
 
 
+@dataclass
+class _LackedPart:
+    """A part of the state that a new rank takes of saved rank `owner`, and not of the one that it
+    follows. paths: of its tensors, or if there are none, of its values. shared: a tensor in it is
+    divided between ranks, or it is an optimizer's. may_have: the rank may have it itself."""
+
+    owner: int
+    tensors: bool = False
+    shared: bool = False
+    may_have: bool = False
+    paths: set[Path] = field(default_factory=set)
+
+
+class _NewRank:
+    """What a load would give new rank `rank` of `ranks`.
+
+    rows, values: of the saved ranks, each with its part; None: it is of the followed rank, or all
+    ranks share it. lost: keys of tensors that it does not take.
+    """
+
+    def __init__(
+        self, catalogue: Catalogue, rank: int, ranks: int, kept: Mapping[str, list[Entry]]
+    ) -> None:
+        me = LoadingRank.of(catalogue, rank, range(ranks))
+        self.rank, self.saved, self.kinds = rank, me.saved, me.kinds
+        self.rows: list[tuple[Path | None, Entry]] = []
+        self.values: list[tuple[Path, int, str]] = []
+        self.lost: list[str] = []
+        self.parts: dict[Path, _LackedPart] = {}
+        self._own_paths = {path for path, _ in me.objects(me.saved).values()}
+        tops: set[Path] = set()  # top keys of a model in stages
+        for key, rows in kept.items():
+            row, at = rows[0], None
+            name = row.logical_name(row.fqns[0])
+            alone, has = row.geometry.per_rank, any(map(me.has, rows))
+            of_optimizer = me.is_of_optimizer(row.path)
+            if not has and (
+                not me.takes(name) or (me.stands_instead(row.path) and not of_optimizer)
+            ):
+                self.lost.append(key)
+                continue
+            if alone:
+                source = me.source(name)
+                row = next(row for row in rows if source in row.ranks)
+                if has:
+                    self._own_paths.add(row.path)
+            if not has:
+                at = me.part(row.path, row.ranks[0])
+                if not alone or not me.of_optimizers.isdisjoint(row.fqns):
+                    tops.add(row.path[:1])
+                if at is not None:
+                    part = self.parts.setdefault(at, _LackedPart(me.whose(at) or 0))
+                    part.shared |= of_optimizer or not alone
+                    if alone:
+                        part.tensors = True
+                        part.paths.add(row.path)
+                if of_optimizer or not alone:
+                    at = None
+            self.rows.append((at, row))
+        for at, of, key, path, _ in me.values_of_others():
+            self.values.append((at, of, key))
+            part = self.parts.setdefault(at, _LackedPart(of, shared=me.is_of_optimizer(path)))
+            if not part.tensors:
+                part.paths.add(path)
+        for at, part in self.parts.items():
+            part.may_have = (
+                part.shared or len(at) == 1 or at[:1] in tops or _of_module(me, at, part)
+            )
+
+    def held(self, given: Collection[Path]) -> dict[Path, int]:
+        """The paths of what is of one rank, with that saved rank."""
+        found = dict.fromkeys(self._own_paths, self.saved)
+        for at, part in self.parts.items():
+            if at in given:
+                found.update(dict.fromkeys(part.paths, part.owner))
+        return found
+
+
+def _of_module(me: LoadingRank, at: Path, part: _LackedPart) -> bool:
+    """Whether the part is what a module gives: a tensor or extra state in an `OrderedDict` without
+    other values."""
+    kind = of_object((me.kinds or {}).get(at[:-1]))[1]
+    values = [path for r in (me.saved, part.owner) for path, _ in me.objects(r).values()]
+    return kind.endswith("ordered") and not any(
+        len(path) >= len(at) and path[: len(at) - 1] == at[:-1] and not is_extra_state(path[-1])
+        for path in values
+    )
+
+
 class _Shapes:
     """What each of `ranks` new ranks holds."""
 
@@ -239,18 +328,28 @@ class _Shapes:
                     ids = dict.fromkeys(map(tuple, [*first["ids"], *record["ids"]]))
                     self._optimizers[path] = {**first, "ids": [*map(list, ids)]}
         self._followed: list[int] = []  # by new rank: the saved rank whose values it takes
-        self._shared: dict[tuple[Path, int, int], bool] = {}
         self._rows: list[list[Entry]] = []  # by new rank: the saved rows that it takes
+        self._given: list[list[tuple[int, str]]] = []  # and the values of others: saved rank, key
+        self._kinds: list[dict[Path, str] | None] = []
         self._choose()
 
     def entries(self, rank: int) -> list[Entry]:
         return [self._entry(row, rank) for row in self._rows[rank]]
 
+    def kinds(self, rank: int) -> dict[Path, str] | None:
+        """Its kinds of containers and tensors."""
+        kinds = self._kinds[rank]
+        if kinds is None:
+            return None
+        paths = [row.path for row in self._rows[rank]]
+        above = {path[:depth] for path in paths for depth in range(1, len(path) + 1)}
+        return {path: kind for path, kind in kinds.items() if path in above}
+
     def objects(self, rank: int) -> dict[str, Any]:
-        """Its values: those of the saved rank that it follows. What that one lacks, a load takes
-        from the lowest rank, here as there."""
+        """Its values."""
         saved = self._catalogue.part(self._followed[rank])["objects"]
-        return {name: leaf for name, leaf in saved.items() if not self._left_out(name)}
+        given = {key: self._catalogue.part(of)["objects"][key] for of, key in self._given[rank]}
+        return {n: leaf for n, leaf in {**saved, **given}.items() if not self._left_out(n)}
 
     def optimizers(self, rank: int) -> dict[str, Any]:
         """Of all groups; of several with one name that of the saved rank that it follows, or else
@@ -266,71 +365,54 @@ class _Shapes:
 
     def _choose(self) -> None:
         """Find what each new rank takes, so that a load of as many ranks gets from them what it
-        gets from the saved ones: ranks may have tensors where others have none, or other values.
+        gets from the saved ones. A new rank has what the saved one has that it follows. A part that
+        this one lacks stays with other new ranks, if a load would take it from the right one; else
+        the rank gets it too, if a rank may have it: a model's, say, which stages share.
 
         Raises:
-            UsageError: it would not.
+            UsageError: a rank may not have it, or no rank takes a tensor.
         """
-        catalogue, ranks = self._catalogue, range(self._ranks)
-        takers: dict[str, list[int]] = {key: [] for key in self._kept}  # the saved ranks they take
-        others: dict[str, dict[int, int | None]] = {}  # by new rank without it: what a load takes
-        for rank in ranks:
-            me = LoadingRank.of(catalogue, rank, ranks)
-            follows, planner = me.followed(catalogue.object_ranks), Planner(me)
-            rows_of = list[Entry]()
-            has: Callable[[Path], bool] | None = None
-            for key, rows in self._kept.items():
-                row, lacks = rows[0], all(follows not in row.ranks for row in rows)
-                source = follows
-                if row.geometry.per_rank:
-                    source = planner.followed(row.logical_name(row.fqns[0]))
-                    row = next(row for row in rows if source in row.ranks)
-                if lacks:
-                    has = has or catalogue.held(follows)
-                    if has(row.path):
-                        others.setdefault(key, {})[rank] = None
-                        continue
-                    if row.geometry.per_rank and not self._is_shared(row, source, follows):
-                        others.setdefault(key, {})[rank] = source
-                        continue
-                takers[key].append(source)
-                rows_of.append(row)
-            self._followed.append(follows)
-            self._rows.append(rows_of)
-        for key, lacking in others.items():
-            first, found = self._kept[key][0], takers[key]
-            for rank, taken in lacking.items():
-                same = taken is None or (found and found[rank % len(found)] == taken)
-                if not found or not same or not first.geometry.per_rank:
-                    saved = sorted({r for row in self._kept[key] for r in row.ranks})
-                    raise self._refused(
-                        f"{key!r} is a tensor of ranks {saved[:8]} alone, and rank "
-                        f"{self._followed[rank]}, which rank {rank} of {self._ranks} follows, has "
-                        "none there",
-                        f"reshard it to {len(catalogue.object_ranks)} ranks, or load it as it is",
-                    )
+        each = [
+            _NewRank(self._catalogue, rank, self._ranks, self._kept) for rank in range(self._ranks)
+        ]
+        given: set[Path] = set()
+        while True:
+            held = [one.held(given) for one in each]
+            more: dict[Path, _NewRank] = {}
+            for one in each:
+                for at, part in one.parts.items():
+                    holders = [
+                        n for n, paths in enumerate(held) if not part.paths.isdisjoint(paths)
+                    ]
+                    right = False
+                    if holders and not part.shared:
+                        other = held[holders[one.rank % len(holders) if part.tensors else 0]]
+                        right = {other[p] for p in part.paths & other.keys()} == {part.owner}
+                    if at not in given and not right:
+                        more[at] = one
+            if not more:
+                break
+            for at, one in more.items():
+                if not one.parts[at].may_have:
+                    raise self._of_others(dotted(at), [one.parts[at].owner], one)
+            given |= more.keys()
+        self._followed = [one.saved for one in each]
+        self._kinds = [one.kinds for one in each]
+        self._rows = [[row for at, row in one.rows if at is None or at in given] for one in each]
+        self._given = [[(of, key) for at, of, key in one.values if at in given] for one in each]
+        taken = {row.key for rows in self._rows for row in rows}
+        for one in each:
+            for key in one.lost:
+                rows = self._kept[key]
+                if key not in taken or not rows[0].geometry.per_rank:
+                    raise self._of_others(key, sorted({r for row in rows for r in row.ranks}), one)
 
-    def _is_shared(self, row: Entry, source: int, follows: int) -> bool:
-        """Whether a rank without this tensor needs it all the same: a model's or an optimizer's,
-        which a stage of a pipeline lacks, or a rank without elements of the parameter. Another
-        object is as its rank saved it."""
-        above = [row.path[:depth] for depth in range(1, len(row.path))]
-        if any(dotted(path) in self._catalogue.optimizers for path in above):
-            return True
-        kinds = self._catalogue.kinds(source) or {}
-        if any(kinds.get(path, "").startswith("ordered") for path in above):
-            return True  # what a module gives
-        asked = row.path[:1], source, follows
-        if asked not in self._shared:
-            named = {name for of in self._optimizers.values() for ids in of["ids"] for name in ids}
-            self._shared[asked] = any(
-                any(source in row.ranks for row in rows)
-                and all(follows not in row.ranks for row in rows)
-                and (not rows[0].geometry.per_rank or not named.isdisjoint(rows[0].fqns))
-                for rows in self._kept.values()
-                if rows[0].path[:1] == row.path[:1]
-            )
-        return self._shared[asked]
+    def _of_others(self, name: str, ranks: Sequence[int], one: _NewRank) -> UsageError:
+        return self._refused(
+            f"{name!r} is of ranks {ranks[:8]} alone, and rank {one.saved}, which rank {one.rank} "
+            f"of {self._ranks} follows, has none there",
+            f"reshard it to {len(self._catalogue.object_ranks)} ranks, or load it as it is",
+        )
 
     def _refused(self, why: str, remedy: str) -> UsageError:
         return UsageError(why, remedy=remedy, path=self._catalogue.url)
@@ -353,10 +435,12 @@ def differing_names(catalogue: Catalogue) -> list[str]:
     Raises:
         CorruptCheckpointError: the checkpoint is damaged.
     """
-    instead = set()  # of tensors that some ranks have not
-    for rank in catalogue.object_ranks:
-        held = catalogue.held(rank)
-        for rows in catalogue.rows_by_key.values():
-            if all(rank not in row.ranks for row in rows) and held(rows[0].path):
-                instead.add(dotted(rows[0].logical_path(rows[0].fqns[0])))
+    ranks = catalogue.object_ranks
+    instead = set()  # what a load does not give to some ranks
+    for rank in ranks:
+        me = LoadingRank.of(catalogue, rank, ranks)
+        instead |= {name for name in catalogue.logical if not me.takes(name)}
+    me = LoadingRank.of(catalogue, ranks[0], ranks)
+    values = me.values()
+    instead |= {name for rank in ranks for name in me.objects(rank) if name not in values}
     return sorted({*values_apart(catalogue), *tensors_apart(catalogue), *instead})

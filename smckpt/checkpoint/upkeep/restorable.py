@@ -16,8 +16,8 @@ from typing import Any
 from smckpt.checkpoint.commits.contents import what_is_missing
 from smckpt.checkpoint.commits.discover import find_checkpoints
 from smckpt.checkpoint.reading.committed import CommittedCatalogue, open_catalogue
+from smckpt.checkpoint.reading.loading_rank import LoadingRank
 from smckpt.checkpoint.reading.plan import Planner
-from smckpt.checkpoint.reading.plan_local import LoadingRank
 from smckpt.checkpoint.upkeep.difference import values_apart
 from smckpt.errors import (
     CheckpointError,

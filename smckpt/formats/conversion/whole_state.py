@@ -22,7 +22,7 @@ import torch
 
 from smckpt.checkpoint.reading.catalogue import Catalogue, LogicalTensor
 from smckpt.checkpoint.reading.read import Meter, Progress
-from smckpt.checkpoint.reading.whole import WholeTensors, kind_of, nested, under_names
+from smckpt.checkpoint.reading.whole import WholeTensors, nested, under_names
 from smckpt.errors import StateError
 from smckpt.layout.containers import dims_in, flattened, is_array, made_again
 from smckpt.layout.entries import Path, dotted
@@ -172,16 +172,12 @@ class WholeState:
         self.catalogue, self.rank = catalogue, rank
         self._threads, self._left_out = threads, left_out
         self._reads = WholeTensors(catalogue, rank, threads)
-        held, rows_of = catalogue.held(rank), catalogue.pieces.by_name
-        self.tensors = [
-            one
-            for one in self._reads.tensors
-            if not left_out(one.name)  # nor has this rank another thing in their place
-            and (any(rank in r.ranks for r, _ in rows_of[one.name]) or not held(one.path))
-        ]
-        self.values = self._named_values(catalogue.objects(rank))
-        for path, value in self._named_values(catalogue.lacked(rank)).items():
-            self.values.setdefault(path, made_again(value))
+        self.kinds = self._reads.me.kinds
+        self.tensors = [one for one in self._reads.tensors if not left_out(one.name)]
+        values = self._reads.me.values()
+        self.values = self._named_values(
+            {key: (path, made_again(value)) for key, (path, value) in values.items()}
+        )
         self._meter = Meter(progress, sum(tensor.nbytes for tensor in self.tensors))
 
     def of_rank(self, rank: int) -> WholeState:
@@ -214,7 +210,7 @@ class WholeState:
         for number, tensor in enumerate(self.tensors):
             if key not in (None, tensor.path[0]):
                 continue
-            kind = kind_of(self.catalogue, tensor.path, self.rank) or ""
+            kind = (self.kinds or {}).get(tensor.path, "")
             array = is_array(kind)
             if array or held(tensor):
                 if tensor.nbytes > AT_ONCE:
@@ -242,11 +238,11 @@ class WholeState:
         self, key: str | None = None, held: Callable[[LogicalTensor], bool] = lambda _: False
     ) -> Any:
         """The state of those leaves, in its containers."""
-        state = nested(self.catalogue, self.leaves(key, held), self.rank)
+        state = nested(self.catalogue, self.leaves(key, held), self.kinds)
         return state if key is None else state[key]
 
     def is_in_tuple(self, tensor: LogicalTensor) -> bool:
-        path, kinds = tensor.path, self.catalogue.kinds(self.rank) or {}
+        path, kinds = tensor.path, self.kinds or {}
         return any(kinds.get(path[:depth]) == "tuple" for depth in range(len(path)))
 
     def in_memory(self, key: str) -> Any:

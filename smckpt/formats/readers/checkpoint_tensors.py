@@ -8,8 +8,8 @@ import re
 from collections.abc import Mapping, Sequence
 
 from smckpt.checkpoint.reading.catalogue import Catalogue, LogicalTensor, SavedPiece, Stored
+from smckpt.checkpoint.reading.loading_rank import LoadingRank
 from smckpt.checkpoint.reading.plan import plan_logical
-from smckpt.checkpoint.reading.plan_local import LoadingRank
 from smckpt.checkpoint.reading.read import ReadPlan, StoredCopy, execute
 from smckpt.errors import CorruptCheckpointError, TensorMismatchError, TopologyError, UsageError
 from smckpt.formats.boxes import cut

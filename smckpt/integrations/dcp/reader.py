@@ -33,8 +33,8 @@ from smckpt.checkpoint.commits.choose import choose_commit
 from smckpt.checkpoint.commits.contents import noticing_replacement
 from smckpt.checkpoint.commits.foreign import holds_dcp
 from smckpt.checkpoint.reading.committed import CommittedCatalogue, open_catalogue
+from smckpt.checkpoint.reading.loading_rank import LoadingRank
 from smckpt.checkpoint.reading.plan import plan_logical
-from smckpt.checkpoint.reading.plan_local import LoadingRank
 from smckpt.checkpoint.reading.read import execute
 from smckpt.errors import (
     CheckpointError,

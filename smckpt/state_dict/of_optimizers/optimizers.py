@@ -43,7 +43,7 @@ from smckpt.state_dict.tags import StatefulStateDict, put_back
 from smckpt.state_dict.tensors import dtensor_parts, is_dtensor, order_of
 
 if TYPE_CHECKING:
-    from smckpt.checkpoint.reading.catalogue import Catalogue
+    from smckpt.checkpoint.reading.loading_rank import LoadingRank
 
 __all__ = [
     "copy_exactly",
@@ -58,10 +58,9 @@ __all__ = [
 
 def prepare_optimizers(
     state_dict: MutableMapping[str, Any],
-    catalogue: Catalogue,
+    me: LoadingRank,
     values: Mapping[str, tuple[Path, Any]],
     *,
-    rank: int,
     strict: bool = True,
 ) -> tuple[bool, frozenset[Path]]:
     """Give live optimizers exactly the state that the checkpoint has: its structure, its values,
@@ -70,7 +69,6 @@ def prepare_optimizers(
     Args:
         state_dict: the target of a load. This replaces the dicts of optimizers in it.
         values: what was saved and is no tensor, with the target's names for parameters.
-        rank: the saved rank whose own values this rank takes.
 
     Returns:
         Whether `state_dict` changed, and the paths of the states and groups that now have all
@@ -81,8 +79,9 @@ def prepare_optimizers(
     """
     renewed, settled = False, set()
     known: dict[Path, SavedState] = {}
+    catalogue = me.catalogue
     for path, tree, binding in optimizer_dicts(state_dict):
-        known[path] = saved = SavedState(catalogue, values, path, rank)
+        known[path] = saved = SavedState(me, values, path)
         owners = saved.owners()
         if binding is None and not isinstance(tree, StatefulStateDict):
             if strict and not tree["state"] and any(saved.tensors([owner]) for owner in owners):
@@ -99,7 +98,7 @@ def prepare_optimizers(
         by_name = binding is not None and not binding.by_id
         other = _of_no_parameter(saved, record, by_name)
         if other or any(map(str.isdecimal, owners)):
-            own = catalogue.optimizers_of(rank).get(dotted(path))  # a stage's, which has others
+            own = catalogue.optimizers_of(me.saved).get(dotted(path))  # a stage's, which has others
             other = _of_no_parameter(saved, own or record, by_name)
         if binding is None:
             _align_given(tree, saved, strict)
@@ -127,7 +126,7 @@ def prepare_optimizers(
             renewed = True
     wrapped = [(path, given) for path, given, _ in wrappers_in(state_dict)]
     for path, given in (*_given_by_optimizers(state_dict), *wrapped):
-        more = (known.get(path) or SavedState(catalogue, values, path, rank)).more()
+        more = (known.get(path) or SavedState(me, values, path)).more()
         binding = bound(given) if is_optimizer_dict(given) else None
         of_others = (
             binding is not None and binding.asker is None and not has_own_methods(binding.optimizer)

@@ -43,7 +43,7 @@ from smckpt.state_dict.tensors import (
 )
 
 if TYPE_CHECKING:
-    from smckpt.checkpoint.reading.catalogue import Catalogue
+    from smckpt.checkpoint.reading.loading_rank import LoadingRank
 
 __all__ = ["ABSENT", "Room", "SavedSlot", "SavedState", "aligned", "described", "room"]
 
@@ -99,17 +99,15 @@ class SavedState:
 
     Args:
         values: key → (path, value) of what is no tensor, with the target's names for parameters.
-        rank: the saved rank whose own tensors this rank takes.
         owned: the keys of those parts that have an owner for each key inside; none if an object
             that is no optimizer is there.
     """
 
     def __init__(
         self,
-        catalogue: Catalogue,
+        me: LoadingRank,
         values: Mapping[str, tuple[Path, Any]],
         path: Path,
-        rank: int,
         owned: Sequence[str] = ("state", "param_groups"),
     ) -> None:
         self._owned = owned
@@ -117,11 +115,12 @@ class SavedState:
         self._values: dict[Any, _Leaves] = {}
         self._kinds: dict[Any, dict[Path, str]] = {}
         # whether the followed rank saved the optimizer, or another one did for all
-        self._own = dotted(path) in catalogue.optimizers_of(rank)
+        catalogue = me.catalogue
+        self._own = dotted(path) in catalogue.optimizers_of(me.saved)
         self._numbered: set[Any] = set()
         self._keys: dict[str, Any] = {}  # of the state: those that are no text, by their text
         self.whole_groups: Any = ABSENT
-        kinds = catalogue.kinds(rank) or {}
+        kinds = me.kinds or {}
         deep = len(path) + 1
         cut = {  # as a mesh divided each tensor outside of the optimizer, by key and by name
             name: _placements(row.geometry)
@@ -134,9 +133,13 @@ class SavedState:
             full = tensor.path
             if len(full) < deep or tuple(map(str, full[: deep - 1])) != tuple(map(str, path)):
                 continue
+            if not me.takes(name):
+                continue
             part = str(full[deep - 1])
             rows = catalogue.pieces.by_name[name]
-            row, fqn = next(((r, f) for r, f in rows if rank in r.ranks), rows[0])
+            row, fqn = next(((r, f) for r, f in rows if me.has(r)), rows[0])
+            if row.geometry.per_rank and not me.has(row):
+                row, fqn = next((r, f) for r, f in rows if me.source(name) in r.ranks)
             geometry = row.geometry
             local = tuple(geometry.local_shape(row.ranks[0])) if geometry.per_rank else None
             owner = str(full[deep]) if len(full) > deep else ""
@@ -148,7 +151,7 @@ class SavedState:
                 local,
                 _placements(geometry),
                 name,
-                rank in row.ranks,
+                me.has(row),
                 dims_in(kinds.get(row.path), "order", "ndarray"),
                 is_array(kinds.get(row.path)),
                 flags,

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import distributed as dist
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 
 import smckpt
@@ -294,6 +295,24 @@ def test_an_object_that_other_ranks_saved_is_of_one_of_them(tmp_path: Path) -> N
     assert run_ranks(of_one_rank, 3, saved) == [first, first, second]
     reshard_checkpoint(saved, again, shard=1)  # it has the object that a load of one rank takes
     assert run_ranks(of_one_rank, 1, saved) == run_ranks(of_one_rank, 1, again) == [first]
+
+
+def under_local(folder: str) -> list[str]:
+    rank = dist.get_rank()
+    model = fully_shard(torch.nn.Linear(4, 4))
+    with smckpt.sm_state_dict_type(model, smckpt.LOCAL):
+        late = {"t": T + rank, "n": rank}
+        state = {"model": model.state_dict(), **({"late": late} if rank in (1, 2) else {})}
+        smckpt.save(state, checkpoint_id=folder)
+        target = {"model": model.state_dict(), "late": {"t": T.clone(), "n": 0}}
+        smckpt.load(target, checkpoint_id=folder)
+    return [plain(one["late"]) for one in (target, smckpt.load(checkpoint_id=folder) or {})]
+
+
+def test_under_local_too_an_object_is_of_one_rank(tmp_path: Path) -> None:
+    whose = [1, 1, 2, 2]
+    wanted = [[plain({"t": T + rank, "n": rank})] * 2 for rank in whose]
+    assert run_ranks(under_local, 4, str(tmp_path)) == wanted
 
 
 def values_of_late_ranks(folder: str) -> list[Any]:

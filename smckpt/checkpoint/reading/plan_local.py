@@ -71,8 +71,10 @@ def plan_local(
         if own is not None and (key in here or asked(own.path)):
             saved[key] = own, source
         elif own is None and key in here and all(row.geometry.per_rank for row in rows):
-            first = min(rows, key=lambda row: min(row.ranks))  # one rank may have saved it for all
-            saved[key] = first, min(first.ranks)
+            name = rows[0].logical_name(rows[0].fqns[0])  # one rank may have saved it for all
+            if me.takes(name):
+                whose = me.source(name)
+                saved[key] = next(row for row in rows if whose in row.ranks), whose
     plan = ReadPlan(
         missing=tuple(sorted(here - saved.keys())),
         unexpected=tuple(sorted(saved.keys() - here)),

@@ -7,6 +7,7 @@ import os
 import pickle
 import subprocess
 import sys
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -244,6 +245,9 @@ def test_values_that_are_no_plain_data_are_refused_by_name(tmp_path):
     smckpt.save(state, checkpoint_id=tmp_path / "numpy")
     with pytest.raises(StateError, match="rng.1 hold objects that torch.load"):
         convert(tmp_path / "numpy", tmp_path / "b.pt", to="torch")
+    smckpt.save({"q": deque([torch.ones(2), 1])}, checkpoint_id=tmp_path / "queue")
+    with pytest.raises(StateError, match="q hold objects that torch.load"):
+        convert(tmp_path / "queue", tmp_path / "b.pt", to="torch")
     convert(tmp_path / "numpy", tmp_path / "dcp", to="dcp")
     read = {"w": torch.zeros(2), "rng": ()}
     dcp.load(read, checkpoint_id=tmp_path / "dcp", no_dist=True)

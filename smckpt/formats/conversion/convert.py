@@ -10,7 +10,7 @@ import fnmatch
 import io
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NoReturn
 
@@ -24,7 +24,8 @@ from smckpt.formats.conversion.new_target import NewTarget
 from smckpt.formats.conversion.stock import STOCK, refuse_without
 from smckpt.formats.conversion.whole_state import WholeState
 from smckpt.formats.readers.foreign_catalogue import ForeignCatalogue
-from smckpt.layout.entries import dotted
+from smckpt.layout.containers import items_of
+from smckpt.layout.entries import Path, dotted
 from smckpt.storage import Access, StoreOptions, access_to
 from smckpt.storage.urls import is_local, local_path
 
@@ -199,13 +200,15 @@ class _Work:
             if to == "dcp":
                 changed = whole.write_dcp(new.path(), whole.nested(held=whole.is_in_tuple))
             else:
-                if unsafe := [dotted(at) for at, v in whole.leaves().items() if not _is_safe(v)]:
+                state = whole.nested()
+                unsafe = [dotted(at) for at, v in whole.leaves().items() if not _is_safe(v)]
+                if unsafe := [*unsafe, *_unsafe_containers((), state)]:
                     self._refuse(
                         unsafe, "hold objects that torch.load(weights_only=True) does not read",
                         'leave them out: ignore=[…]; or pass to="dcp", which holds them',
                     )  # fmt: skip
                 with new.file() as file:
-                    whole.write_torch(file, whole.nested())
+                    whole.write_torch(file, state)
         return _converted(target, 1, whole, changed)
 
     def to_framework(self, target: str, framework: str) -> _Converted:
@@ -252,6 +255,15 @@ def _local(target: str, to: str) -> str:
             remedy="convert to a local path, and copy it from there", path=target,
         )  # fmt: skip
     return os.path.abspath(local_path(target))
+
+
+def _unsafe_containers(path: Path, value: Any) -> Iterator[str]:
+    """The names of containers of classes, and of deques."""
+    items = items_of(value)
+    if items is not None and not isinstance(value, dict) and type(value) not in (list, tuple):
+        yield dotted(path)
+    for key, inner in items or ():
+        yield from _unsafe_containers((*path, key), inner)
 
 
 def _is_safe(value: Any) -> bool:

@@ -24,7 +24,7 @@ from smckpt.checkpoint.reading.catalogue import Catalogue, LogicalTensor
 from smckpt.checkpoint.reading.read import Meter, Progress
 from smckpt.checkpoint.reading.whole import WholeTensors, nested, under_names
 from smckpt.errors import StateError
-from smckpt.layout.containers import dims_in, flattened, is_array, made_again
+from smckpt.layout.containers import dims_in, flattened, is_array, items_of, like, made_again
 from smckpt.layout.entries import Path, dotted
 from smckpt.layout.strided import Box
 
@@ -344,27 +344,18 @@ def _joined(first: Any, other: Any) -> Any:
 
 
 def _replaced(value: Any, replace: Callable[[Any], Any]) -> Any:
-    """Nested dicts, lists and tuples with other leaves. What has none to replace stays itself."""
-    if isinstance(value, dict):
-        made = {key: _replaced(inner, replace) for key, inner in value.items()}
-        if all(made[key] is value[key] for key in made):
-            return value
-        copied = value.copy()
-        copied.update(made)
-        return copied
-    if type(value) in (list, tuple):
-        inner = [_replaced(one, replace) for one in value]
-        same = all(new is old for new, old in zip(inner, value, strict=True))
-        return value if same else type(value)(inner)
-    return replace(value)
+    """Nested containers with other leaves. What has none to replace stays itself."""
+    if (items := items_of(value)) is None:
+        return replace(value)
+    new = {key: _replaced(inner, replace) for key, inner in items}
+    return value if all(new[key] is inner for key, inner in items) else like(value, new)
 
 
 def _leaves(value: Any) -> Iterator[Any]:
-    if isinstance(value, (dict, list, tuple)):
-        for inner in value.values() if isinstance(value, dict) else value:
-            yield from _leaves(inner)
-    else:
+    if (items := items_of(value)) is None:
         yield value
+    for _, inner in items or ():
+        yield from _leaves(inner)
 
 
 def _changed(path: Path, value: Any) -> Iterator[str]:

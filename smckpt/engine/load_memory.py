@@ -204,12 +204,16 @@ def whole_state(
                 if not isinstance(around, dict):
                     break
             if not isinstance(around, dict) or path[-1] in around:
-                raise StateError(
-                    f"of {dotted(path)!r}, one rank has a tensor and another one tensors in it",
-                    remedy="load into a state on as many ranks as saved it",
-                    **me.where,
-                )
+                raise _of_two_forms(path, me)
             around[path[-1]] = room
+    own = {row.path for row in catalogue.rows if me.has(row)}
+    above = {path[:depth] for path in own for depth in range(1, len(path))}
+    for name, lost in catalogue.logical.items():
+        path = lost.path
+        inside = any(path[:depth] in own for depth in range(1, len(path)))
+        asked = only is None or str(path[0]) in only
+        if asked and (inside or path in above) and not me.takes(name):
+            raise _of_two_forms(path, me)
     for path, saved_value in me.values().values():
         if only is None or str(path[0]) in only:
             value = made_again(saved_value)
@@ -230,6 +234,14 @@ def whole_state(
             **me.where,
         )
     return nested(catalogue, leaves, me.kinds), tensors
+
+
+def _of_two_forms(path: Path, me: LoadingRank) -> StateError:
+    return StateError(
+        f"of {dotted(path)!r}, one rank has a tensor and another one tensors in it",
+        remedy="load into a state on as many ranks as saved it",
+        **me.where,
+    )
 
 
 def _room(catalogue: Catalogue, tensor: LogicalTensor, kind: str) -> torch.Tensor:

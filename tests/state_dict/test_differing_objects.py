@@ -101,6 +101,7 @@ def test_each_rank_gets_its_own_object_back_be_it_tensors_or_none(tmp_path: Path
     for rank, found in enumerate(run_ranks(job, 2, str(tmp_path), *hows, timeout=240)):
         # A load without a target has the tensors of all ranks, but where this rank has other things
         whole, keys = found.pop("no target"), FORMS["other keys"]
+        assert whole.pop("dict, tensor") == "StateError"  # one name cannot be both
         assert whole.pop("other keys") == plain({**keys[1 - rank], **keys[rank]})
         for name in whole:
             assert whole[name] == plain(FORMS[name][rank]), (rank, name)

@@ -21,7 +21,7 @@ from smckpt.checkpoint.records.objects import decode_object
 from smckpt.decoding import SENSELESS
 from smckpt.errors import CheckpointError, CorruptCheckpointError
 from smckpt.layout.containers import made_again
-from smckpt.layout.entries import DTYPES, Entry, Path
+from smckpt.layout.entries import DTYPES, Entry, Path, dotted
 from smckpt.layout.geometry import Geometry
 from smckpt.layout.mesh import Shape
 from smckpt.layout.strided import Box, Piece
@@ -362,10 +362,18 @@ class Catalogue(ABC):
 
     def _decoded(self, rank: int) -> dict[str, tuple[Path, Any]]:
         try:
-            return {
+            found = {
                 key: (tuple(leaf["path"]), decode_object(leaf["value"]))
                 for key, leaf in self.part(rank)["objects"].items()
             }
+            for path, _ in found.values():
+                rows = self.rows_by_key.get(dotted(path), ())
+                if any(row.path == path and rank in row.ranks for row in rows):
+                    raise CorruptCheckpointError(
+                        f"rank {rank} has a value in the place of its tensor {dotted(path)!r}",
+                        remedy="use an older checkpoint",
+                    )
+            return found
         except CheckpointError as error:
             error.path = error.path or self.part_url(rank)
             raise

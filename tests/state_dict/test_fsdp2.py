@@ -27,6 +27,7 @@ from torch.distributed.tensor.parallel import (
 from torch.utils._pytree import keystr, tree_leaves_with_path
 
 import smckpt
+from smckpt.checkpoint.upkeep.reshard import reshard_checkpoint
 from smckpt.state_dict.tensors import dtensor_parts
 from tests.support.collectives import count_collectives
 from tests.support.launch import run_ranks
@@ -361,6 +362,8 @@ def test_other_ranks_get_none_of_it(tmp_path: Path) -> None:
     assert run_ranks(of_pending, 2, str(tmp_path), "object", 0) == [[], []]
     (error,) = run_ranks(on_one_rank, 1, str(tmp_path))
     assert "norm" in error and "mesh" in error and "Replicate" in error
+    with pytest.raises(smckpt.errors.UsageError, match="norm.*mesh"):
+        reshard_checkpoint(tmp_path, tmp_path / "one", shard=1)
 
 
 class Kept(torch.optim.Optimizer):

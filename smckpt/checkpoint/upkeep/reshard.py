@@ -27,7 +27,7 @@ from smckpt.checkpoint.records.rows import encode_rows
 from smckpt.checkpoint.upkeep.compare import tensors_apart
 from smckpt.checkpoint.upkeep.difference import values_apart
 from smckpt.errors import UsageError
-from smckpt.layout.containers import is_extra_state, of_object
+from smckpt.layout.containers import FACTS, is_extra_state, of_object
 from smckpt.layout.entries import Entry, Path, dotted
 from smckpt.layout.geometry import BoxGeometry, Geometry, PerRankGeometry
 from smckpt.layout.image import Layout, compile_layout
@@ -322,6 +322,8 @@ class _Shapes:
                     )
         self._optimizers: dict[str, Any] = {}
         for rank in catalogue.object_ranks:
+            if ranks != len(catalogue.object_ranks):
+                self._refuse_parts_of_a_mesh(rank)
             for path, record in catalogue.optimizers_of(rank).items():
                 first = self._optimizers.setdefault(path, record)
                 if record.get("form") == first.get("form") == "fqn":
@@ -332,6 +334,17 @@ class _Shapes:
         self._given: list[list[tuple[int, str]]] = []  # and the values of others: saved rank, key
         self._kinds: list[dict[Path, str] | None] = []
         self._choose()
+
+    def _refuse_parts_of_a_mesh(self, rank: int) -> None:
+        """Such tensors are recorded as in state_dict/parts.py."""
+        for path, value in self._catalogue.objects(rank, unmade=True).values():
+            of_mesh = path[-1:] == (FACTS,) and isinstance(value, Mapping) and "mesh" in value
+            if of_mesh and not self._left_out(dotted(path[:-1])):
+                raise self._refused(
+                    f"{dotted(path[:-1])!r} is a {value.get('class')} of which each rank of a mesh "
+                    "holds its own part, which cannot be cut anew",
+                    "reshard it to as many ranks, or redistribute it to Replicate before the save",
+                )
 
     def entries(self, rank: int) -> list[Entry]:
         return [self._entry(row, rank) for row in self._rows[rank]]

@@ -300,8 +300,7 @@ def _apart(geometry: Any, of_parameter: tuple[int | None, ...] | None) -> Mesh |
         any(d is not None for d in own) if of_parameter is None else own == of_parameter
     ):
         return None
-    mesh: Mesh = geometry.mesh
-    return mesh
+    return geometry.mesh  # type: ignore[no-any-return]
 
 
 def _nested(leaves: _Leaves, kinds: Mapping[Path, str], at: Path = ()) -> Any:

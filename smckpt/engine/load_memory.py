@@ -13,11 +13,10 @@ from typing import Any
 import torch
 
 from smckpt.checkpoint.reading.blocks import Span
-from smckpt.checkpoint.reading.catalogue import Catalogue, LogicalTensor
+from smckpt.checkpoint.reading.catalogue import Catalogue, LogicalTensor, nested, under_names
 from smckpt.checkpoint.reading.loading_rank import LoadingRank
 from smckpt.checkpoint.reading.plan import Planner
 from smckpt.checkpoint.reading.read import StoredCopy, scattered
-from smckpt.checkpoint.reading.whole import nested, under_names
 from smckpt.errors import CorruptCheckpointError, KeysMismatchError, MemoryBudgetError, StateError
 from smckpt.layout.containers import dims_in, is_array, made_again
 from smckpt.layout.entries import Path, dotted

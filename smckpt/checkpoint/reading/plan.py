@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 
-from smckpt.checkpoint.reading.catalogue import LogicalTensor, SavedPiece, Stored
+from smckpt.checkpoint.reading.catalogue import Catalogue, LogicalTensor, SavedPiece, Stored
 from smckpt.checkpoint.reading.loading_rank import LoadingRank
 from smckpt.checkpoint.reading.plan_local import (
     ambiguous,
@@ -18,13 +18,14 @@ from smckpt.checkpoint.reading.plan_local import (
     plan_local,
     uncovered,
 )
-from smckpt.checkpoint.reading.read import ReadPlan, StoredCopy, same_bytes
+from smckpt.checkpoint.reading.read import ReadPlan, StoredCopy, execute, same_bytes
 from smckpt.errors import CorruptCheckpointError, TopologyError
 from smckpt.layout.entries import DTYPES, Entry
+from smckpt.layout.geometry import BoxGeometry
 from smckpt.layout.mesh import Shape
 from smckpt.layout.strided import Box, Copy, Piece, covered
 
-__all__ = ["Planner", "ReadPlan", "plan_local", "plan_logical"]
+__all__ = ["Planner", "ReadPlan", "WholeTensors", "plan_local", "plan_logical"]
 
 
 def plan_logical(me: LoadingRank, entries: Sequence[Entry]) -> ReadPlan:
@@ -253,3 +254,29 @@ class Planner:
         )
         nbytes = one.piece.box.numel * itemsize
         return same_bytes(mine, theirs, nbytes)
+
+
+class WholeTensors:
+    """Reads a checkpoint as rank `rank` of the ranks that saved it would load it without a target.
+    Every block is compared with its checksum."""
+
+    def __init__(self, catalogue: Catalogue, rank: int, threads: int) -> None:
+        """
+        Raises:
+            TopologyError: ranks saved tensors of their own, and it is not known whose is wanted.
+        """
+        self.me = LoadingRank.of(catalogue, rank, catalogue.object_ranks)
+        self._planner = Planner(self.me)
+        self._threads, self._rank = threads, rank
+        self.tensors = [*self._planner.tensors()]
+
+    def read(self, tensor: LogicalTensor, box: Box, target: memoryview) -> None:
+        """Fill `target` with the elements of a box, row-major.
+
+        Raises:
+            CorruptCheckpointError: a block differs, or elements are in no file.
+        """
+        name = str(tensor.path[-1])
+        rule = BoxGeometry(name, tensor.shape, (box,), (self._rank,))
+        entry = Entry(tensor.path, tensor.dtype, rule, tensor.path[:-1], (), (self._rank,))
+        execute(self._planner.copies([entry]), [target], threads=self._threads)

@@ -8,8 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from smckpt.checkpoint.reading.catalogue import Catalogue
-from smckpt.checkpoint.reading.whole import under_names
+from smckpt.checkpoint.reading.catalogue import Catalogue, under_names
 from smckpt.layout.entries import dotted
 from smckpt.layout.mesh import Shape
 from smckpt.layout.strided import elements

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from smckpt.checkpoint.reading.whole import are_groups
+from smckpt.checkpoint.reading.catalogue import are_groups
 from smckpt.checkpoint.records.format import parse_name
 from smckpt.checkpoint.records.objects import decode_object, encode_object
 from smckpt.errors import CorruptCheckpointError, StateError, UsageError

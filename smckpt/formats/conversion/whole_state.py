@@ -20,9 +20,9 @@ from typing import IO, Any
 import numpy as np
 import torch
 
-from smckpt.checkpoint.reading.catalogue import Catalogue, LogicalTensor
+from smckpt.checkpoint.reading.catalogue import Catalogue, LogicalTensor, nested, under_names
+from smckpt.checkpoint.reading.plan import WholeTensors
 from smckpt.checkpoint.reading.read import Meter, Progress
-from smckpt.checkpoint.reading.whole import WholeTensors, nested, under_names
 from smckpt.errors import StateError
 from smckpt.layout.containers import dims_in, flattened, is_array, items_of, like, made_again
 from smckpt.layout.entries import Path, dotted

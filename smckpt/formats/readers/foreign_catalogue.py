@@ -24,8 +24,8 @@ import numpy as np
 
 from smckpt.checkpoint.reading.blocks import Destination, OtherFile, SavedFile, Scratch, Stores
 from smckpt.checkpoint.reading.catalogue import Catalogue, SavedPieces, Stored
+from smckpt.checkpoint.reading.plan import WholeTensors
 from smckpt.checkpoint.reading.read import Meter, Progress
-from smckpt.checkpoint.reading.whole import WholeTensors
 from smckpt.checkpoint.records.headers import StoredSlot
 from smckpt.checkpoint.records.objects import encode_object
 from smckpt.checkpoint.upkeep.verify import Problem, Report

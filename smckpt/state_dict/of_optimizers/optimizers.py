@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from smckpt.checkpoint.reading.whole import are_groups
+from smckpt.checkpoint.reading.catalogue import are_groups
 from smckpt.errors import (
     CorruptCheckpointError,
     StateError,

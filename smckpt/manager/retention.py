@@ -2,7 +2,7 @@
 other jobs that save below the same root at the same time.
 
 Each manager has a claim, which is in the manifests of its steps: a generation, above those that it
-finds when it begins, and a random name. A generation is the time at which it began, in seconds
+finds when it begins, and a random name. A generation is the time at which it began, in milliseconds
 since 1970, or one more than the highest that it finds: steps in memory may be away with their host
 when the next manager begins. So of two that save at the same time, both know which claim
 is the higher one. The job with the lower claim is the older one, or a process that outlived a
@@ -175,7 +175,7 @@ class Rivals:
             self._before = frozenset(subpaths)
             latest = [found for one in subpaths[:_LOOKS_BACK] if (found := self._found(one))]
             found_before = max((claim_of(found)[0] for found in latest), default=0)
-            generation = max(found_before + 1, int(time.time()))
+            generation = max(found_before + 1, time.time_ns() // 1_000_000)
             self._claim = Claim(generation, secrets.token_hex(6))
         if self._over is not None:
             raise self._over

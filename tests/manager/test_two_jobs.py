@@ -137,7 +137,8 @@ def test_a_process_that_outlived_its_restart_saves_and_deletes_no_more(tmp_path:
     found = find_checkpoints(tmp_path)
     assert [one.step for one in found] == [1, 2, 3, 4]
     claims = [one.metadata["manager"]["claim"]["generation"] for one in found]
-    older, later = claims[0], claims[0] + 1  # no chance decides who is the later one
+    older, later = claims[:2]
+    assert older < later  # no chance decides who is the later one
     assert claims == [older, later, later, older]
 
 

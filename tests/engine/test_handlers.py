@@ -59,6 +59,8 @@ def interrupted(handler: Callable[[], None]) -> Iterator[None]:
         over = True
         raise Late("a handler waits for the code that it interrupted")
 
+    gc.collect()  # what it frees runs code of these files too, outside of any call
+    gc.disable()
     before = signal.signal(signal.SIGALRM, late)
     # Again each second: what unwinds may wait for that lock too. The test's own limit comes back.
     limit = signal.setitimer(signal.ITIMER_REAL, seconds(120), 1)
@@ -69,6 +71,7 @@ def interrupted(handler: Callable[[], None]) -> Iterator[None]:
         sys.settrace(None)
         signal.setitimer(signal.ITIMER_REAL, *limit)
         signal.signal(signal.SIGALRM, before)
+        gc.enable()
 
 
 class Handler:

@@ -15,7 +15,6 @@ import math
 import os
 import socket
 import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,6 +24,7 @@ from typing import Any
 from smckpt.checkpoint.commits.discover import FoundCheckpoint
 from smckpt.checkpoint.commits.run_directory import Damaged, RunDirectory, Template, Whole
 from smckpt.engine.api import leave_queue, maybe_finalize_async_calls, prewarm
+from smckpt.engine.background.worker_client import interpreter
 from smckpt.engine.groups import ReplicationGroup
 from smckpt.engine.saving.job import SaveHandle, SaveOptions
 from smckpt.errors import (
@@ -477,7 +477,7 @@ def _start_here(job: str, budget: int | None) -> None:
             "ends": [ends],
         }
         subprocess.Popen(
-            [sys.executable, "-c", _PROGRAM, str(Path(__file__).parents[2]), json.dumps(asked)],
+            [interpreter(), "-c", _PROGRAM, str(Path(__file__).parents[2]), json.dumps(asked)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

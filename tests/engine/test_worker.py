@@ -305,6 +305,31 @@ def test_a_worker_that_cannot_start_is_named_with_the_limits(
         worker.start()
 
 
+def test_programs_start_where_a_relative_path_led_to_python(tmp_path: Path) -> None:
+    """The shell's PATH is `bin:…`, and the script changes its directory: a save, and a keeper."""
+    if not Path(sys.prefix, "bin", "python").exists():
+        pytest.skip("this Python has no bin/python")
+    script = tmp_path / "script.py"
+    script.write_text(f"""if True:
+        import os, sys
+        assert not os.path.isabs(sys.executable), sys.executable
+        os.chdir({str(tmp_path)!r})
+        import torch, smckpt
+        memory = smckpt.Memory(interval=1)
+        with smckpt.CheckpointManager("run", interval=1, memory=memory) as manager:
+            assert manager.should_save(1)
+            manager.save(1, {{"w": torch.ones(2)}}).result()
+            from smckpt.storage.memory.store import asked_locally, job_of
+            assert asked_locally(job_of(manager._memory.root), {{"do": "hello"}})["own"]
+    """)
+    environment = {**os.environ, "PATH": "bin", "PYTHONPATH": str(child.ROOT)}
+    done = subprocess.run(
+        ["python", str(script)], cwd=sys.prefix, env=environment, text=True,
+        capture_output=True, timeout=seconds(120),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
 # -- deaths ------------------------------------------------------------------------------------
 
 

@@ -307,12 +307,6 @@ class Worker:
 
 def _spawn(niceness: int, threads: int) -> _Process:
     """Start the program. It inherits only its socket and our pidfd."""
-    if not sys.executable:
-        raise WorkerError(
-            "this Python does not know its own executable (sys.executable), so it cannot start "
-            "the worker",
-            remedy="run a normal interpreter, or set sys.executable",
-        )
     with ExitStack() as passed, ExitStack() as kept:
         try:
             ours, theirs = socket.socketpair()
@@ -333,13 +327,8 @@ def _spawn(niceness: int, threads: int) -> _Process:
             # The trainer's absolute `sys.path` entries, and the directory of smckpt
             path = [entry for entry in sys.path if os.path.isabs(entry) and "\n" not in entry]
             root = str(Path(__file__).absolute().parents[3])
-            command = [
-                sys.executable,
-                "-S",
-                "-c",
-                _PROGRAM,
-                "\n".join(path if root in path else [root, *path]),
-            ]
+            command = [interpreter(), "-S", "-c", _PROGRAM]
+            command += ["\n".join(path if root in path else [root, *path])]
             command += [str(theirs.fileno()), str(-1 if trainer is None else trainer)]
             command += [str(niceness), str(threads)]
             popen = subprocess.Popen(
@@ -360,6 +349,24 @@ def _spawn(niceness: int, threads: int) -> _Process:
             ) from error
         kept.pop_all()
     return _Process(popen, Channel(ours, pidfd), pidfd, stderr)
+
+
+def interpreter() -> str:
+    """The absolute path of this process's Python, for programs that start in another directory.
+    A relative PATH makes `sys.executable` relative to the directory in which Python was started,
+    which the script may have left; `sys.prefix` is absolute. Raises WorkerError if there is none.
+    """
+    name = sys.executable
+    if not name:
+        raise WorkerError(
+            "this Python does not know its own executable (sys.executable), so it cannot start "
+            "the worker",
+            remedy="run a normal interpreter, or set sys.executable",
+        )
+    of_prefix = os.path.join(sys.prefix, "bin", os.path.basename(name))
+    if os.path.isabs(name) or not os.path.exists(of_prefix):
+        return os.path.abspath(name)
+    return of_prefix
 
 
 def _pidfd(pid: int) -> int | None:

@@ -37,7 +37,10 @@ __all__ = ["Comparison", "OtherNamesError"]
 
 _LIMIT = 600  # seconds that the child may take; hundreds of layers of experts take tens of seconds
 _ABSENT = "transformers is not installed"
-_CHILD = f"from {main.__module__} import main; main()"
+_CHILD = (  # `python -c` would first look in the current directory
+    "import sys; sys.path = [entry for entry in sys.path if entry]; "
+    f"from {main.__module__} import main; main()"
+)
 
 
 class OtherNamesError(CheckpointError):
@@ -268,7 +271,7 @@ class _Child:
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.answer: Fit | str | None = None
         self._process: subprocess.Popen[str] | None = None
-        # It gets this process's import path. `python -c` would first look in the current directory.
+        # It gets this process's import path.
         path = {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
         path |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         self._errors = os.fdopen(os.memfd_create("smckpt"), "w+")  # closed by `close`
@@ -276,7 +279,7 @@ class _Child:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _CHILD],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True,
-                env={**os.environ, **path}, cwd=os.sep,
+                env={**os.environ, **path},
             )  # fmt: skip
         except OSError as error:
             self.answer = f"no child process: {error}"

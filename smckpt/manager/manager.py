@@ -358,7 +358,8 @@ class CheckpointManager:
                 found,
                 f"; lost: {'; '.join(resumed.lost)}" if resumed.lost else "",
             )
-        if any(optimizer_dicts(saved)):  # without one a program only evaluates
+        trains = optimizers_in(saved) or any(optimizer_dicts(saved))
+        if trains:  # a program without one only evaluates
             self._get_memory(lambda: saved)
         return step
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import random
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from torch import nn
 from smckpt.errors import TopologyError, UsageError
 from smckpt.full.context import sm_state_dict_type
 from smckpt.state_dict import SMStateDictType
+from smckpt.state_dict.fsdp1 import Fsdp1View
 from smckpt.state_dict.tags import is_stateful
 
 log = logging.getLogger("smckpt")
@@ -25,6 +26,7 @@ __all__ = [
     "give_back",
     "go_on_at_random",
     "models_in",
+    "optimizer_state",
     "optimizers_in",
     "random_state",
     "random_target",
@@ -48,23 +50,21 @@ def optimizers_in(state: Any) -> list[torch.optim.Optimizer]:
 def taken(state: Mapping[str, Any], kind: SMStateDictType) -> dict[str, Any]:
     """The state of the objects in `state`: a save writes it, a load fills it. No collective runs.
 
-    A model gives its state dict of this kind. An optimizer is taken with the model whose parameters
-    it has. Any other object with `state_dict` and `load_state_dict` stays itself: a save takes its
-    state, and a load gives it exactly what was saved, of whatever form. The tensors are the live
-    ones.
+    A model gives its state dict of this kind, an optimizer what `optimizer_state` gives. Any other
+    object with `state_dict` and `load_state_dict` stays itself: a save takes its state, and a load
+    gives it exactly what was saved, of whatever form. The tensors are the live ones.
 
     Raises:
-        UsageError: an optimizer has parameters of none of the models, or of several.
+        StateError: as `optimizer_state`.
     """
     models = models_in(state)
 
     def take(value: Any) -> Any:
-        if isinstance(value, (nn.Module, torch.optim.Optimizer)):
-            model = value if isinstance(value, nn.Module) else _model_of(value, models)
-            if model is None:
+        if isinstance(value, nn.Module):
+            with sm_state_dict_type(value, kind):
                 return value.state_dict()
-            with sm_state_dict_type(model, kind):
-                return value.state_dict()
+        if isinstance(value, torch.optim.Optimizer):
+            return optimizer_state(value, models, kind)
         if is_stateful(value):
             return value
         if isinstance(value, Mapping):
@@ -164,18 +164,31 @@ def _named(value: Any, name: str) -> Iterator[tuple[str, Any]]:
         yield from _named(child, f"{name}.{key}" if name else str(key))
 
 
-def _model_of(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> nn.Module | None:
-    """The model whose parameters an optimizer has; None if the state has no model at all."""
-    if len(models) < 2:
-        return models[0] if models else None
-    wanted = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    owners = [model for model in models if wanted & {id(p) for p in model.parameters()}]
-    if len(owners) != 1:
-        raise UsageError(
-            f"an optimizer has parameters of {len(owners)} of the state's {len(models)} models",
-            remedy="put into the state one model that holds all of its parameters, and no other",
-        )
-    return owners[0]
+def optimizer_state(
+    optimizer: torch.optim.Optimizer, models: Iterable[nn.Module], kind: SMStateDictType
+) -> Any:
+    """What stands for an optimizer in a state: its state dict, within the block of its model.
+
+    One that trains tensors of several models, or of none, has no names for all of them. It stands
+    there itself, and they are numbered, as in torch's own dict.
+
+    Raises:
+        StateError: it trains tensors of a model under FSDP1, and others: the part of a tensor needs
+            the name that has its shape.
+    """
+    trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    owner = None
+    for model in models:
+        held = set(map(id, model.parameters()))
+        if trained <= held:
+            owner = model
+            break
+        if not trained.isdisjoint(held) and Fsdp1View.sees(model):
+            owner = model
+    if owner is None:
+        return optimizer
+    with sm_state_dict_type(owner, kind):
+        return optimizer.state_dict()
 
 
 class Failed(Mapping[str, Any]):

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 from smckpt import (
     CheckpointManager,
@@ -24,7 +25,12 @@ from smckpt import (
     find_checkpoints,
     verify_checkpoint,
 )
-from smckpt.errors import CheckpointError, CorruptCheckpointError, KeysMismatchError, UsageError
+from smckpt.errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    KeysMismatchError,
+    UsageError,
+)
 from smckpt.manager.retention import Best, Every
 from tests.support.launch import run_ranks
 
@@ -97,6 +103,49 @@ def test_everything_goes_on_where_it_was(tmp_path: Path) -> None:
     assert scales[0] == scales[1] and scales[0]["scale"] == 64.0  # doubled after each two steps
     for ours, theirs in zip(other["model"].parameters(), state["model"].parameters(), strict=True):
         assert torch.equal(ours, theirs)
+
+
+def trains(of: str, seed: int, wrap: Any = lambda model: model) -> dict[str, Any]:
+    """Two models, a free parameter, and an optimizer of some of them."""
+    torch.manual_seed(seed)
+    actor, critic = wrap(torch.nn.Linear(4, 4)), wrap(torch.nn.Linear(4, 2))
+    alpha = torch.nn.Parameter(torch.full((3,), float(seed)))
+    parts = {
+        "both models": [*critic.parameters(), *actor.parameters()],
+        "a model and none": [alpha, *critic.parameters()],
+        "no model": [alpha],
+        "no model, none saved": [alpha],
+    }
+    state = {"models": [actor, critic], "alpha": alpha, "optim": torch.optim.AdamW(parts[of], 0.1)}
+    if of == "no model, none saved":
+        del state["models"]
+    return state
+
+
+def stepped(state: dict[str, Any]) -> list[Any]:
+    """The values after a step."""
+    optimizer = state["optim"]
+    for parameter in (trained := optimizer.param_groups[0]["params"]):
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    found = [value for each in trained for value in (each, *optimizer.state[each].values())]
+    return [getattr(each, "full_tensor", each.detach)().tolist() for each in found]
+
+
+OF = ("both models", "a model and none", "no model", "no model, none saved")
+
+
+@pytest.mark.parametrize("of", OF)
+def test_an_optimizer_comes_back_in_a_new_process_whatever_it_trains(
+    tmp_path: Path, of: str
+) -> None:
+    state, other = trains(of, 1), trains(of, 2)
+    stepped(state)
+    with CheckpointManager(tmp_path, interval=1) as manager:
+        manager.save(1, state)
+    with CheckpointManager(tmp_path, interval=1) as manager:
+        assert manager.restore(into=other) == 1
+    assert stepped(other) == stepped(state)
 
 
 def test_an_older_checkpoint_lacks_newer_keys_and_they_stay_as_they_are(tmp_path: Path) -> None:
@@ -309,6 +358,30 @@ def test_the_newest_is_bad_and_all_ranks_go_on_from_the_one_before(tmp_path: Pat
     told = run_ranks(go_on, 2, str(tmp_path / "smaller"), 1, None)
     assert [each[0] for each in told] == [4, 4]
     assert told[0][1] != told[1][1]  # each rank has random numbers of its own
+
+
+def of_sharded(root: str, loads: bool, flat: bool) -> dict[str, list[Any]]:
+    def wrap(model: Any) -> Any:
+        kind = FullyShardedDataParallel
+        return kind(model, device_id=torch.device("cpu")) if flat else fully_shard(model)
+
+    values = {}
+    for of in ("both models", "no model"):
+        state = trains(of, 2 + loads, wrap)
+        with CheckpointManager(f"{root}/{of}", interval=1) as manager:
+            if loads:
+                assert manager.restore(into=state) == 1
+            else:
+                stepped(state)
+                manager.save(1, state)
+        values[of] = stepped(state)
+    return values
+
+
+@pytest.mark.parametrize(("flat", "ranks"), [(False, 1), (True, 2)])
+def test_optimizers_of_two_sharded_models_come_back(tmp_path: Path, flat: bool, ranks: int) -> None:
+    saved = run_ranks(of_sharded, 2, str(tmp_path), False, flat)
+    assert run_ranks(of_sharded, ranks, str(tmp_path), True, flat) == saved[:ranks]
 
 
 def sliced(degrees: Any, seed: int) -> dict[str, Any]:

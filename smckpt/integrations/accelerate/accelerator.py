@@ -8,7 +8,7 @@ import tempfile
 import weakref
 import zipfile
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,7 +21,6 @@ import smckpt
 from smckpt.checkpoint.commits.run_directory import RunDirectory
 from smckpt.checkpoint.records.format import parse_name
 from smckpt.errors import CheckpointNotFoundError, UsageError
-from smckpt.integrations import optimizer_state
 from smckpt.integrations.replaced import (
     below_run,
     keep_last,
@@ -32,6 +31,7 @@ from smckpt.integrations.replaced import (
     store_arguments,
 )
 from smckpt.manager.room import get_memory
+from smckpt.manager.state import optimizer_state
 from smckpt.meeting.round import over_group
 from smckpt.storage.urls import is_local
 
@@ -351,14 +351,12 @@ def _live(accelerator: Any, wanted: Sequence[int]) -> dict[str, Any]:
     """
     state: dict[str, Any] = {}
     models = accelerator._models
-    with ExitStack() as stack:
-        for model in models:
-            stack.enter_context(smckpt.sm_state_dict_type(model, smckpt.SHARDED))
-        for index in wanted:
+    for index in wanted:
+        with smckpt.sm_state_dict_type(models[index], smckpt.SHARDED):
             state[f"model_{index}" if index else "model"] = models[index].state_dict()
-        for index, optimizer in enumerate(accelerator._optimizers):
-            key = f"optimizer_{index}" if index else "optimizer"
-            state[key] = optimizer_state(optimizer, models)
+    for index, each in enumerate(accelerator._optimizers):
+        key = f"optimizer_{index}" if index else "optimizer"
+        state[key] = optimizer_state(each.optimizer, models, smckpt.SHARDED)
     return state
 
 

@@ -25,6 +25,7 @@ from smckpt.integrations.lightning.plugin import (
     refuse_storage_options,
     written_by_lightning,
 )
+from smckpt.manager.state import optimizer_state
 from smckpt.storage import StoreOptions
 
 __all__ = ["SmckptFSDPStrategy", "SmckptModelParallelStrategy"]
@@ -66,12 +67,10 @@ class _ThroughSmckpt:
             state: dict[str, Any] = self.model.state_dict()
         return state
 
-    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+    def optimizer_state(self, optimizer: Any) -> Any:
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer._optimizer
-        with smckpt.sm_state_dict_type(self.model, smckpt.SHARDED):
-            state: dict[str, Any] = optimizer.state_dict()
-        return state
+        return optimizer_state(optimizer, [self.model], smckpt.SHARDED)
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None

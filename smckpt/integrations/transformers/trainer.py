@@ -16,7 +16,6 @@ from transformers.utils.import_utils import is_torch_xla_available
 
 import smckpt
 from smckpt.errors import CheckpointError, SaveFailedError, UsageError
-from smckpt.integrations import optimizer_state
 from smckpt.integrations.kept import KeptSteps, memory_of
 from smckpt.integrations.replaced import remove_stale, stamps, stock_files, store_arguments
 from smckpt.integrations.transformers.files import (
@@ -44,6 +43,7 @@ from smckpt.integrations.transformers.resume import (
     random_goes_on,
 )
 from smckpt.manager.resume import is_damage
+from smckpt.manager.state import optimizer_state
 from smckpt.storage import access_to
 from smckpt.storage.urls import is_local
 
@@ -210,9 +210,8 @@ class SmckptTrainerMixin:
     def _state_to_save(self) -> dict[str, Any]:
         with self._block():
             state = {"model": adapter_only(self._wrapped, self._wrapped.state_dict())}
-            if not self.args.save_only_model:
-                state["optimizer"] = optimizer_state(self.optimizer, [self._wrapped])
         if not self.args.save_only_model:
+            state["optimizer"] = self._optimizer_state()
             state["scheduler"] = self.lr_scheduler.state_dict()
             state["rng"] = rng_state()
             if getattr(self.accelerator, "scaler", None) is not None:
@@ -415,9 +414,7 @@ class SmckptTrainerMixin:
                 checkpoint,
             )
         else:
-            with self._block():
-                target = {"optimizer": optimizer_state(self.optimizer, [self._wrapped])}
-            self._load(target, checkpoint)
+            self._load({"optimizer": self._optimizer_state()}, checkpoint)
             self.lr_scheduler.load_state_dict(self._value(checkpoint, "scheduler"))
         self._smckpt_loading = False
         go_on(self)
@@ -451,6 +448,9 @@ class SmckptTrainerMixin:
 
     def _block(self) -> Any:
         return smckpt.sm_state_dict_type(self._wrapped, smckpt.SHARDED)
+
+    def _optimizer_state(self) -> Any:
+        return optimizer_state(self.optimizer.optimizer, [self._wrapped], smckpt.SHARDED)
 
     @property
     def _checkpoints(self) -> Checkpoints:

@@ -178,7 +178,8 @@ class Binding:
                 raise StateError(
                     f"parameter {index} of the optimizer is not a parameter of the model in the "
                     "context",
-                    remedy="open sm_state_dict_type on the model that this optimizer trains",
+                    remedy="open sm_state_dict_type on a module with all that this optimizer "
+                    "trains, such as a ModuleList of its models",
                 )
             if held is not None and held.members and not self.by_id:
                 for member in held.members:

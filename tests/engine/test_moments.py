@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from pathlib import Path
 from typing import Any
@@ -227,17 +228,21 @@ def trained_late(folder: str, turns: list[tuple[str, str]]) -> list[list[str]]:
                 continue
             if "resumes" in how and step < 4:
                 continue
+            if "unequal" in how and step == (6, 4)[rank]:  # as many saves on each rank
+                continue
             with smckpt.sm_state_dict_type(model, smckpt.SHARDED):
                 state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
             if tells == "a counter":
                 state["trainer"] = {"global_step": step}
-            name = f"step_{step}" if tells == "the id" else "c"
+            if tells == "an option":
+                state["args"] = {"train_steps": 1000}
+            name = {"the id": f"step_{step}", "a fixed number": "2"}.get(tells, "c")
             try:
                 smckpt.async_save(
                     state,
                     checkpoint_id=f"{folder}/{turn}/{name}",
                     step=step if tells == "step=" else None,
-                    options=smckpt.SaveOptions(timeout=seconds(60)),
+                    options=smckpt.SaveOptions(timeout=seconds(60), queue=str(turn)),
                 )
                 smckpt.maybe_finalize_async_calls()
             except errors.SaveFailedError as error:
@@ -251,11 +256,19 @@ def test_ranks_that_hold_other_parameters_may_differ_in_step(tmp_path: Path) -> 
     fine += [("alone resumes", "step="), ("alone resumes", "the id"), ("shared resumes", "")]
     wrong = [("shared skips", ""), ("shared skips", "step="), ("alone skips", "step=")]
     wrong += [("alone skips", "a counter")]
-    for told in run_ranks(trained_late, 2, str(tmp_path), [*fine, *wrong], timeout=240):
+    mixed = [("alone unequal", tells) for tells in ("a fixed number", "an option")]
+    mixed += [("alone resumes unequal", "a fixed number"), ("alone resumes", "")]
+    for told in run_ranks(trained_late, 2, str(tmp_path), [*fine, *wrong, *mixed], timeout=240):
         assert told[: len(fine)] == [[]] * len(fine)
-        for texts, case in zip(told[len(fine) :], wrong, strict=True):
+        for texts, case in zip(told[len(fine) : -4], wrong, strict=True):
             assert len(texts) == 1, (case, texts)
             assert "different steps as one" in texts[0] and "rank 1 skipped the save" in texts[0]
+        # Nothing that both ranks have goes on with the saves, so that they never meet again.
+        assert [len(texts) for texts in told[-4:]] == [2, 2, 2, 3]
+        for text in itertools.chain(*told[-4:]):
+            assert "different steps as one" in text and "pass step=" in text
+        # Before a first save nothing tells who is behind, if anybody is.
+        assert "skipped the save" in told[-4][0] and "skipped" not in str(told[-2:])
 
 
 class Loader:

@@ -40,9 +40,9 @@ __all__ = [
 T = TypeVar("T")
 
 # A checkpoint id that names a step: "run/step_5", "checkpoint-5", "0005"
-_STEP_IN_ID = re.compile(
-    r"(^|/|step|iter\w*|epoch|update|checkpoint|ckpt)[-_=]?\d+/?$", re.IGNORECASE
-)
+_STEP_IN_ID = re.compile(r"(step|iter\w*|epoch|update|checkpoint|ckpt)?[-_=]?(\d+)/?$", re.I)
+# A counter of steps. In the plural it may be an option, such as train_steps
+_OF_STEPS = re.compile(r"(.*[._])?((step|iter|iteration|update)(s?)|last_epoch)")
 
 NAMED = 8  # ranks, or counters, that are named one by one
 _DEEP = 5  # how many dicts deep counters are looked for
@@ -389,10 +389,14 @@ def refuse_different(
         numbers = [value for value in by_value if not isinstance(value, str)]
         if numbers:
             went = {w: m.signs[field_name] for w, m in moments.items() if field_name in m.signs}
+            since = {}
             if last and last.keys() >= went.keys():
                 since = {who: n - last[who].signs.get(field_name, 0) for who, n in went.items()}
-                went = since if len(set(since.values())) > 1 else went
-            behind = [who for who, n in went.items() if n == min(went.values())]
+            held = [set(moments[who].of_parameters.get(field_name, ())) for who in went]
+            if len(set(since.values())) > 1:
+                behind = [who for who, n in since.items() if n == min(since.values())]
+            elif not any(held) or set.intersection(*held):  # else the steps have no common scale
+                behind = [who for who, n in went.items() if n == min(went.values())]
     message = "; ".join(differences)
     if len(directories) < 2:
         message = f"the ranks would save different steps as one: {message}"
@@ -413,22 +417,17 @@ def refuse_different(
 def _of_other_parameters(moments: Mapping[Any, Moment], last: Mapping[Any, Moment]) -> set[str]:
     """The optimizers whose steps differ only because ranks hold other parameters, of which some
     began to train later. What the ranks share has the same step then. And something tells that no
-    rank skipped a save: a counter of saves, the shared parameters if they still train, or as many
-    steps on all ranks since the last save."""
+    rank skipped a save: what changes with each save, the shared parameters if they still train, or
+    as many steps on all ranks since the last save."""
     names = {name for moment in moments.values() for name in moment.of_parameters}
     common = set.intersection(*(set(moment.signs) for moment in moments.values())) - names
-    any_one = next(iter(moments.values()))
-    apart = set()
+    apart, (who, any_one) = set(), next(iter(moments.items()))
     for name in names:
         steps = {who: moment.signs[name] for who, moment in moments.items() if name in moment.signs}
         parameters = {who: moments[who].of_parameters.get(name, {}) for who in steps}
         if _first_different(parameters) is None and (
-            _STEP_IN_ID.search(any_one.directory)
-            or any(
-                one == "step" or _counts(one, any_one.signs[one], max(steps.values()))
-                for one in common
-            )
-            or _joined([(set(one), _newest(one)) for one in parameters.values()])
+            _changes(any_one, last.get(who), common, max(steps.values()))
+            or _joined(parameters.values())
             or (
                 last.keys() >= steps.keys()
                 and len({step - last[who].signs.get(name, 0) for who, step in steps.items()}) == 1
@@ -438,27 +437,31 @@ def _of_other_parameters(moments: Mapping[Any, Moment], last: Mapping[Any, Momen
     return apart
 
 
-def _counts(name: str, value: float, steps: float) -> bool:
-    """Whether a counter goes on with each of an optimizer's steps."""
-    return value >= steps and re.search(r"epoch|total|num", name.replace("last_epoch", "")) is None
+def _changes(moment: Moment, last: Moment | None, common: Iterable[str], steps: float) -> bool:
+    """Whether something that ranks have in common changes with each save: the caller's step, or
+    what differs from the last save. Before there is one, its name has to tell."""
+    same = last is not None and last.directory == moment.directory
+    found = None if same else _STEP_IN_ID.search(moment.directory)
+    if found and (found[1] or int(found[2]) >= steps):  # else it may be the number of a trial
+        return True
+    counters = [(match, one) for one in common if (match := _OF_STEPS.fullmatch(one))]
+    return "step" in common or any(
+        moment.signs[one] >= steps
+        and (last.signs.get(one) != moment.signs[one] if last else not match[4])
+        for match, one in counters
+    )
 
 
-def _newest(steps: Mapping[str, float]) -> set[str]:
-    return {one for one, step in steps.items() if step == max(steps.values())}
-
-
-def _joined(parameters: Sequence[tuple[set[str], set[str]]]) -> bool:
+def _joined(parameters: Iterable[Mapping[str, float]]) -> bool:
     """Whether ranks share, one with the next, parameters that are the newest on one of both."""
-    (every, newest), *waiting = parameters
-    every, newest = set(every), set(newest)
+    waiting = [(set(of), {p for p, n in of.items() if n == max(of.values())}) for of in parameters]
+    every, newest = waiting.pop()
     while waiting:
-        rest = [(a, n) for a, n in waiting if not (a & newest or n & every)]
-        for all_of, newest_of in waiting:
-            if (all_of, newest_of) not in rest:
-                every, newest = every | all_of, newest | newest_of
-        if len(rest) == len(waiting):
+        near = [one for one in waiting if one[0] & newest or one[1] & every]
+        if not near:
             return False
-        waiting = rest
+        waiting = [one for one in waiting if one not in near]
+        every, newest = every.union(*(a for a, _ in near)), newest.union(*(n for _, n in near))
     return True
 
 

@@ -325,8 +325,9 @@ def values_of_late_ranks(folder: str) -> list[Any]:
     ]
     for number, (late, empty) in enumerate(forms):
         state: dict[str, Any] = {"w": torch.ones(2), **({"late": late} if rank else {})}
+        state |= {"extra": {"t": T}} if rank == 2 else {}  # whose tensors every rank takes
         smckpt.save(state, checkpoint_id=f"{folder}/{number}")
-        state = {"w": torch.zeros(2), "late": empty}
+        state = {"w": torch.zeros(2), "late": empty, "extra": {"t": torch.zeros(2)}}
         smckpt.load(state, checkpoint_id=f"{folder}/{number}")
         found.append(plain(getattr(state["late"], "value", state["late"])))
     return found
@@ -351,6 +352,43 @@ def test_values_that_other_ranks_saved_are_of_the_lowest_of_them(tmp_path: Path)
         for state in (smckpt.load(checkpoint_id=saved), smckpt.load(checkpoint_id=resharded)):
             assert plain((state or {})["late"]) == late
         assert plain(torch.load(file)["late"]) == late
+
+
+def stages(folder: str) -> None:
+    """Pipeline stages of which one, another, and none has not taken a step."""
+    rank = dist.get_rank()
+    for idle in (0, 1, 2):
+        model = torch.nn.ModuleDict({f"s{rank}": torch.nn.Linear(2, 1, bias=False)})
+        optimizer = torch.optim.AdamW(model.parameters())
+        if rank != idle:
+            model[f"s{rank}"].weight.grad = torch.full((1, 2), rank + 1.0)
+            optimizer.step()
+        with smckpt.sm_state_dict_type(model, smckpt.SHARDED):
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        smckpt.save(state, checkpoint_id=f"{folder}/{idle}")
+
+
+def test_stages_become_one_whichever_of_them_has_no_state_yet(tmp_path: Path) -> None:
+    run_ranks(stages, 2, str(tmp_path))
+    for idle in (0, 1, 2):
+        saved, resharded, file = (tmp_path / f"{idle}{end}" for end in ("", ".one", ".pt"))
+        reshard_checkpoint(saved, resharded, shard=1)
+        convert(saved, file, to="torch", rank=0)
+        steps = {f"s{rank}.weight" for rank in (0, 1) if rank != idle}
+        for state in (
+            *(smckpt.load(checkpoint_id=at) for at in (saved, resharded)),
+            torch.load(file),
+        ):
+            assert state is not None and state["optimizer"]["state"].keys() == steps
+        model = torch.nn.ModuleDict({f"s{r}": torch.nn.Linear(2, 1, bias=False) for r in (0, 1)})
+        optimizer = torch.optim.AdamW(model.parameters())
+        for at in (saved, resharded):
+            with smckpt.sm_state_dict_type(model, smckpt.SHARDED):
+                smckpt.load({"model": model, "optimizer": optimizer}, checkpoint_id=at)
+            for name, parameter in model.named_parameters():
+                moment = optimizer.state[parameter].get("exp_avg")
+                assert (moment is not None) == (name in steps)
+                assert moment is None or moment[0, 0] == pytest.approx((int(name[1]) + 1) / 10)
 
 
 def three(folder: str, into: bool) -> Any:

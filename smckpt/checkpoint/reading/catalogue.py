@@ -344,10 +344,15 @@ class Catalogue(ABC):
         pipeline stages do, and `optimizers` has those of the lowest rank."""
         if len(self.object_ranks) == 1:
             return self.optimizers
-        part = self.part(rank)
-        owner = part.get("layout", {}).get("rank", rank)  # whose tables it has, if not its own
-        found: dict[str, Any] = (part if owner == rank else self.part(owner))["optimizers"]
-        return found
+        if rank not in self._optimizers:
+            part = self.part(rank)
+            owner = part.get("layout", {}).get("rank", rank)  # whose tables it has, if not its own
+            self._optimizers[rank] = (part if owner == rank else self.part(owner))["optimizers"]
+        return self._optimizers[rank]
+
+    @cached_property
+    def _optimizers(self) -> dict[int, dict[str, Any]]:
+        return {}
 
     def objects(self, rank: int, *, unmade: bool = False) -> dict[str, tuple[Path, Any]]:
         """The values of saved rank `rank` that are not tensors: key → (path, value). They are read
@@ -417,8 +422,8 @@ def nested(
             nodes.setdefault(path[:depth], {})[path[depth]] = None
     found = dict(leaves)
     for path in sorted(nodes, key=len, reverse=True):
-        if path in leaves:  # one rank has a value where another has tensors below
-            continue
+        if path in leaves and not (isinstance(leaves[path], dict) and not leaves[path]):
+            continue  # one rank has a value where another has tensors below
         items = {key: found[at] for key in nodes[path] for at in [(*path, key)]}
         kind = (kinds or {}).get(path)
         if kinds is None:

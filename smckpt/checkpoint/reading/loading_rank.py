@@ -199,22 +199,25 @@ class LoadingRank:
             return
         owners = {at: self.whose(at) for at in (self.parts if around is None else parts)}
         known = sorted({rank for rank in owners.values() if rank is not None})
-        rest: list[int] = []
+        ranks, saved = known, self.catalogue.object_ranks
         if around is None or None in owners.values():
-            saved = self.catalogue.object_ranks
-            rest = sorted({*saved} - {self.saved, *known} if every else {min(saved)} - {*known})
-        near = {*self.of_own(rest)} if self.alike is not None else {*rest}
-        for rank in self._with_objects([*known, *sorted(rest, key=lambda r: (r not in near, r))]):
-            for key, (path, value) in self.objects(rank).items():
-                at = self.part(path, rank)
-                if at is None or (around is not None and at not in parts):
-                    continue
-                if owners.get(at) is None:
-                    owners[at] = rank
-                if owners[at] == rank and self._numbers_alike(path, rank):
-                    yield at, rank, key, path, value
-            if around is not None and rank not in known and None not in owners.values():
-                break
+            near = {*self.of_own(saved)}
+            asked = {*saved} - {self.saved} if every else {min(saved), *known}
+            ranks = sorted(asked, key=lambda r: (r not in near, r))
+        read: set[int] = set()
+        for some in (ranks, known):
+            for rank in self._with_objects([r for r in some if r not in read]):
+                read.add(rank)
+                for key, (path, value) in self.objects(rank).items():
+                    at = self.part(path, rank)
+                    if at is None or (around is not None and at not in parts):
+                        continue
+                    if owners.get(at) is None and (every or rank == min(saved)):
+                        owners[at] = rank
+                    if owners.get(at) == rank and self._numbers_alike(path, rank):
+                        yield at, rank, key, path, value
+                if some is ranks and around is not None and None not in owners.values():
+                    break
 
     @cached_property
     def kinds(self) -> dict[Path, str] | None:
@@ -272,9 +275,9 @@ class LoadingRank:
     @cached_property
     def _own(self) -> tuple[set[Path], set[Path]]:
         """The paths of what the followed rank has, and these with all that is above them."""
-        own = {row.path for row in self.catalogue.rows if self.has(row)}
-        own |= {path for path, _ in self.objects(self.saved).values()}
-        return own, {path[:depth] for path in own for depth in range(1, len(path) + 1)}
+        own = {row.path for row in self.catalogue.rows if self.has(row)} | self._values
+        every = own.union(path for path, _ in self.objects(self.saved).values())
+        return own, {path[:depth] for path in every for depth in range(1, len(path) + 1)}
 
     @cached_property
     def _others(self) -> list[tuple[Entry, Path]]:
@@ -315,10 +318,13 @@ class LoadingRank:
 
     @cached_property
     def of_optimizers(self) -> frozenset[Any]:
-        """The names of the parameters that an optimizer has."""
-        records = self.catalogue.optimizers.values()
-        ids = (of for one in records for of in one.get("names", one.get("ids", ())))
-        return frozenset(name for of in ids for name in of)
+        """The names of the parameters that an optimizer has, on this rank or on one with parts."""
+        ranks = sorted({self.saved, *(row.ranks[0] for row, _ in self._others)})
+        found: set[Any] = set()
+        for rank in self._with_objects(ranks):
+            for record in self.catalogue.optimizers_of(rank).values():
+                found.update(*record.get("names", record.get("ids", ())))
+        return frozenset(found)
 
     def _largest(self, path: Path, other: int) -> Path | None:
         own, above = self._own
@@ -326,8 +332,10 @@ class LoadingRank:
         at = path[:known]
         if known == len(path) or at in own:
             return None
-        kinds = (self.catalogue.kinds(rank) or {} for rank in (self.saved, other))
-        return None if known and any(is_closed(k.get(at)) for k in kinds) else path[: known + 1]
+        for rank in (self.saved, other) if known else ():
+            if is_closed((self.catalogue.kinds(rank) or {}).get(at)):
+                return None
+        return path[: known + 1]
 
     def _takes(self, name: str) -> bool:
         rows = [row for row, _ in self.catalogue.pieces.by_name[name]]
@@ -349,7 +357,13 @@ class LoadingRank:
 
     @cached_property
     def _values(self) -> set[Path]:
-        return {path for path, _ in self.objects(self.saved).values()}
+        """The paths of the followed rank's values. An optimizer without state yet has nothing in
+        another form than others."""
+        return {
+            path
+            for path, value in self.objects(self.saved).values()
+            if value != {} or not self.is_of_optimizer(path)
+        }
 
     def _holders(self, rows: Iterable[tuple[Entry, str]]) -> list[int]:
         """The saved ranks that a per-rank tensor may be taken from."""

@@ -391,15 +391,21 @@ class _Shapes:
         given: set[Path] = set()
         while True:
             held = [one.held(given) for one in each]
+            holders: dict[Path, set[int]] = {}  # new ranks, by path
+            for n, paths in enumerate(held):
+                for path in paths:
+                    holders.setdefault(path, set()).add(n)
+            of_part: dict[tuple[Path, int], list[int]] = {}  # by the saved rank that lacks it
             more: dict[Path, _NewRank] = {}
             for one in each:
                 for at, part in one.parts.items():
-                    holders = [
-                        n for n, paths in enumerate(held) if not part.paths.isdisjoint(paths)
-                    ]
-                    right = False
-                    if holders and not part.shared:
-                        other = held[holders[one.rank % len(holders) if part.tensors else 0]]
+                    key, right = (at, one.saved), False
+                    if key not in of_part:
+                        of_part[key] = sorted(
+                            set().union(*(holders.get(p, ()) for p in part.paths))
+                        )
+                    if (found := of_part[key]) and not part.shared:
+                        other = held[found[one.rank % len(found) if part.tensors else 0]]
                         right = {other[p] for p in part.paths & other.keys()} == {part.owner}
                     if at not in given and not right:
                         more[at] = one

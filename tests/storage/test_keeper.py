@@ -475,6 +475,25 @@ def test_memory_of_a_deleted_file_is_freed_where_a_file_of_another_size_needs_it
         store.create_file("4", 20 << 20)
 
 
+def test_nobody_waits_while_memory_is_freed(
+    running: Running, store: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits, close = list[bool](), os.close
+
+    def closing(fd: int) -> None:
+        if os.fstat(fd).st_size >= 20 << 20:
+            waits.append(running.keeper._lock.locked())
+        close(fd)
+
+    monkeypatch.setattr(os, "close", closing)
+    for name in "12":
+        written(store, name, bytes(20 << 20))
+    store.delete("1")
+    written(store, "3", bytes(30 << 20))  # needs the memory of the first
+    store.delete_many(["2", "3"])
+    assert len(waits) >= 3 and not any(waits)
+
+
 @pytest.mark.parametrize("how", ["from this host", "by a copy to another"])
 def test_who_reads_a_file_that_is_deleted_reads_what_it_held(
     how: str, running: Running, store: Storage

@@ -232,13 +232,13 @@ class Keeper:
 
     def _reserve(self, size: int) -> int:
         """Memory for a file; raises KeeperRefusal where the budget is used up."""
-        with self._lock:
+        with contextlib.ExitStack() as freed, self._lock:
             if self._spare.get(size):
                 return self._spare[size].pop()
             for other, spare in self._spare.items():
                 while spare and size > self.budget - self._held:
                     self._held -= other
-                    os.close(spare.pop())
+                    freed.callback(os.close, spare.pop())
             if size < 0 or self._held + size > self.budget:
                 raise KeeperRefusal(
                     errno.ENOSPC,
@@ -258,8 +258,9 @@ class Keeper:
     def _release(self, fd: int, size: int) -> None:
         with self._lock:
             self._lent.discard(fd)
+        os.close(fd)  # takes half a second for each GiB
+        with self._lock:
             self._held -= size
-            os.close(fd)
 
     def _lend(self, image: _Image) -> int:
         """A descriptor of a file, which may be deleted meanwhile. With the lock."""
@@ -268,20 +269,21 @@ class Keeper:
 
     def _retire(self, gone: Sequence[_Image]) -> None:
         """Free the memory of files that have no name any more, but for what the next save is likely
-        to need: as much of a size as files of this size are left. A reader keeps what it reads."""
+        to need: as much of a size as files of this size are left. A reader keeps what it reads.
+        Other requests do not wait for it."""
+        freed: list[tuple[int, int]] = []
         with self._lock:
             sizes = Counter(one.size for here in self._files.values() for one in here.values())
             for one in gone:
                 if one.size >= _REUSED and one.fd not in self._lent:
                     self._spare.setdefault(one.size, []).append(one.fd)
                 else:
-                    self._held -= one.size
-                    self._lent.discard(one.fd)
-                    os.close(one.fd)
+                    freed.append((one.fd, one.size))
             for size, spare in self._spare.items():
                 while len(spare) > sizes[size]:
-                    self._held -= size
-                    os.close(spare.pop())
+                    freed.append((spare.pop(), size))
+        for fd, size in freed:
+            self._release(fd, size)
 
     def _publish(self, asked: dict[str, Any], image: _Image) -> bool:
         """Give a file its name. False: the name is taken, and the file is released."""

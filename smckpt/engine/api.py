@@ -148,7 +148,9 @@ def async_save(
             refuse_committed(request.storage)
     except Exception as error:  # tell the peers, which count this save too, and then raise
         refusal, request = error, SaveRequest("", group.ranks[0], None, known, Access())
-    return _RUNTIME.queue(group, known.queue).submit(state_dict, request, refusal)
+    handle = _RUNTIME.queue(group, known.queue).submit(state_dict, request, refusal)
+    _RUNTIME.wait_in_handler(handle)
+    return handle
 
 
 def save(

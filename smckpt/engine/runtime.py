@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from smckpt.calls import alone, while_alive
@@ -243,19 +243,32 @@ class Runtime:
         """
         if os.getpid() != self._pid:
             return
-        failed = self.close(_exit_timeout())
-        if not failed:
+        _end_with(self.close(_exit_timeout()))
+
+    def wait_in_handler(self, handle: SaveHandle) -> None:
+        """In an exit handler, wait for a save at once: ours may have run before."""
+        main = threading.main_thread()
+        if threading.get_ident() != main.ident or main.is_alive():
             return
-        for handle in failed:
-            print(f"smckpt: {handle.failure()}", file=sys.stderr)
-        print(
-            "smckpt: a save was not committed, and the program did not see the error; exit "
-            "status 1",
-            file=sys.stderr,
-        )
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)
+        limit = _exit_timeout()
+        if not handle.ended(limit):
+            handle = handle.given_up(limit)
+        _end_with([] if handle.error is None else [handle])
+
+
+def _end_with(failed: Sequence[SaveHandle]) -> None:
+    """End the program with status 1 if saves have failed that nobody has seen."""
+    if not failed:
+        return
+    for handle in failed:
+        print(f"smckpt: {handle.failure()}", file=sys.stderr)
+    print(
+        "smckpt: a save was not committed, and the program did not see the error; exit status 1",
+        file=sys.stderr,
+    )
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def _drained(queue: Finalizable, deadline: float) -> list[SaveHandle]:

@@ -461,23 +461,33 @@ def test_a_normal_exit_drains_the_save_in_flight(tmp_path: Path) -> None:
 
 
 def test_a_save_in_an_exit_handler_is_waited_for_too(tmp_path: Path) -> None:
-    """Python runs no handler that is registered by another one."""
-    save = "smckpt.save({'a': torch.ones(2)}, checkpoint_id=sys.argv[1] + '/0')"
-    for earlier in ("", "import smckpt", "import smckpt.engine.api", f"import smckpt; {save}"):
-        folder = tmp_path / f"of-{len(earlier)}"
+    """Python runs no handler that is registered by another one, and torch imports a module whose
+    handler ends children and waits for what has asked it to."""
+    save = "import smckpt; smckpt.save({'a': torch.ones(2)}, checkpoint_id=sys.argv[1] + '/0')"
+    before = [("import torch", ""), ("import torch, smckpt.engine.api", "")]
+    for number, (earlier, later) in enumerate(
+        [
+            *before,
+            (f"import torch; {save}", ""),
+            ("", "import torch"),
+            ("", f"import torch; {save}"),
+        ]
+    ):
+        folder = tmp_path / f"{number}"
         done = run_script(
             f"""
-            import atexit, sys, torch
+            import atexit, sys
             {earlier}
             def last():
                 import smckpt
                 smckpt.async_save({{"a": torch.ones(4 << 20)}}, checkpoint_id=sys.argv[1] + "/1")
             atexit.register(last)
+            {later}
             """,
             str(folder),
         )
         assert done.returncode == 0, done.stderr
-        assert smckpt.latest_checkpoint(folder / "1") is not None, earlier
+        assert smckpt.latest_checkpoint(folder / "1") is not None, (earlier, later)
 
 
 def test_a_child_of_multiprocessing_drains_the_save_in_flight_too(tmp_path: Path) -> None:

@@ -399,12 +399,12 @@ class _Shapes:
             more: dict[Path, _NewRank] = {}
             for one in each:
                 for at, part in one.parts.items():
-                    key, right = (at, one.saved), False
-                    if key not in of_part:
-                        of_part[key] = sorted(
+                    lacked, right = (at, one.saved), False
+                    if lacked not in of_part:
+                        of_part[lacked] = sorted(
                             set().union(*(holders.get(p, ()) for p in part.paths))
                         )
-                    if (found := of_part[key]) and not part.shared:
+                    if (found := of_part[lacked]) and not part.shared:
                         other = held[found[one.rank % len(found) if part.tensors else 0]]
                         right = {other[p] for p in part.paths & other.keys()} == {part.owner}
                     if at not in given and not right:

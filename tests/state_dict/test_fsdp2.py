@@ -209,7 +209,12 @@ def of_its_part(folder: str, kind: str, alike: bool) -> list[str]:
         if kind == "object":
             return {"model": model, "optimizer": optimizer}
         with smckpt.sm_state_dict_type(model, getattr(smckpt, kind)):
-            return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        if kind != "FULL":  # tensors of the parameters' names, and whole
+            mesh = [dtensor_parts(each)[1] for each in model.parameters()]
+            average = zip(mesh, model.named_parameters(), strict=True)
+            state["ema"] = {n: p.detach().redistribute(m, [Replicate()]) for m, (n, p) in average}
+        return state
 
     model, optimizer = made(0)
     optimizer.step()

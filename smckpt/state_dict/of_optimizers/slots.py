@@ -56,7 +56,8 @@ class SavedSlot:
     it was one of NumPy. flags: as of `flags_of`. placed: "whole" if a mesh divided its parameter,
     but not the tensor; of FULL state, "@0,-1" if a mesh held it otherwise than its parameter: along
     which dimension each of the mesh's divided it, or -1. expanded: the dimensions along which all
-    elements are one. apart: the mesh that divided it otherwise than its parameter."""
+    elements are one. mesh: what divided it. beside: as it divided tensors of the parameter's name
+    outside of the optimizer."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -69,12 +70,23 @@ class SavedSlot:
     flags: str = ""
     expanded: tuple[int, ...] = ()
     placed: str = ""
-    apart: Mesh | None = None
+    mesh: Mesh | None = None
+    beside: frozenset[tuple[int | None, ...] | None] = frozenset()
 
     @property
     def flat(self) -> bool:
         """Whether a flat parameter divided it (FSDP1)."""
         return self.local is None and self.placements is None
+
+    def is_apart(self, parameter: torch.Tensor) -> bool:
+        """Whether its mesh, which has the parameter as it was saved, divided it otherwise. One that
+        was not saved counts as divided."""
+        _, mesh, placements, _ = dtensor_parts(parameter)
+        live, here = tuple(getattr(each, "dim", None) for each in placements), mesh_of(mesh)
+        if self.mesh is None or (here.shape, here.ranks) != (self.mesh.shape, self.mesh.ranks):
+            return False
+        known = live in self.beside or (not self.beside and {*(self.placements or ())} == {None})
+        return known and live != self.placements
 
     def zeros(self, device: torch.device | None = None) -> torch.Tensor:
         """Of the shape that this rank takes, in the order of memory that was saved."""
@@ -122,12 +134,11 @@ class SavedState:
         self.whole_groups: Any = ABSENT
         kinds = me.kinds or {}
         deep = len(path) + 1
-        cut = {  # as a mesh divided each tensor outside of the optimizer, by key and by name
-            name: _placements(row.geometry)
-            for row in catalogue.rows
-            if isinstance(row.geometry, MeshGeometry) and row.path[: deep - 1] != path
-            for name in (row.key, row.geometry.fqn)
-        }
+        beside: dict[str, set[Any]] = {}
+        for row in catalogue.rows:
+            if isinstance(row.geometry, MeshGeometry) and row.path[: deep - 1] != path:
+                for name in (row.key, row.geometry.fqn):
+                    beside.setdefault(name, set()).add(_placements(row.geometry))
         names = (catalogue.optimizers.get(dotted(path)) or {}).get("names", ())
         for name, tensor in catalogue.logical.items():
             full = tensor.path
@@ -157,7 +168,8 @@ class SavedState:
                 flags,
                 dims_in(kinds.get(row.path), "expanded") or (),
                 placed,
-                _apart(geometry, next((cut[one] for one in called if one in cut), None)),
+                getattr(geometry, "mesh", None),
+                frozenset().union(*(beside.get(one, ()) for one in called)),
             )
             stored = row.path  # its containers are recorded under this one
             inside = part in owned and len(full) > deep
@@ -290,17 +302,6 @@ def _placements(geometry: Any) -> tuple[int | None, ...] | None:
     if found is None:
         return None
     return tuple(getattr(each, "dim", None) if each.kind != "replicate" else None for each in found)
-
-
-def _apart(geometry: Any, of_parameter: tuple[int | None, ...] | None) -> Mesh | None:
-    """The mesh, if it divided a tensor otherwise than its parameter. A parameter that was not saved
-    counts as divided."""
-    own = _placements(geometry)
-    if own is None or (
-        any(d is not None for d in own) if of_parameter is None else own == of_parameter
-    ):
-        return None
-    return geometry.mesh  # type: ignore[no-any-return]
 
 
 def _nested(leaves: _Leaves, kinds: Mapping[Path, str], at: Path = ()) -> Any:
@@ -451,7 +452,7 @@ def room(
             return saved.zeros()
         if saved.order is not None and not flat and not is_dtensor(parameter):
             return saved.zeros(_device(parameter))
-        if like and saved.apart is not None and mesh is not None and _is_on(mesh, saved.apart):
+        if like and mesh is not None and saved.is_apart(mesh):
             return zeros_on_mesh(parameter, saved.shape, saved.dtype, saved.placements)
         if like:
             return torch.zeros_like(parameter.detach(), dtype=saved.dtype)
@@ -466,11 +467,6 @@ def room(
         raise _no_room(saved)
 
     return make
-
-
-def _is_on(tensor: torch.Tensor, mesh: Mesh) -> bool:
-    live = mesh_of(dtensor_parts(tensor)[1])
-    return (live.shape, live.ranks) == (mesh.shape, mesh.ranks)
 
 
 def _on_mesh_of(among: Sequence[torch.Tensor], saved: SavedSlot) -> torch.Tensor:

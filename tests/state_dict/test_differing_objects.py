@@ -349,9 +349,20 @@ def test_values_that_other_ranks_saved_are_of_the_lowest_of_them(tmp_path: Path)
         with pytest.raises(errors.StateError, match=r"late.* different on different ranks"):
             convert(saved, file, to="torch")
         convert(saved, file, to="torch", rank=0)
-        for state in (smckpt.load(checkpoint_id=saved), smckpt.load(checkpoint_id=resharded)):
+        only = smckpt.load(checkpoint_id=saved, options=smckpt.LoadOptions(only=["late"]))
+        for state in (only, *(smckpt.load(checkpoint_id=at) for at in (saved, resharded))):
             assert plain((state or {})["late"]) == late
         assert plain(torch.load(file)["late"]) == late
+
+
+def test_keys_that_one_rank_has_load_beside_a_damaged_part_of_another(tmp_path: Path) -> None:
+    run_ranks(values_of_late_ranks, 3, str(tmp_path))
+    (part,) = (tmp_path / "0").glob("part-*-r00001.json")
+    part.write_bytes(part.read_bytes()[:-9])
+    state = smckpt.load(checkpoint_id=tmp_path / "0", options=smckpt.LoadOptions(only=["w"]))
+    assert state is not None and state.keys() == {"w"}
+    with pytest.raises(errors.CorruptCheckpointError, match="r00001"):
+        smckpt.load(checkpoint_id=tmp_path / "0")
 
 
 def stages(folder: str) -> None:

@@ -18,7 +18,6 @@ import click
 
 from smckpt._version import __version__
 from smckpt.cli.browse import browse
-from smckpt.cli.keeper import keeper
 from smckpt.cli.models import apply, convert, follow_run, import_, publish, reload, reshard
 from smckpt.cli.output import (
     VisibleFormatter,
@@ -33,10 +32,9 @@ from smckpt.cli.output import (
     taken,
     threads,
 )
-from smckpt.cli.proving import chaos, prove
-from smckpt.cli.repair import repair
+from smckpt.cli.proving import chaos, keeper, prove
 from smckpt.cli.runs import doctor, ls, prune, status
-from smckpt.cli.verify import diff, verify
+from smckpt.cli.verify import diff, repair, verify
 from smckpt.errors import CheckpointError, count_text
 from smckpt.run.__main__ import run
 

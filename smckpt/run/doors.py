@@ -7,7 +7,6 @@ import functools
 import importlib
 import importlib.util
 import os
-import pkgutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -172,11 +171,11 @@ def _refuse_shadow(name: str, shadow: bool) -> None:
 
 
 def _put_package(provided: Provided, ours: str, theirs: str) -> None:
-    """Provide a package of ours and all modules below it under another name."""
-    package = importlib.import_module(ours)
-    below = pkgutil.walk_packages(package.__path__, f"{ours}.")
-    for name in (ours, *(found.name for found in below)):
-        provided.module(theirs + name.removeprefix(ours), importlib.import_module(name))
+    """Provide a package of ours, which imports its modules, and all paths below it under another
+    name."""
+    importlib.import_module(ours)
+    for name in sorted(name for name in sys.modules if f"{name}.".startswith(f"{ours}.")):
+        provided.module(theirs + name.removeprefix(ours), sys.modules[name])
 
 
 def _put_modules(provided: Provided, modules: Mapping[str, Mapping[str, Any]]) -> None:
@@ -444,21 +443,18 @@ def _put_calls(provided: Provided, calls: ModuleType, effects: Mapping[str, str]
 def put_hyperpod(provided: Provided, shadow: bool) -> None:
     """Provide the names of the absent `amzn_sagemaker_checkpointing`, and have DCP's save and load
     take its writer and reader."""
-    from smckpt.integrations.hyperpod import calls, config, tiered
+    from smckpt.integrations.hyperpod import calls, tiered
 
     top = "amzn_sagemaker_checkpointing"
     _refuse_shadow(top, shadow)
-    both = {name: getattr(tiered, name) for name in tiered.__all__}
-    of_config = {name: getattr(config, name) for name in config.__all__}
+    names = {name: getattr(tiered, name) for name in tiered.__all__}
     files = f"{top}.checkpointing.filesystem"
-    modules = {
-        f"{top}.config.sagemaker_checkpoint_config": of_config,
-        f"{top}.config.s3_path_strategy": of_config,
-        f"{files}.exceptions": of_config,
-    }
-    for name in (files, f"{files}.filesystem", f"{files}.reader", f"{files}.writer"):
-        modules[name] = both
-    _put_modules(provided, modules)
+    paths = [f"{top}.config.{name}" for name in ("sagemaker_checkpoint_config", "s3_path_strategy")]
+    paths += [
+        files,
+        *(f"{files}.{name}" for name in ("exceptions", "filesystem", "reader", "writer")),
+    ]
+    _put_modules(provided, dict.fromkeys(paths, names))
     effect = "a writer or reader of tiers goes to smckpt, others as before"
     _put_calls(provided, calls, dict.fromkeys(calls.__all__, effect))
 

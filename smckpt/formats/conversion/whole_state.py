@@ -313,7 +313,7 @@ class WholeState:
         """Write a state as DCP flattens it. Gives the names whose form that changes."""
         import torch
 
-        from smckpt.formats.conversion.dcp_write import write_dcp
+        from smckpt.formats.conversion.new_target import write_dcp
 
         parts: dict[Path, LogicalTensor] = {}
         values: dict[Path, Any] = {}

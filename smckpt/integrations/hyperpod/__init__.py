@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from smckpt.integrations.hyperpod.calls import async_save, load, save
-from smckpt.integrations.hyperpod.config import (
+from smckpt.integrations.hyperpod.tiered import (
     DefaultS3PathStrategy,
     RayS3PathStrategy,
     S3PathStrategy,
@@ -12,8 +12,6 @@ from smckpt.integrations.hyperpod.config import (
     SageMakerS3TierError,
     SageMakerTieredStorageConfigError,
     SageMakerTieredStorageError,
-)
-from smckpt.integrations.hyperpod.tiered import (
     SageMakerTieredStorageReader,
     SageMakerTieredStorageWriter,
 )

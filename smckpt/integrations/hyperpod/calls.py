@@ -23,14 +23,12 @@ from smckpt.engine.api import membership
 from smckpt.engine.saving.job import SaveHandle, SaveOptions
 from smckpt.errors import CheckpointNotFoundError, UsageError
 from smckpt.integrations.dcp import calls as dcp_calls
-from smckpt.integrations.hyperpod.config import (
+from smckpt.integrations.hyperpod.tiered import (
     SageMakerInMemoryTierError,
     SageMakerTieredStorageConfigError,
-    Snapshot,
-)
-from smckpt.integrations.hyperpod.tiered import (
     SageMakerTieredStorageReader,
     SageMakerTieredStorageWriter,
+    Snapshot,
 )
 from smckpt.integrations.kept import KeptSteps
 from smckpt.integrations.replaced import run_directory

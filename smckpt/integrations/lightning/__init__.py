@@ -18,9 +18,9 @@ from smckpt.integrations.lightning.connector import (  # noqa: E402
     NeMoCheckpointConnector,
     NeMoModelCheckpoint,
     SmckptCheckpointConnector,
+    SmckptMemory,
     SmckptTrainer,
 )
-from smckpt.integrations.lightning.memory import SmckptMemory  # noqa: E402
 from smckpt.integrations.lightning.plugin import (  # noqa: E402
     S3CheckpointIO,
     SmckptCheckpointIO,

@@ -1,8 +1,9 @@
 """The resumption point of a run: rank 0 alone looks for it, and tells the other ranks.
 
-`SmckptTrainer` has this connector, and NeMo's names stand for it.
+`SmckptTrainer` has this connector, and NeMo's names stand for it. It also saves and
+restores the random numbers of each rank, which Lightning does not.
 
-It also saves and restores the random numbers of each rank, which Lightning does not.
+`SmckptMemory` keeps the last steps in the memory of the hosts (docs/recovery.md).
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import distributed as dist
 
 from smckpt.checkpoint.records.objects import decode_object, encode_object
-from smckpt.formats.conversion.stock import optimizer_key
-from smckpt.integrations.kept import KeptSteps
-from smckpt.integrations.lightning.memory import SmckptMemory
+from smckpt.formats.conversion.stock import optimizer_key, state_of
+from smckpt.integrations.kept import KeptSteps, memory_of
 from smckpt.integrations.lightning.plugin import SAVE_OPTIONS, Saves, written_by_lightning
+from smckpt.manager.memory import Memory
 from smckpt.manager.room import get_memory
 from smckpt.manager.state import random_state, set_random_state
 from smckpt.meeting.group import group_at
@@ -37,8 +38,10 @@ __all__ = [
     "NeMoCheckpointConnector",
     "NeMoModelCheckpoint",
     "SmckptCheckpointConnector",
+    "SmckptMemory",
     "SmckptTrainer",
 ]
+
 
 _KEY = "smckpt"
 
@@ -239,3 +242,52 @@ class NeMoModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]
         trainer.ckpt_path = trainer.strategy.broadcast(trainer.ckpt_path)
         last: str = self.last_model_path
         self.last_model_path = trainer.strategy.broadcast(last)
+
+
+class SmckptMemory(Callback):  # type: ignore[misc]
+    """`SmckptTrainer(callbacks=[SmckptMemory(Memory(interval=20)), ...])`. All ranks save, also
+    under DDP. `ckpt_path="last"` takes the newest step of memory and of the `ModelCheckpoint`s.
+
+    A step has the state that callbacks after this one have before they see its end.
+
+    Raises:
+        UsageError: `memory` is no `Memory` of keepers.
+    """
+
+    def __init__(self, memory: Memory) -> None:
+        self.memory = memory_of({"memory": memory})
+        self._kept: KeptSteps | None = None
+        self._saved = -1
+
+    def begin(self, trainer: Any) -> KeptSteps:
+        """The steps of the run, which the directory of its `ModelCheckpoint` names. All ranks call
+        it."""
+        if self._kept is None:
+            assert self.memory is not None
+            of_run = [one for one in trainer.callbacks if isinstance(one, ModelCheckpoint)]
+            where = next((str(one.dirpath) for one in of_run if one.dirpath), "")
+            named = trainer.strategy.broadcast(where or trainer.default_root_dir)
+            self._kept = KeptSteps(self.memory, None, named=named)
+            self._kept.begin()
+        return self._kept
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self._saved = trainer.global_step
+        self.begin(trainer).restored(trainer.global_step)
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        step = trainer.global_step
+        if step == self._saved:  # the optimizer has not stepped
+            return
+        self._saved = step
+
+        def state() -> dict[str, Any]:
+            saved: dict[str, Any] = trainer._checkpoint_connector.dump_of_each_rank()
+            return state_of(saved)
+
+        self.begin(trainer).save(step, state)
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        if stage == TrainerFn.FITTING and self._kept is not None:
+            self._kept.close()
+            self._kept = None

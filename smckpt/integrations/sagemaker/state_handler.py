@@ -7,14 +7,25 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+
+from torch import Tensor
 
 from smckpt.errors import UsageError
 from smckpt.full.context import extend_torch_config, is_extended
 from smckpt.meeting.group import get_global_ranks
 from smckpt.topology import ParallelState
 
-__all__ = ["State", "init", "is_initialized", "state"]
+__all__ = [
+    "MoEConfig",
+    "State",
+    "clip_grad_norm_",
+    "init",
+    "is_initialized",
+    "setup_transformer_engine_cp_groups",
+    "state",
+]
+
 
 log = logging.getLogger("smckpt")
 
@@ -182,3 +193,51 @@ def _read(config: Any) -> dict[str, Any]:
     if not isinstance(read, dict):
         raise UsageError("SMP's configuration is not an object", remedy="write {…}", path=where)
     return read
+
+
+def clip_grad_norm_(model: Any, max_norm: float, norm_type: float = 2.0) -> Tensor:
+    """The model's own `clip_grad_norm_`, which FSDP has.
+
+    Returns:
+        The norm of the gradients before they were clipped.
+
+    Raises:
+        UsageError: tensor or expert parallelism: which parameters their ranks hold twice, only
+            SMP's layers know.
+    """
+    parallel = state.parallel
+    if parallel is not None and parallel.tp_size * parallel.ep_size > 1:
+        raise UsageError(
+            "torch.sagemaker.grad_norm.clip_grad_norm_ does not exist here for tensor or expert "
+            "parallelism: it needs SMP's layers",
+            remedy="clip the gradients in the script",
+        )
+    norm: Tensor = model.clip_grad_norm_(max_norm, norm_type)
+    return norm
+
+
+class MoEConfig:
+    """The configuration of SMP's expert layers.
+
+    Raises:
+        UsageError: always. smckpt has no expert layers.
+    """
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        raise UsageError(
+            "torch.sagemaker.moe.MoEConfig does not exist here: smckpt has no layers of SMP",
+            remedy="build the expert-parallel model yourself, over "
+            "torch.sagemaker.state.ep_process_group",
+        )
+
+
+def setup_transformer_engine_cp_groups(*_: Any, **__: Any) -> NoReturn:
+    """
+    Raises:
+        UsageError: always. smckpt does not change layers.
+    """
+    raise UsageError(
+        "torch.sagemaker.context_parallel does not exist here: smckpt has no layers of SMP",
+        remedy="give torch.sagemaker.state.cp_process_group to Transformer Engine's layers "
+        "yourself (set_context_parallel_group)",
+    )

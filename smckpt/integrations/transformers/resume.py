@@ -1,6 +1,7 @@
 """Where a Trainer's checkpoints are, and which of them a run resumes from.
 
-The main process looks, and all ranks take what it found.
+The main process looks, and all ranks take what it found. Further below: the steps that are in the
+memory of the hosts.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Collection, Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -17,8 +18,10 @@ from typing import Any
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import get_last_checkpoint as stock_last_checkpoint
 
+import smckpt
 from smckpt.checkpoint.commits.run_directory import RunDirectory
 from smckpt.checkpoint.reading.committed import open_catalogue
 from smckpt.checkpoint.records.format import parse_name
@@ -28,17 +31,19 @@ from smckpt.errors import (
     CorruptCheckpointError,
     FormatVersionError,
     StorageError,
+    UsageError,
     as_checkpoint_error,
     error_from_json,
 )
-from smckpt.integrations.kept import KeptSteps
+from smckpt.integrations.kept import KeptSteps, memory_of
 from smckpt.integrations.replaced import (
     below_run,
     remove_or_keep,
     run_directory,
     stock_files,
 )
-from smckpt.integrations.transformers.files import STEPS, empty_store
+from smckpt.integrations.transformers.files import STEPS, empty_store, open_seen
+from smckpt.manager.room import get_memory
 from smckpt.storage import Storage, access_to
 from smckpt.storage.faults import twice
 from smckpt.storage.urls import is_local
@@ -49,9 +54,14 @@ __all__ = [
     "StepToResume",
     "agreed",
     "get_last_checkpoint",
+    "go_on",
+    "keep",
+    "kept_steps",
     "next_step",
+    "note_callbacks",
     "random_goes_on",
 ]
+
 
 log = logging.getLogger("transformers.smckpt")
 
@@ -311,3 +321,68 @@ def random_goes_on(trainer: Any, directory: str) -> bool:
             f"the first {saved} take their random numbers, the others begin anew",
         )  # fmt: skip
     return bool((saved == 1) == (ranks == 1) and own < saved)
+
+
+def kept_steps(trainer: Any) -> KeptSteps | None:
+    """Those of a run that begins, where the Trainer's arguments ask for them."""
+    if (memory := memory_of(trainer.smckpt_arguments)) is None:
+        return None
+    root = trainer._checkpoints.url_of(trainer.args.output_dir)
+    kept = KeptSteps(memory, run_directory(root, STEPS.text, trainer._stored))
+    kept.begin()
+    return kept
+
+
+def keep(trainer: Any, trial: Any) -> None:
+    """After each step: what the Trainer did not save may be due in memory. After a new run's first
+    one: begin to get the first save's memory."""
+    step = trainer.state.global_step
+    if step == 1 and trainer._smckpt_saved != 1 and trainer.args.save_strategy != "no":
+        get_memory(trainer._state_to_save, None, [smckpt.SaveOptions()])
+    if trainer._smckpt_kept is None or step == trainer._smckpt_saved:
+        return
+    if trial is not None:
+        raise UsageError(
+            "memory of smckpt_arguments is not honoured in a search for hyperparameters",
+            remedy="leave it out: each trial is a run of its own",
+        )
+    trainer._smckpt_saved = step
+
+    def state() -> dict[str, Any]:
+        note_callbacks(trainer)
+        saved: dict[str, Any] = trainer._state_to_save()
+        return saved
+
+    trainer._smckpt_kept.save(step, state)
+
+
+def go_on(trainer: Any) -> None:
+    """After a resume, and at a run's beginning: begin what the first save waits for. The file that
+    the Trainer read first is no checkpoint of its own where the step is in memory."""
+    resumed = trainer._smckpt_resumed
+    if trainer.args.save_strategy != "no":
+        take = (lambda: None) if resumed is None else trainer._state_to_save
+        get_memory(take, None, [smckpt.SaveOptions()])
+    if trainer._smckpt_kept is not None:
+        trainer._smckpt_kept.restored(trainer.state.global_step)
+    if resumed is not None and resumed.chosen.url:
+        trainer.accelerator.wait_for_everyone()  # all have read it
+        if trainer.args.local_process_index == 0:
+            seen = os.path.abspath(resumed.chosen.directory)
+            with open_seen(seen) as here:
+                here.remove(TRAINER_STATE_NAME)
+            with suppress(OSError):  # a save was killed there
+                os.rmdir(seen)
+
+
+def note_callbacks(trainer: Any) -> None:
+    """On all ranks, for each saves its own state and goes on from it. The Trainer itself notes
+    them on the one that writes its file."""
+    for callback in [*trainer.callback_handler.callbacks, trainer.control]:
+        if not isinstance(callback, ExportableState):
+            continue
+        name, callback_state = callback.__class__.__name__, callback.state()
+        if isinstance(trainer.state.stateful_callbacks.get(name), list):
+            trainer.state.stateful_callbacks[name].append(callback_state)
+        else:
+            trainer.state.stateful_callbacks[name] = callback_state

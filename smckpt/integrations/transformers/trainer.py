@@ -33,13 +33,16 @@ from smckpt.integrations.transformers.files import (
     send,
     set_rng_state,
 )
-from smckpt.integrations.transformers.memory import go_on, keep, kept_steps, note_callbacks
 from smckpt.integrations.transformers.resume import (
     Checkpoints,
     ResumedStep,
     StepToResume,
     agreed,
+    go_on,
+    keep,
+    kept_steps,
     next_step,
+    note_callbacks,
     random_goes_on,
 )
 from smckpt.manager.resume import is_damage
@@ -182,9 +185,8 @@ class SmckptTrainerMixin:
         """Whether a callback of any rank looks at the checkpoint. The ranks ask each other once in
         each `train`, since all of them write what it sees."""
         if self._smckpt_looked_at is None:
-            own = any(map(is_looked_at, self.callback_handler.callbacks))
-            alone = self.args.world_size <= 1
-            self._smckpt_looked_at = own if alone else any(gather_object([own]))
+            own = [any(map(is_looked_at, self.callback_handler.callbacks))]
+            self._smckpt_looked_at = any(gather_object(own) if self.args.world_size > 1 else own)
         return self._smckpt_looked_at
 
     def _write_stock_files(self, directory: str, writers: tuple[str, ...]) -> None:
@@ -297,8 +299,8 @@ class SmckptTrainerMixin:
             self._smckpt_kept = None
         # do to a run that is elsewhere what the Trainer does to its local directory: with
         # save_total_limit=1, keep the best alone
-        run, best = self.args.output_dir, self.state.best_model_checkpoint
-        checkpoints = self._checkpoints
+        checkpoints, run = self._checkpoints, self.args.output_dir
+        best = self.state.best_model_checkpoint
         if self.args.should_save and best and self.args.save_total_limit == 1:
             steps = checkpoints.steps(run) if checkpoints.elsewhere(run) else []
             for name in (f"checkpoint-{one}" for one in steps if one <= self.state.global_step):
@@ -316,8 +318,8 @@ class SmckptTrainerMixin:
             smckpt.maybe_finalize_async_calls()  # the newest may be in flight
         except SaveFailedError as error:
             log.warning("an earlier save was not committed: %s", error)
-        checkpoints, asked = self._checkpoints, asked if asked is True else os.fspath(asked)
-        kept = self._smckpt_kept
+        checkpoints, kept = self._checkpoints, self._smckpt_kept
+        asked = asked if asked is True else os.fspath(asked)
 
         def look() -> StepToResume | None:
             found = next_step(checkpoints, asked, lost)
@@ -404,8 +406,7 @@ class SmckptTrainerMixin:
         self._load(target, directory, check_keys_matched=matched)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        keys = self._keys(checkpoint)
-        if checkpoint is None or keys is None:
+        if checkpoint is None or (keys := self._keys(checkpoint)) is None:
             super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
         elif "optimizer" not in keys:
             log.warning(
@@ -420,15 +421,13 @@ class SmckptTrainerMixin:
         go_on(self)
 
     def _load_scaler(self, checkpoint: str | None) -> None:
-        keys = self._keys(checkpoint)
-        if checkpoint is None or keys is None:
+        if checkpoint is None or (keys := self._keys(checkpoint)) is None:
             super()._load_scaler(checkpoint)  # type: ignore[misc]
         elif "scaler" in keys and getattr(self.accelerator, "scaler", None) is not None:
             self.accelerator.scaler.load_state_dict(self._value(checkpoint, "scaler"))
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        keys = self._keys(checkpoint)
-        if checkpoint is None or keys is None:
+        if checkpoint is None or (keys := self._keys(checkpoint)) is None:
             super()._load_rng_state(checkpoint)  # type: ignore[misc]
         elif "rng" in keys and random_goes_on(self, checkpoint):
             set_rng_state(self._value(checkpoint, "rng"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import io
 import os
@@ -9,13 +10,13 @@ import queue
 import traceback
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from functools import partial
+from functools import lru_cache, partial
 from multiprocessing import get_all_start_methods
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
@@ -24,7 +25,8 @@ from smckpt.errors import SaveFailedError, UsageError
 from smckpt.integrations.nvrx_snapshot import ResultsQueue
 from smckpt.integrations.url_files import UrlFileSystem, is_url
 
-__all__ = ["FileSystemWriterAsync", "get_write_results_queue"]
+__all__ = ["CachedMetadataFileSystemReader", "FileSystemWriterAsync", "get_write_results_queue"]
+
 
 # NVRx's functions that write; here DCP's own do. A class that overrides one wants it called.
 _WRITERS = frozenset(
@@ -324,3 +326,36 @@ def _alone(value: Any) -> Any:
     if value.untyped_storage().nbytes() == value.numel() * value.itemsize:
         return value
     return value.clone() if value.is_cpu else value.cpu()
+
+
+class CachedMetadataFileSystemReader(FileSystemReader):
+    """
+    Args:
+        path: a directory, or a URL.
+        cache_metadata: keep the metadata for other readers of the directory, for as long as the
+            file is the same one: a checkpoint that was replaced is read anew.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], cache_metadata: bool = True) -> None:
+        super().__init__(path)
+        self._cached = cache_metadata and not is_url(path)
+        if is_url(path):
+            self.fs: Any = UrlFileSystem()
+            self.path: Any = self.fs.init_path(path)
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        if not self._cached or args or kwargs.get("rank") is not None:
+            return super().read_metadata(*args, **kwargs)
+        file = os.stat(self._get_metadata_path())
+        identity = (file.st_dev, file.st_ino, file.st_size, file.st_mtime_ns)
+        return copy.copy(_read(os.path.abspath(self.path), identity))
+
+    @classmethod
+    def clear_metadata_cache(cls, path: str | os.PathLike[str] | None = None) -> None:
+        """Forget what was read. With a path too, all of it: it is read again where needed."""
+        _read.cache_clear()
+
+
+@lru_cache(maxsize=16)
+def _read(path: str, identity: tuple[int, ...]) -> Metadata:
+    return FileSystemReader(path).read_metadata()

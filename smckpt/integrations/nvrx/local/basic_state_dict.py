@@ -2,21 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence, ValuesView
 from itertools import repeat
 from typing import Any
 
 import torch
 
-from smckpt.integrations.nvrx.local.base_state_dict import TensorAwareStateDict
 from smckpt.integrations.nvrx.utils import dict_list_map_outplace
 
 __all__ = [
     "BasicTensorAwareStateDict",
+    "TensorAwareStateDict",
     "TensorPlaceholder",
     "dict_list_map_inplace",
     "nested_values",
 ]
+
+
+class TensorAwareStateDict(ABC):
+    """What a checkpoint manager needs of a state. Without its tensors it is *hollow*."""
+
+    @abstractmethod
+    def pop_tensors(self) -> Sequence[torch.Tensor]:
+        """Take the tensors out. What is needed to make empty ones stays."""
+
+    @property
+    @abstractmethod
+    def tensors(self) -> Iterable[torch.Tensor]:
+        """The tensors, in the order of `pop_tensors`."""
+
+    @property
+    @abstractmethod
+    def is_hollow(self) -> bool:
+        """Whether the tensors are out."""
+
+    @abstractmethod
+    def insert_tensors(self, tensor_data: Iterable[torch.Tensor]) -> None:
+        """Put tensors in, in the order of `pop_tensors`."""
+
+    @abstractmethod
+    def init_tensors(self) -> None:
+        """Put empty tensors in."""
+
+    @abstractmethod
+    def copy_tensors_to_cpu(self, non_blocking: bool = False) -> None:
+        """Put copies in host memory in the place of the tensors."""
+
+    @abstractmethod
+    def restore_tensor_device(self, non_blocking: bool = True) -> None:
+        """Put the tensors back on their devices."""
+
+    def values(self) -> ValuesView[Any]:
+        return vars(self).values()
 
 
 def nested_values(x: dict[Any, Any] | list[Any]) -> Iterator[Any]:

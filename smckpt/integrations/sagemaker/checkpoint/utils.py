@@ -10,15 +10,19 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import smckpt
 from smckpt.checkpoint.records.format import parse_name
 from smckpt.integrations.replaced import remove_or_keep
+from smckpt.meeting.group import get_global_ranks
 
-__all__ = ["SORT_BY_LAST_INT", "limit_num_subdirs"]
+__all__ = ["SORT_BY_LAST_INT", "get_global_ranks", "limit_num_subdirs", "timeit"]
+
 
 logger = logging.getLogger("smckpt")
 
@@ -74,3 +78,19 @@ def limit_num_subdirs(
         logger.info("removed %s", root / name)
         shutil.rmtree(root / name, ignore_errors=not (root / name).exists())
     return gone
+
+
+SMP_IS_LOAD_INFO_KEY = "smp_is_load_info"
+SMP_IS_PARTIAL_KEY = "smp_is_partial"
+
+
+log = logging.getLogger("smckpt")
+
+
+@contextmanager
+def timeit(enabled: bool = True, message: str = "", rank: int = 0) -> Iterator[None]:
+    """Log how long the block took."""
+    began = time.perf_counter()
+    yield
+    if enabled:
+        log.info("%s took %.2f s on rank %d", message, time.perf_counter() - began, rank)

@@ -2,23 +2,71 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import MutableMapping
+from concurrent.futures import Future
 from typing import Any
 
 import smckpt
 from smckpt.errors import UsageError
-from smckpt.integrations.sagemaker.distributed.checkpoint.async_utils import (
-    DEFAULT_ASYNC_REQUEST_QUEUE,
-    AsyncCallsQueue,
-)
 from smckpt.integrations.sagemaker.distributed.checkpoint.filesystem import (
     DistributedFileSystemWriter,
+    store_options,
 )
-from smckpt.integrations.sagemaker.distributed.checkpoint.s3_filesystem import store_options
 from smckpt.integrations.sagemaker.state_handler import state
 
-__all__ = ["async_save", "maybe_finalize_async_calls", "save"]
+__all__ = [
+    "DEFAULT_ASYNC_REQUEST_QUEUE",
+    "AsyncCallsQueue",
+    "async_save",
+    "load",
+    "maybe_finalize_async_calls",
+    "save",
+]
+
+
+_NUMBERS = itertools.count(1)
+
+
+class AsyncCallsQueue:
+    """The saves of one queue, in order, one in flight. The n-th queue of a rank meets the n-th of
+    the other ranks, so make the same number on each, in one order.
+
+    Args:
+        name: smckpt's name for the queue; None gives it a number.
+    """
+
+    def __init__(self, name: str | None = None) -> None:
+        self.name = name or f"sagemaker-{next(_NUMBERS)}"
+        self._hooks: list[Future[None]] = []  # of saves, where hooks follow the commit
+
+    def maybe_finalize_async_calls(
+        self, blocking: bool = True, skip_sync: bool = False, process_group: Any = None
+    ) -> list[int]:
+        """The numbers of the saves committed since the last call.
+
+        Args:
+            blocking: wait for the save in flight.
+            skip_sync: no effect. SMP asks the other ranks unless this is set; here every rank knows
+                of every failure.
+            process_group: only saves of this group; None for all.
+
+        Raises:
+            SaveFailedError: a save was not committed. After the commit: the error of a hook.
+        """
+        done = smckpt.maybe_finalize_async_calls(blocking, process_group, queue=self.name)
+        for hook in [h for h in self._hooks if blocking or h.done()]:
+            self._hooks.remove(hook)
+            hook.result()
+        return done
+
+    def follow(self, hooks: Future[None]) -> None:
+        """Make the hooks after a commit part of the save."""
+        self._hooks.append(hooks)
+
+
+DEFAULT_ASYNC_REQUEST_QUEUE = AsyncCallsQueue("default")
 
 
 def async_save(
@@ -119,4 +167,39 @@ def maybe_finalize_async_calls(blocking: bool = True, process_group: Any = None)
     """As `AsyncCallsQueue.maybe_finalize_async_calls`, for the default queue."""
     return DEFAULT_ASYNC_REQUEST_QUEUE.maybe_finalize_async_calls(
         blocking, process_group=process_group
+    )
+
+
+def load(
+    state_dict: MutableMapping[str, Any],
+    *,
+    checkpoint_id: str | os.PathLike[str] | None = None,
+    storage_reader: Any = None,
+    planner: Any = None,
+    process_group: Any = None,
+    check_keys_matched: bool = True,
+    coordinator_rank: int | None = None,
+    s3_region: str | None = None,
+    s3client_config: Any = None,
+) -> None:
+    """`smckpt.load`, with the groups of a step from `torch.sagemaker.state`.
+
+    Args:
+        check_keys_matched: check that the names of all ranks are those of the checkpoint, without a
+            collective. Others: as in `smckpt.load`.
+
+    Raises:
+        As `smckpt.load`.
+    """
+    options = smckpt.LoadOptions(**state.of_step(process_group)) if planner is None else None
+    smckpt.load(
+        state_dict,
+        checkpoint_id=checkpoint_id,
+        storage_reader=storage_reader,
+        planner=planner,
+        process_group=process_group,
+        check_keys_matched=check_keys_matched,
+        coordinator_rank=coordinator_rank,
+        options=options,
+        storage=store_options(s3_region, s3client_config),
     )

@@ -9,7 +9,7 @@ from dataclasses import replace
 from smckpt.errors import UsageError
 from smckpt.registry import Registry
 from smckpt.translate.tables.families import family_of
-from smckpt.translate.tables.table import ZERO_CENTRED, Family, TensorLayout, predicting, rows
+from smckpt.translate.tables.table import ZERO_CENTRED, Family, TensorLayout, pair, predicting, rows
 from smckpt.translate.tables.table import LayoutRow as Row
 
 __all__ = ["get_layout", "layouts_of", "looks_transformed", "register_layout"]
@@ -44,8 +44,7 @@ def _te(name: str, qkv: tuple[Row, ...]) -> TensorLayout:
         Row("self_attention.layernorm_qkv.layer_norm_weight", ("norm1",)),
         Row("self_attention.layernorm_qkv.layer_norm_bias", ("norm1_b",)),
         *rows("self_attention.layernorm_qkv.", qkv),
-        Row("self_attention.proj.weight", ("o",), tp=1),
-        Row("self_attention.proj.bias", ("o_b",)),
+        *pair("self_attention.proj", "o", tp=1),
         Row("self_attention.q_norm.weight", ("q_norm",)),
         Row("self_attention.k_norm.weight", ("k_norm",)),
         Row("layernorm_mlp.layer_norm_weight", ("norm2",)),
@@ -76,39 +75,30 @@ _TE_SPLIT = tuple(
 _MCORE_TOP = (
     Row("embedding.word_embeddings.weight", ("embed",), "vocabulary", 0),
     Row("embedding.position_embeddings.weight", ("pos",)),
-    Row("decoder.final_layernorm.weight", ("final_norm",)),
-    Row("decoder.final_layernorm.bias", ("final_norm_b",)),
+    *pair("decoder.final_layernorm", "final_norm"),
     Row("output_layer.weight", ("head",), "vocabulary", 0),
     # GPTModel has neither of these. The bias is called so in Megatron-core's BertModel, the norm in
     # MindSpeed-LLM and BigScience's Megatron, which trained BLOOM.
     Row("output_layer.bias", ("head_b",), "vocabulary", 0),
-    Row("embedding.word_embeddings.norm.weight", ("embed_norm",)),
-    Row("embedding.word_embeddings.norm.bias", ("embed_norm_b",)),
+    *pair("embedding.word_embeddings.norm", "embed_norm"),
 )
 _MCORE_LAYER = (
     Row("self_attention.linear_qkv.weight", _QKV, "interleaved", 0, when="not gated"),
     Row("self_attention.linear_qkv.weight", ("q", "q_gate", "k", "v"), "interleaved", 0),
     Row("self_attention.linear_qkv.bias", _QKV_B, "interleaved", 0),
-    Row("self_attention.linear_proj.weight", ("o",), tp=1),
-    Row("self_attention.linear_proj.bias", ("o_b",)),
+    *pair("self_attention.linear_proj", "o", tp=1),
     Row("self_attention.q_layernorm.weight", ("q_norm",)),
     Row("self_attention.k_layernorm.weight", ("k_norm",)),
-    Row("mlp.linear_fc1.weight", ("gate", "up"), "per_rank", 0),
-    Row("mlp.linear_fc1.bias", ("gate_b", "up_b"), "per_rank", 0),
-    Row("mlp.linear_fc2.weight", ("down",), tp=1),
-    Row("mlp.linear_fc2.bias", ("down_b",)),
-    Row("mlp.linear_fc1.weight", ("fc1",), tp=0),
-    Row("mlp.linear_fc1.bias", ("fc1_b",), tp=0),
-    Row("mlp.linear_fc2.weight", ("fc2",), tp=1),
-    Row("mlp.linear_fc2.bias", ("fc2_b",)),
+    *pair("mlp.linear_fc1", "gate", "up", how="per_rank", tp=0),
+    *pair("mlp.linear_fc2", "down", tp=1),
+    *pair("mlp.linear_fc1", "fc1", tp=0),
+    *pair("mlp.linear_fc2", "fc2", tp=1),
     Row("self_attention.core_attention.softmax_offset", ("sinks",), tp=0),
     Row("self_attention.linear_q_proj.weight", ("q",), tp=0, when="latent"),
     Row("self_attention.linear_q_up_proj.weight", ("q_up",), tp=0),
     Row("self_attention.linear_kv_up_proj.weight", ("kv_up",), tp=0),
-    Row("pre_mlp_layernorm.weight", ("norm2",), when="sparse"),
-    Row("pre_mlp_layernorm.bias", ("norm2_b",), when="sparse"),
-    Row("mlp.router.weight", ("router",)),
-    Row("mlp.router.bias", ("router_b",)),
+    *pair("pre_mlp_layernorm", "norm2", when="sparse"),
+    *pair("mlp.router", "router"),
     Row("mlp.router.expert_bias", ("router_shift",)),
     Row("mlp.shared_experts.linear_fc1.weight", ("s_gate", "s_up"), "per_rank", 0),
     Row("mlp.shared_experts.linear_fc2.weight", ("s_down",), tp=1),
@@ -170,12 +160,10 @@ _MCORE_TE_OWN = (
 _MCORE_LOCAL_OWN = (
     Row("self_attention.linear_q_down_proj.weight", ("q_down",), tp=0),
     Row("self_attention.linear_kv_down_proj.weight", ("kv_down",), tp=0),
-    Row("input_layernorm.weight", ("norm1",)),
-    Row("input_layernorm.bias", ("norm1_b",)),
+    *pair("input_layernorm", "norm1"),
     Row("self_attention.q_layernorm.weight", ("q_down_norm",)),
     Row("self_attention.kv_layernorm.weight", ("kv_down_norm",)),
-    Row("pre_mlp_layernorm.weight", ("norm2",), when="dense"),
-    Row("pre_mlp_layernorm.bias", ("norm2_b",), when="dense"),
+    *pair("pre_mlp_layernorm", "norm2", when="dense"),
 )
 
 
@@ -186,8 +174,7 @@ _MCORE_TOWER = (
     *rows(
         "vision_model.projection.encoder.",
         (
-            Row("linear_fc1.weight", ("merge1",), tp=0),
-            Row("linear_fc1.bias", ("merge1_b",), tp=0),
+            *pair("linear_fc1", "merge1", tp=0),
             Row("linear_fc2.weight", ("merge2",), tp=1, when="spatial_merge_size"),
             Row("linear_fc2.bias", ("merge2_b",)),
         ),
@@ -235,14 +222,10 @@ _META = TensorLayout(
             (
                 Row("attention_norm.weight", ("norm1",)),
                 Row("ffn_norm.weight", ("norm2",)),
-                Row("attention.wq.weight", ("q",), "rotary", 0),
-                Row("attention.wq.bias", ("q_b",), "rotary", 0),
-                Row("attention.wk.weight", ("k",), "rotary", 0),
-                Row("attention.wk.bias", ("k_b",), "rotary", 0),
-                Row("attention.wv.weight", ("v",), tp=0),
-                Row("attention.wv.bias", ("v_b",), tp=0),
-                Row("attention.wo.weight", ("o",), tp=1),
-                Row("attention.wo.bias", ("o_b",)),
+                *pair("attention.wq", "q", how="rotary", tp=0),
+                *pair("attention.wk", "k", how="rotary", tp=0),
+                *pair("attention.wv", "v", tp=0),
+                *pair("attention.wo", "o", tp=1),
                 Row("feed_forward.w1.weight", ("gate",), tp=0),
                 Row("feed_forward.w3.weight", ("up",), tp=0),
                 Row("feed_forward.w2.weight", ("down",), tp=1),
@@ -293,8 +276,7 @@ _TORCHTITAN = TensorLayout(
                 Row("ffn_norm.weight", ("norm2",)),
                 *_rotated("attention.qkv_linear.wq", "q", *_TITAN_HALVES),
                 *_rotated("attention.qkv_linear.wk", "k", *_TITAN_HALVES),
-                Row("attention.qkv_linear.wv.weight", ("v",), tp=0),
-                Row("attention.qkv_linear.wv.bias", ("v_b",), tp=0),
+                *pair("attention.qkv_linear.wv", "v", tp=0),
                 Row("attention.q_norm.weight", ("q_norm",)),
                 Row("attention.k_norm.weight", ("k_norm",)),
                 Row("attention.sinks", ("sinks",), tp=0),
@@ -305,13 +287,11 @@ _TORCHTITAN = TensorLayout(
                 Row("attention.wkv_a.weight", ("kv_down",)),
                 Row("attention.kv_norm.weight", ("kv_down_norm",)),
                 Row("attention.wkv_b.weight", ("kv_up",), tp=0),
-                Row("attention.wo.weight", ("o",), tp=1),
-                Row("attention.wo.bias", ("o_b",)),
+                *pair("attention.wo", "o", tp=1),
                 Row("feed_forward.w1.weight", ("gate",), tp=0),
                 Row("feed_forward.w3.weight", ("up",), tp=0),
                 Row("feed_forward.w2.weight", ("down",), tp=1),
-                Row("moe.router.gate.weight", ("router",)),
-                Row("moe.router.gate.bias", ("router_b",)),
+                *pair("moe.router.gate", "router"),
                 Row("moe.expert_bias_E", ("router_shift",)),
                 Row("moe.shared_experts.w1.weight", ("s_gate",), tp=0),
                 Row("moe.shared_experts.w3.weight", ("s_up",), tp=0),
@@ -344,8 +324,7 @@ _TORCHTUNE = TensorLayout(
                 Row("sa_scale.scale", ("post1",)),
                 *_rotated("attn.q_proj", "q", *_TUNE_HALVES),
                 *_rotated("attn.k_proj", "k", *_TUNE_HALVES),
-                Row("attn.v_proj.weight", ("v",), tp=0),
-                Row("attn.v_proj.bias", ("v_b",), tp=0),
+                *pair("attn.v_proj", "v", tp=0),
                 Row("attn.output_proj.weight", ("o",), tp=1),
                 Row("mlp.w1.weight", ("gate",), tp=0),
                 Row("mlp.w3.weight", ("up",), tp=0),
@@ -360,27 +339,21 @@ _SMP_V1 = TensorLayout(
     "smp_v1",
     (
         Row("word_embedding.weight", ("embed",), "vocabulary", 0),
-        Row("layernorm.weight", ("final_norm",)),
-        Row("layernorm.bias", ("final_norm_b",)),
+        *pair("layernorm", "final_norm"),
         Row("lm_head.weight", ("head",), "vocabulary", 0),
         *rows(
             "transformer.seq_layers.{i}.",
             (
-                Row("attention.pre_layernorm.weight", ("norm1",)),
-                Row("attention.pre_layernorm.bias", ("norm1_b",)),
+                *pair("attention.pre_layernorm", "norm1"),
                 *(
                     Row(f"attention.{word}.{kind}", (role + tail,), tp=0)
                     for word, role in (("query", "q"), ("key", "k"), ("value", "v"))
                     for kind, tail in (("weight", ""), ("bias", "_b"))
                 ),
-                Row("attention.dense.weight", ("o",), tp=1),
-                Row("attention.dense.bias", ("o_b",)),
-                Row("output.pre_layernorm.weight", ("norm2",)),
-                Row("output.pre_layernorm.bias", ("norm2_b",)),
-                Row("output.dense1.weight", ("fc1",), tp=0),
-                Row("output.dense1.bias", ("fc1_b",), tp=0),
-                Row("output.dense2.weight", ("fc2",), tp=1),
-                Row("output.dense2.bias", ("fc2_b",)),
+                *pair("attention.dense", "o", tp=1),
+                *pair("output.pre_layernorm", "norm2"),
+                *pair("output.dense1", "fc1", tp=0),
+                *pair("output.dense2", "fc2", tp=1),
             ),
         ),
     ),

@@ -30,6 +30,7 @@ __all__ = [
     "TensorLayout",
     "holds",
     "packed_experts",
+    "pair",
     "predicting",
     "rows",
     "runs_of_rank",
@@ -315,6 +316,18 @@ def holds(when: str | None, true: Collection[str]) -> bool:
 def rows(prefix: str, table: Iterable[LayoutRow], tower: str = "") -> tuple[LayoutRow, ...]:
     """The rows with `prefix` in front of their names, as rows of a tower if it is given."""
     return tuple(replace(row, name=prefix + row.name, tower=tower or row.tower) for row in table)
+
+
+def pair(
+    name: str, *roles: str, how: str = "same", tp: int | None = None, when: str | None = None
+) -> tuple[LayoutRow, LayoutRow]:
+    """The rows of a weight and of its bias. Where tensor parallelism cuts the columns of the weight
+    (tp=1), each rank has all of the bias."""
+    biases = tuple(f"{role}_b" for role in roles)
+    return (
+        LayoutRow(f"{name}.weight", roles, how, tp, when=when),
+        LayoutRow(f"{name}.bias", biases, how, None if tp == 1 else tp, when=when),
+    )
 
 
 def predicting(prefix: str, table: Iterable[LayoutRow]) -> tuple[LayoutRow, ...]:

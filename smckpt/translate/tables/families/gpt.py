@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from smckpt.translate.tables.families.llama import ATTENTION, NO_WEIGHTS, TOP
-from smckpt.translate.tables.table import Family, rows
+from smckpt.translate.tables.table import Family, pair, rows
 from smckpt.translate.tables.table import LayoutRow as Row
 
 __all__ = ["FAMILIES"]
@@ -21,30 +21,24 @@ _OLDER_KEYS = {
 }
 _NEOX_TOP = (
     Row("gpt_neox.embed_in.weight", ("embed",)),
-    Row("gpt_neox.final_layer_norm.weight", ("final_norm",)),
-    Row("gpt_neox.final_layer_norm.bias", ("final_norm_b",)),
+    *pair("gpt_neox.final_layer_norm", "final_norm"),
     Row("embed_out.weight", ("head",)),
 )
 _NEOX = (
-    Row("input_layernorm.weight", ("norm1",)),
-    Row("input_layernorm.bias", ("norm1_b",)),
-    Row("post_attention_layernorm.weight", ("norm2",)),
-    Row("post_attention_layernorm.bias", ("norm2_b",)),
+    *pair("input_layernorm", "norm1"),
+    *pair("post_attention_layernorm", "norm2"),
     Row("attention.query_key_value.weight", ("q", "k", "v"), "interleaved"),
     Row("attention.query_key_value.bias", ("q_b", "k_b", "v_b"), "interleaved",
         when="attention_bias"),
     Row("attention.dense.weight", ("o",)),
     Row("attention.dense.bias", ("o_b",), when="attention_bias"),
-    Row("mlp.dense_h_to_4h.weight", ("fc1",)),
-    Row("mlp.dense_h_to_4h.bias", ("fc1_b",)),
-    Row("mlp.dense_4h_to_h.weight", ("fc2",)),
-    Row("mlp.dense_4h_to_h.bias", ("fc2_b",)),
+    *pair("mlp.dense_h_to_4h", "fc1"),
+    *pair("mlp.dense_4h_to_h", "fc2"),
 )  # fmt: skip
 _NORM_BIAS = Row("model.norm.bias", ("final_norm_b",))
 _FALCON_TOP = (
     Row("transformer.word_embeddings.weight", ("embed",)),
-    Row("transformer.ln_f.weight", ("final_norm",)),
-    Row("transformer.ln_f.bias", ("final_norm_b",)),
+    *pair("transformer.ln_f", "final_norm"),
     Row("lm_head.weight", ("head",)),
 )
 _FALCON = tuple(
@@ -65,8 +59,7 @@ _FALCON = tuple(
 _GPT2_TOP = (
     Row("transformer.wte.weight", ("embed",)),
     Row("transformer.wpe.weight", ("pos",)),
-    Row("transformer.ln_f.weight", ("final_norm",)),
-    Row("transformer.ln_f.bias", ("final_norm_b",)),
+    *pair("transformer.ln_f", "final_norm"),
     Row("lm_head.weight", ("head",)),
 )
 _GPT2 = tuple(
@@ -87,14 +80,11 @@ _GPTJ_TOP = (
     Row("lm_head.bias", ("head_b",)),
 )
 _GPTJ = (  # attention and the MLP run side by side, after one norm
-    Row("ln_1.weight", ("norm1",)),
-    Row("ln_1.bias", ("norm1_b",)),
+    *pair("ln_1", "norm1"),
     *(Row(f"attn.{part}_proj.weight", (part,)) for part in "qkv"),
     Row("attn.out_proj.weight", ("o",)),
-    Row("mlp.fc_in.weight", ("fc1",)),
-    Row("mlp.fc_in.bias", ("fc1_b",)),
-    Row("mlp.fc_out.weight", ("fc2",)),
-    Row("mlp.fc_out.bias", ("fc2_b",)),
+    *pair("mlp.fc_in", "fc1"),
+    *pair("mlp.fc_out", "fc2"),
 )
 _NORMED = "do_layer_norm_before, layer_norm_elementwise_affine"
 _OPT_TOP = (
@@ -121,8 +111,7 @@ _OPT = tuple(
 )
 _BLOOM_TOP = (
     _FALCON_TOP[0],
-    Row("transformer.word_embeddings_layernorm.weight", ("embed_norm",)),
-    Row("transformer.word_embeddings_layernorm.bias", ("embed_norm_b",)),
+    *pair("transformer.word_embeddings_layernorm", "embed_norm"),
     *_FALCON_TOP[1:],
 )
 _BLOOM = tuple(

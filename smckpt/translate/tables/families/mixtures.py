@@ -16,7 +16,7 @@ from smckpt.translate.tables.families.llama import (
     TOP,
     WIDE_NORMS,
 )  # fmt: skip
-from smckpt.translate.tables.table import HF_TP, Family, packed_experts, predicting, rows
+from smckpt.translate.tables.table import HF_TP, Family, packed_experts, pair, predicting, rows
 from smckpt.translate.tables.table import LayoutRow as Row
 
 __all__ = ["FAMILIES"]
@@ -49,8 +49,7 @@ _GRANITE = (
 )
 _GPT_OSS = (
     Row("self_attn.sinks", ("sinks",)),
-    Row("mlp.router.weight", ("router",)),
-    Row("mlp.router.bias", ("router_b",)),
+    *pair("mlp.router", "router"),
     Row("mlp.experts.gate_up_proj", ("e_gate", "e_up"), "alternating", transposed=True,
         stacked=True),
     Row("mlp.experts.gate_up_proj_bias", ("e_gate_b", "e_up_b"), "alternating", stacked=True),

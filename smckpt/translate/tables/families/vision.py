@@ -8,7 +8,7 @@ from typing import Any
 
 from smckpt.translate.tables.families.llama import FAMILIES as TEXT
 from smckpt.translate.tables.families.mixtures import FAMILIES as MIXTURES
-from smckpt.translate.tables.table import HF_TP, Family, rows
+from smckpt.translate.tables.table import HF_TP, Family, pair, rows
 from smckpt.translate.tables.table import LayoutRow as Row
 
 __all__ = ["FAMILIES"]
@@ -18,54 +18,49 @@ _KEYS = {"num_hidden_layers": "depth", "num_attention_heads": "num_heads"}
 _VIDEO = {"in_channels": 3, "temporal_patch_size": 2, "spatial_merge_size": 2}
 
 
-def _linear(name: str, role: str) -> tuple[Row, ...]:
-    return Row(f"{name}.weight", (role,)), Row(f"{name}.bias", (f"{role}_b",))
-
-
 _FUSED = (
-    Row("attn.qkv.weight", ("q", "k", "v")),
-    Row("attn.qkv.bias", ("q_b", "k_b", "v_b")),
-    *_linear("attn.proj", "o"),
+    *pair("attn.qkv", "q", "k", "v"),
+    *pair("attn.proj", "o"),
 )
 _QWEN2_5 = (
     Row("visual.patch_embed.proj.weight", ("patch_3d",)),
     Row("visual.merger.ln_q.weight", ("final_norm",)),
-    *_linear("visual.merger.mlp.0", "merge1"),
-    *_linear("visual.merger.mlp.2", "merge2"),
+    *pair("visual.merger.mlp.0", "merge1"),
+    *pair("visual.merger.mlp.2", "merge2"),
     *rows(
         "visual.blocks.{i}.",
         (
             Row("norm1.weight", ("norm1",)),
             Row("norm2.weight", ("norm2",)),
             *_FUSED,
-            *(row for part in ("gate", "up", "down") for row in _linear(f"mlp.{part}_proj", part)),
+            *(row for part in ("gate", "up", "down") for row in pair(f"mlp.{part}_proj", part)),
         ),
     ),
 )
-_MERGER = (*_linear("linear_fc1", "merge1"), *_linear("linear_fc2", "merge2"))
+_MERGER = (*pair("linear_fc1", "merge1"), *pair("linear_fc2", "merge2"))
 _QWEN3 = rows(
     "model.visual.",
     (
         Row("patch_embed.proj.weight", ("patch_3d",)),
         Row("patch_embed.proj.bias", ("patch_b",)),
         Row("pos_embed.weight", ("pos",)),
-        *_linear("merger.norm", "final_norm"),
+        *pair("merger.norm", "final_norm"),
         *rows("merger.", _MERGER),
         *rows(
             "blocks.{i}.",
             (
-                *_linear("norm1", "norm1"),
-                *_linear("norm2", "norm2"),
+                *pair("norm1", "norm1"),
+                *pair("norm2", "norm2"),
                 *_FUSED,
-                *_linear("mlp.linear_fc1", "fc1"),
-                *_linear("mlp.linear_fc2", "fc2"),
+                *pair("mlp.linear_fc1", "fc1"),
+                *pair("mlp.linear_fc2", "fc2"),
             ),
         ),
     ),
 )
 # one for each of the tower's layers whose outputs go to the first layers of the language model
 _DEEPSTACK = rows(
-    "model.visual.deepstack_merger_list.{i}.", (*_linear("norm", "merge_norm"), *_MERGER)
+    "model.visual.deepstack_merger_list.{i}.", (*pair("norm", "merge_norm"), *_MERGER)
 )
 _SIGLIP = rows(
     "vision_tower.vision_model.",
@@ -73,16 +68,16 @@ _SIGLIP = rows(
         Row("embeddings.patch_embedding.weight", ("patch_2d",)),
         Row("embeddings.patch_embedding.bias", ("patch_b",)),
         Row("embeddings.position_embedding.weight", ("pos",)),
-        *_linear("post_layernorm", "final_norm"),
+        *pair("post_layernorm", "final_norm"),
         *rows(
             "encoder.layers.{i}.",
             (
-                *_linear("layer_norm1", "norm1"),
-                *_linear("layer_norm2", "norm2"),
-                *(row for part in "qkv" for row in _linear(f"self_attn.{part}_proj", part)),
-                *_linear("self_attn.out_proj", "o"),
-                *_linear("mlp.fc1", "fc1"),
-                *_linear("mlp.fc2", "fc2"),
+                *pair("layer_norm1", "norm1"),
+                *pair("layer_norm2", "norm2"),
+                *(row for part in "qkv" for row in pair(f"self_attn.{part}_proj", part)),
+                *pair("self_attn.out_proj", "o"),
+                *pair("mlp.fc1", "fc1"),
+                *pair("mlp.fc2", "fc2"),
             ),
         ),
     ),

@@ -24,6 +24,7 @@ from smckpt.run.trials import (
     TookTooLong,
     compare_runs,
     difference_text,
+    failed,
     refuse_nameless,
 )
 from smckpt.storage import Access, Storage
@@ -159,7 +160,7 @@ class Chaos:
                 "no run had as many moments as the uninterrupted one",
                 remedy="make the script do the same in each run",
             )
-        return ChaosResult(count, trial.whole.newest.step or 0, tuple(resumes))
+        return ChaosResult(count, trial.whole.last, tuple(resumes))
 
 
 def _spread(count: int, wanted: int) -> list[int]:
@@ -207,8 +208,7 @@ class _Trial:
         if not call:
             return Resume(moment, "", None, MISSED)
         resumed = self._script.watch(name, self._limit)
-        steps = [one.step for one in resumed.found if one.step is not None]
-        committed = max(steps, default=None)
+        committed = max(resumed.steps, default=None)
         outcome, why = self._resumed(name, resumed, committed)
         if outcome == EXACT and is_local(resumed.root):
             shutil.rmtree(local_path(resumed.root), ignore_errors=True)
@@ -234,10 +234,9 @@ class _Trial:
             status = self._run(watch, moments, log, until)
             if status and not moments.stopped:
                 self._asked.say(_tail(log))
-                raise UsageError(
+                raise failed(
                     f"the run that was to be killed at moment {moment} ended with status {status} "
-                    "before it",
-                    remedy="its output is above: the command must end with status 0 by itself",
+                    "before it"
                 )
         return moments.stopped
 
@@ -250,19 +249,17 @@ class _Trial:
             if status:
                 return CRASHED, f"status {status}; its last lines: {_tail(log)}"
         watch.look()
-        fresh = [one.step for one in watch.fresh.values() if one.step is not None]
-        again = min(fresh, default=None) if committed is not None else None
-        began = min(one.step for one in self.whole.fresh.values() if one.step is not None)
-        if again is not None and committed is not None and again <= committed:
-            why = f"step {committed} was committed, and after its restart it saved {again} again"
-            if again <= began:
-                return ANEW, why
-        else:
-            why = ""
-        last = self.whole.newest.step
-        steps = [one.step for one in watch.found if one.step is not None]
-        if max(steps, default=None) != last:
-            return WRONG, f"its last step is {max(steps, default=None)} and not {last}"
+        why = ""
+        for again in watch.fresh_steps[:1]:
+            if committed is not None and again <= committed:
+                why = (
+                    f"step {committed} was committed, and after its restart it saved {again} again"
+                )
+                if again <= self.whole.fresh_steps[0]:
+                    return ANEW, why
+        last = max(watch.steps, default=None)
+        if last != self.whole.last:
+            return WRONG, f"its last step is {last} and not {self.whole.last}"
         try:
             compared = compare_runs(watch, self.whole, self._asked.ignore)
         except CheckpointError as error:

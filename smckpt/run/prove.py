@@ -16,6 +16,7 @@ from smckpt.run.trials import (
     Script,
     compare_runs,
     difference_text,
+    failed,
     refuse_nameless,
 )
 
@@ -102,18 +103,16 @@ class Proving:
             def reached() -> bool:
                 if killed.due():
                     refuse_nameless(killed.found)
-                    steps = [one.step for one in killed.found if one.step is not None]
                     at = self.kill_at
-                    killed.killed = any(at is None or step >= at for step in steps)
+                    killed.killed = any(at is None or step >= at for step in killed.steps)
                 return killed.killed
 
             status = script.run(killed, reached)
             killed.look()
             if not killed.killed:
                 if status:
-                    raise UsageError(
-                        f"the first run ended with status {status} before it could be killed",
-                        remedy="its output is above: the command must end with status 0 by itself",
+                    raise failed(
+                        f"the first run ended with status {status} before it could be killed"
                     )
                 script.refuse_end(killed, "the script", status)
                 steps = ", ".join(str(one.step) for one in killed.found)
@@ -121,8 +120,7 @@ class Proving:
                     f"the script ended before it could be killed; it has committed steps {steps}",
                     remedy="pass a smaller step to --kill-at, or let it train longer",
                 )
-            before = killed.newest
-            self.say(f"killed at the commit of step {before.step}; run 2 of 3: the same command")
+            self.say(f"killed at the commit of step {killed.last}; run 2 of 3: the same command")
             resumed = self._finished(script, "interrupted", "the resumed run")
             self.say("run 3 of 3: the same command elsewhere, without a kill")
             whole = self._finished(script, "uninterrupted", "the uninterrupted run")
@@ -140,15 +138,10 @@ def _compared(
     killed: RunWatch, resumed: RunWatch, whole: RunWatch, ignore: Sequence[str]
 ) -> ProofResult:
     """Compare the steps that both runs have kept, oldest first, until one differs."""
-    at = killed.newest.step
-    assert at is not None
-    fresh = [one.step for one in resumed.fresh.values() if one.step is not None]
-    again = sorted(step for step in fresh if step <= at)
-    later = [step for step in fresh if step > at]
-    ours = {one.step: one for one in resumed.found if one.step is not None}
-    theirs = {one.step: one for one in whole.found if one.step is not None}
+    at, ours, theirs = killed.last, resumed.steps, whole.steps
+    again = [step for step in resumed.fresh_steps if step <= at]
     common = sorted(ours.keys() & theirs.keys())
-    if not again and not later:
+    if not resumed.fresh_steps:
         raise UsageError(
             f"after its restart the run has committed no step later than {at}, at which it was "
             "killed",

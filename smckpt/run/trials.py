@@ -25,6 +25,7 @@ __all__ = [
     "TookTooLong",
     "compare_runs",
     "difference_text",
+    "failed",
     "refuse_nameless",
 ]
 
@@ -114,12 +115,16 @@ class Script:
             UsageError: a run that should have ended well has failed, or committed nothing.
         """
         if status:
-            raise UsageError(
-                f"{name} ended with status {status}",
-                remedy="its output is above: the command must end with status 0 by itself",
-            )
+            raise failed(f"{name} ended with status {status}")
         if not watch.found:
             watch.refuse_elsewhere(f"{name} ended and has committed nothing below {watch.root}")
+
+
+def failed(what: str) -> UsageError:
+    """The error for a run that ended as it should not."""
+    return UsageError(
+        what, remedy="its output is above: the command must end with status 0 by itself"
+    )
 
 
 def refuse_nameless(found: Sequence[FoundCheckpoint]) -> None:
@@ -139,8 +144,7 @@ def compare_runs(
 ) -> tuple[int, Compared] | None:
     """Compare the steps that both runs have kept, oldest first, until one differs. Returns that
     step, or the last; None: they have none in common. The runs' directories may stand in texts."""
-    a = {one.step: one for one in ours.found if one.step is not None}
-    b = {one.step: one for one in theirs.found if one.step is not None}
+    a, b = ours.steps, theirs.steps
     moved = ours.command_root, theirs.command_root
     last = None
     for step in sorted(a.keys() & b.keys()):
@@ -192,10 +196,18 @@ class RunWatch:
         return time.monotonic() - self._began
 
     @property
-    def newest(self) -> FoundCheckpoint:
-        return max(
-            (one for one in self.found if one.step is not None), key=lambda one: one.step or 0
-        )
+    def steps(self) -> dict[int, FoundCheckpoint]:
+        """The commits that record their step."""
+        return {one.step: one for one in self.found if one.step is not None}
+
+    @property
+    def fresh_steps(self) -> list[int]:
+        """The steps that were committed since the watch began, ascending."""
+        return sorted(one.step for one in self.fresh.values() if one.step is not None)
+
+    @property
+    def last(self) -> int:
+        return max(self.steps)
 
     def due(self) -> bool:
         """Look again if the last look was long enough ago. Returns whether it looked.

@@ -184,7 +184,7 @@ def test_a_script_that_saves_below_its_working_directory(tmp_path: Path) -> None
 def test_a_last_save_without_a_step_does_not_hide_the_steps() -> None:
     watch = object.__new__(RunWatch)
     watch.found = [SimpleNamespace(step=10), SimpleNamespace(step=None)]  # type: ignore[list-item]
-    assert watch.newest.step == 10
+    assert watch.last == 10
 
 
 def test_ctrl_c_leaves_no_process(tmp_path: Path) -> None:

@@ -169,27 +169,40 @@ def save(
     """
     storage_writer = storage_writer if positional is None else positional
     if not _ours(storage_writer, DistributedFileSystemWriter) or not is_plain_save(planner):
+        stock = _for_dcp(checkpoint_id, storage_writer, process_group)
         return _save(
-            state_dict,
-            checkpoint_id=None if storage_writer is None else checkpoint_id,
-            storage_writer=storage_writer or FileSystemWriter(_detected(checkpoint_id)),
-            planner=planner,
-            process_group=torch_group_of(process_group),
-            no_dist=no_dist,
-            use_collectives=use_collectives,
+            state_dict, planner=planner, no_dist=no_dist, use_collectives=use_collectives, **stock
         )
-    handle = as_dcp(
-        lambda: api.save(
+    handle = _by_engine(api.save, state_dict, checkpoint_id, storage_writer, process_group, no_dist)
+    return None if handle is None else handle.result()
+
+
+def _for_dcp(checkpoint_id: CheckpointId, writer: Any, process_group: Any) -> dict[str, Any]:
+    """Arguments of DCP's own save, with our writer where none is passed."""
+    return {
+        "checkpoint_id": None if writer is None else checkpoint_id,
+        "storage_writer": writer or FileSystemWriter(_detected(checkpoint_id)),
+        "process_group": torch_group_of(process_group),
+    }
+
+
+def _by_engine(
+    call: Any, state_dict: Any, checkpoint_id: Any, writer: Any, process_group: Any, no_dist: bool
+) -> SaveHandle | None:
+    """A save of our engine, by `call`."""
+    handle: SaveHandle | None = as_dcp(
+        lambda: call(
             state_dict,
-            checkpoint_id=_detected(checkpoint_id, storage_writer),
-            storage_writer=storage_writer,
+            checkpoint_id=_detected(checkpoint_id, writer),
+            storage_writer=writer,
             process_group=process_group,
             no_dist=no_dist,
         ),
         process_group,
     )
-    _note_engine(storage_writer)
-    return None if handle is None else handle.result()
+    if writer is not None:
+        writer.used_by_engine = True
+    return handle
 
 
 def async_save(
@@ -225,30 +238,20 @@ def async_save(
     if not ours or not stager_ours:
         return _async_save(
             state_dict,
-            checkpoint_id=None if storage_writer is None else checkpoint_id,
-            storage_writer=storage_writer or FileSystemWriter(_detected(checkpoint_id)),
             planner=planner,
-            process_group=torch_group_of(process_group),
             async_checkpointer_type=async_checkpointer_type,
             async_stager=async_stager
             or (None if isinstance(storage_writer, AsyncStager) else CopyStager()),
             no_dist=no_dist,
             use_collectives=use_collectives,
+            **_for_dcp(checkpoint_id, storage_writer, process_group),
         )
-    handle = as_dcp(
-        lambda: api.async_save(
-            state_dict,
-            checkpoint_id=_detected(checkpoint_id, storage_writer),
-            storage_writer=storage_writer,
-            process_group=process_group,
-            no_dist=no_dist,
-        ),
-        process_group,
+    handle = _by_engine(
+        api.async_save, state_dict, checkpoint_id, storage_writer, process_group, no_dist
     )
-    _note_engine(storage_writer)
     if handle is None:
         return None
-    upload = Upload(handle, _ranks(process_group))
+    upload = Upload(handle, ranks_of(process_group))
     if getattr(getattr(async_stager, "_config", None), "use_async_staging", False):
         staged: Future[None] = Future()
         staged.set_result(None)
@@ -313,7 +316,7 @@ def load(
         by_dcp()
     except CheckpointError as error:
         if storage_reader is not None or not _has_extensions(location):
-            raise dcp_error(error, _ranks(process_group)) from error
+            raise dcp_error(error, ranks_of(process_group)) from error
         by_dcp()
     else:
         _cut_to(state_dict, shape)
@@ -395,11 +398,6 @@ def _loads_by_engine(planner: Any, checkpoint_id: CheckpointId) -> bool:
     )
 
 
-def _note_engine(writer: Any) -> None:
-    if writer is not None:
-        writer.used_by_engine = True
-
-
 def _has_extensions(location: Any) -> bool:
     """Whether DCP's writer has stored values here through extensions, which DCP alone reads."""
     path = os.fspath(location)
@@ -433,10 +431,10 @@ def as_dcp(call: Callable[[], T], process_group: Any) -> T:
     try:
         return call()
     except CheckpointError as error:
-        raise dcp_error(error, _ranks(process_group)) from error
+        raise dcp_error(error, ranks_of(process_group)) from error
 
 
-def _ranks(process_group: Any) -> tuple[int, ...]:
+def ranks_of(process_group: Any) -> tuple[int, ...]:
     """The global ranks of the group. When a save ends, the job may have destroyed the group."""
     group = group_of(process_group)
     return (0,) if group is None else group.ranks

@@ -13,13 +13,14 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, MutableMapping
 from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.planner import LoadPlanner, SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from torch.distributed.checkpoint.staging import (
     AsyncStager,
     BlockingAsyncStager,
@@ -90,7 +91,7 @@ class ForeignQueue(SavesOfGroup):
             staged = _staged(state_dict, writer)
         except BaseException as error:
             # The peers wait in DCP's collectives, so they must learn the error there.
-            refused, planner = error, _Refusal(error)
+            refused, planner = error, _refusing(error)
         blocked = time.perf_counter() - began
         arguments = {
             "checkpoint_id": checkpoint_id,
@@ -268,30 +269,18 @@ def _directory_of(checkpoint_id: Any, storage: Any) -> str:
     return str(next((one for one in urls if one), ""))
 
 
-class _Refusal(SavePlanner):
-    """Replaces the planner of a rank that could not stage, so that DCP sends its error to all."""
-
-    def __init__(self, error: BaseException) -> None:
-        self._error = error
+def _refusing(error: BaseException) -> Any:
+    """In place of the planner of a rank that could not stage, so that DCP sends its error to all:
+    DCP calls this first."""
 
     def set_up_planner(
-        self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False
+        state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False
     ) -> None:
-        if isinstance(self._error, CheckpointError):
-            raise self._error
+        if isinstance(error, CheckpointError):
+            raise error
         raise StateError(
-            f"the state could not be copied: {type(self._error).__name__}: {self._error}",
+            f"the state could not be copied: {type(error).__name__}: {error}",
             remedy="see the traceback on that rank",
         )
 
-    def create_local_plan(self) -> SavePlan:
-        raise AssertionError("never reached")
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> Any:
-        raise AssertionError("never reached")
-
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        raise AssertionError("never reached")
-
-    def resolve_data(self, write_item: WriteItem) -> Any:
-        raise AssertionError("never reached")
+    return SimpleNamespace(set_up_planner=set_up_planner)

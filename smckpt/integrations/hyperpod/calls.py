@@ -125,7 +125,7 @@ def save(state_dict: dict[str, Any], positional: Any = None, **named: Any) -> An
     in_memory, decisive = _begun(state_dict, writer, **named)
     if in_memory is not None:
         in_memory.ended()
-    return dcp_calls.Upload(decisive, _ranks()).result()
+    return dcp_calls.Upload(decisive, dcp_calls.ranks_of(None)).result()
 
 
 def async_save(state_dict: dict[str, Any], *, storage_writer: Any = None, **named: Any) -> Any:
@@ -145,7 +145,7 @@ def async_save(state_dict: dict[str, Any], *, storage_writer: Any = None, **name
     if not isinstance(storage_writer, SageMakerTieredStorageWriter):
         return _async_save(state_dict, storage_writer=storage_writer, **named)
     _, decisive = _begun(state_dict, storage_writer, **named)
-    return dcp_calls.Upload(decisive, _ranks())
+    return dcp_calls.Upload(decisive, dcp_calls.ranks_of(None))
 
 
 def load(
@@ -239,7 +239,7 @@ def _begun(
             f"step {step} of {asked.namespace} is not saved: memory takes none, as the log says",
             remedy="save it to S3 as well (save_to_s3), or give the hosts' keepers more memory",
         )
-        raise dcp_calls.dcp_error(error, _ranks()) from error
+        raise dcp_calls.dcp_error(error, dcp_calls.ranks_of(None)) from error
     return in_memory, decisive
 
 
@@ -258,8 +258,3 @@ def _kept(asked: Snapshot, named: MutableMapping[str, Any]) -> KeptSteps:
     tiers = api._RUNTIME.adopt(QUEUE, group.ranks, lambda: TiersOfJob(group))
     assert isinstance(tiers, TiersOfJob)
     return tiers.of(group, asked)
-
-
-def _ranks() -> tuple[int, ...]:
-    group = group_of(None)
-    return (0,) if group is None else group.ranks

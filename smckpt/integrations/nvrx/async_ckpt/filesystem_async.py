@@ -12,6 +12,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from multiprocessing import get_all_start_methods
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
@@ -259,28 +260,6 @@ class _Noting:
             raise
 
 
-class _Resolved(SavePlanner):
-    """Gives the data of the items, as a planner."""
-
-    def __init__(self, items: list[WriteItem], data: list[Any]) -> None:
-        self._data = {id(item): value for item, value in zip(items, data, strict=True)}
-
-    def resolve_data(self, write_item: WriteItem) -> Any:
-        return self._data[id(write_item)]
-
-    def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
-        raise AssertionError("never reached")
-
-    def create_local_plan(self) -> SavePlan:
-        raise AssertionError("never reached")
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> Any:
-        raise AssertionError("never reached")
-
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        raise AssertionError("never reached")
-
-
 def _write(
     path: str,
     open_file: Callable[..., Any],
@@ -299,7 +278,10 @@ def _write(
         writer.fs = _OpenedBy(open_file)
     noting = writer.fs = _Noting(writer.fs)
     parts, data = resolved
-    planner = _Resolved([item for part in parts for item in part.items], data)
+    items = [item for part in parts for item in part.items]
+    values = {id(item): value for item, value in zip(items, data, strict=True)}
+    # DCP's writer asks its planner for the data of an item, and for nothing else
+    planner: Any = SimpleNamespace(resolve_data=lambda item: values[id(item)])
     written: list[WriteResult] = []
     for part in parts:
         done = writer.write_data(part, planner).value()

@@ -18,6 +18,6 @@ give_paths(
         "local.ckpt_managers.base_manager": _MANAGER,
         "local.replication.group_utils": _STRATEGIES,
         "local.replication.utils": _STRATEGIES,
-        "utils": "utils",
+        "utils": "local.basic_state_dict",
     },
 )

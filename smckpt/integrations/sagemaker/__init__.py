@@ -35,7 +35,7 @@ give_paths(
         "distributed.checkpoint.async_utils": "distributed.checkpoint.state_dict_saver",
         "distributed.checkpoint.s3_filesystem": "distributed.checkpoint.filesystem",
         "distributed.checkpoint.state_dict_loader": "distributed.checkpoint.state_dict_saver",
-        "distributed.checkpoint.state_dict_utils": "distributed.checkpoint.state_dict_utils",
+        "distributed.checkpoint.state_dict_utils": "distributed.checkpoint.state_dict_saver",
         "grad_norm": "state_handler",
         "moe.moe_config": "state_handler",
         "utils.process_group_utils": "checkpoint.utils",

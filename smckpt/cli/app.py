@@ -27,7 +27,7 @@ from smckpt.cli.output import (
     of_ranks,
     print_error,
     print_json,
-    print_line,
+    print_report,
     progress_bar,
     taken,
     threads,
@@ -180,16 +180,15 @@ def cp(source: str, target: str, threads: int, as_json: bool) -> None:
 
     with progress_bar("copying", quiet=as_json) as progress:
         report = copy_checkpoint(source, target, threads=threads, progress=progress)
-    if as_json:
-        print_json(report.to_json())
-        return
     there = ""
     if report.files_present:
         there = f", of which {count_text(report.files_present, 'file')} "
         there += f"({bytes_text(report.nbytes_present)} of data) were there"
-    print_line(
+    print_report(
+        as_json,
+        report.to_json(),
         f"{count_text(report.files, 'file')}, {bytes_text(report.nbytes)}{there}, "
-        f"{report.seconds:.1f} s: {report.target}"
+        f"{report.seconds:.1f} s: {report.target}",
     )
 
 
@@ -213,12 +212,8 @@ def rm(checkpoint: str, yes: bool, as_json: bool) -> None:
             f"Remove the checkpoint{step} at {contents.url} ({size})?", abort=True, err=True
         )
     report = remove_newest(top)
-    if as_json:
-        print_json(report.to_json())
-        return
-    print_line(f"removed {size}: {report.path}")
-    if report.left is not None:
-        print_line(f"an older checkpoint is there now: {report.left}")
+    left = "" if report.left is None else f"an older checkpoint is there now: {report.left}"
+    print_report(as_json, report.to_json(), f"removed {size}: {report.path}", left)
 
 
 @app.command()
@@ -343,17 +338,14 @@ def export(
         report = export_hf(source, out, **options)
     if follows:
         return
-    if as_json:
-        print_json(asdict(report))
-        return
-    print_line(
+    print_report(
+        as_json,
+        asdict(report),
         f"{count_text(report.tensors, 'tensor')}, {bytes_text(report.nbytes)} in "
-        f"{count_text(len(report.files), 'file')}, {report.seconds:.1f} s: {report.directory}"
+        f"{count_text(len(report.files), 'file')}, {report.seconds:.1f} s: {report.directory}",
+        "" if report.source == "smckpt" else f"made from {report.source}",
+        "" if report.gguf is None else f"GGUF: {report.gguf}",
     )
-    if report.source != "smckpt":
-        print_line(f"made from {report.source}")
-    if report.gguf is not None:
-        print_line(f"GGUF: {report.gguf}")
 
 
 for command in (

@@ -18,8 +18,8 @@ from smckpt.cli.output import (
     mtp,
     of_ranks,
     print_error,
-    print_json,
     print_line,
+    print_report,
     progress_bar,
     taken,
     threads,
@@ -48,16 +48,7 @@ _FORMATS = ("smckpt", "dcp", "torch", "trainer", "accelerate", "lightning", "tor
               help="Leave these names out (a glob); may be repeated.")  # fmt: skip
 @threads
 @as_json
-def convert(
-    source: str,
-    target: str,
-    to: str,
-    shard: int,
-    rank: int | None,
-    ignore: tuple[str, ...],
-    threads: int,
-    as_json: bool,
-) -> None:
+def convert(source: str, target: str, as_json: bool, **options: Any) -> None:
     """Write the checkpoint in SOURCE to TARGET in another format, under the same names, bit for
     bit.
 
@@ -70,20 +61,15 @@ def convert(
     from smckpt.formats.conversion.convert import convert as run
 
     with progress_bar("converting", quiet=as_json) as progress:
-        report = run(
-            source, target, to=to, shard=shard, rank=rank, ignore=ignore, threads=threads,
-            progress=progress,
-        )  # fmt: skip
-    if as_json:
-        print_json(report.to_json())
-        return
-    for what, names in (("left out", report.ignored), ("changed by DCP", report.changed)):
-        if names:
-            print_line(f"{what}: {few(names, _SHOWN)}")
-    print_line(
+        report = run(source, target, progress=progress, **options)
+    print_report(
+        as_json,
+        report.to_json(),
+        f"left out: {few(report.ignored, _SHOWN)}" if report.ignored else "",
+        f"changed by DCP: {few(report.changed, _SHOWN)}" if report.changed else "",
         f"{report.source_format} to {report.format}: {count_text(report.tensors, 'tensor')}, "
         f"{count_text(report.values, 'value')}, {bytes_text(report.nbytes)}, "
-        f"{report.seconds:.1f} s: {report.target}"
+        f"{report.seconds:.1f} s: {report.target}",
     )
 
 
@@ -111,13 +97,12 @@ def reshard(
         report = reshard_checkpoint(
             source, target, shard=shard or 1, threads=threads, progress=progress
         )
-    if as_json:
-        print_json(report.to_json())
-        return
-    print_line(
+    print_report(
+        as_json,
+        report.to_json(),
         f"{report.kind}, {count_text(report.ranks, 'rank')}: "
         f"{count_text(report.tensors, 'tensor')}, {bytes_text(report.nbytes)}, "
-        f"{report.seconds:.1f} s: {report.target}"
+        f"{report.seconds:.1f} s: {report.target}",
     )
 
 
@@ -165,15 +150,13 @@ def import_(source: tuple[str, ...], out: str, as_json: bool, **options: Any) ->
     with progress_bar("importing", quiet=as_json) as progress:
         options["options"] = taken(ImportOptions, options, progress=progress)
         report = import_hf(source if len(source) > 1 else source[0], out, **options)
-    if as_json:
-        print_json(asdict(report))
-        return
-    print_line(
+    print_report(
+        as_json,
+        asdict(report),
         f"{report.layout}: {count_text(len(report.files), 'rank')}, "
-        f"{bytes_text(report.nbytes)}, {report.seconds:.1f} s: {report.directory}"
+        f"{bytes_text(report.nbytes)}, {report.seconds:.1f} s: {report.directory}",
+        "" if report.source == "smckpt" else f"made from {report.source}",
     )
-    if report.source != "smckpt":
-        print_line(f"made from {report.source}")
 
 
 @click.command()
@@ -194,12 +177,10 @@ def publish(source: str, out: str, delta: str, full_every: int, as_json: bool) -
     from smckpt.translate.publishing.publish import publish as run
 
     report = run(source, out, delta=None if delta == "none" else delta, full_every=full_every)
-    if as_json:
-        print_json(asdict(report))
-        return
     changed = f"{report.tensors} of {report.tensors_in_all} tensors changed"
     what = "all" if report.full else changed if report.nbytes else "nothing changed"
-    print_line(f"{what}: {bytes_text(report.nbytes)}, {report.seconds:.1f} s: {report.directory}")
+    line = f"{what}: {bytes_text(report.nbytes)}, {report.seconds:.1f} s: {report.directory}"
+    print_report(as_json, asdict(report), line)
 
 
 @click.command()
@@ -212,9 +193,7 @@ def publish(source: str, out: str, delta: str, full_every: int, as_json: bool) -
               help="If the publish is served already, do not read files whose size and time are as "
               "they were made.")  # fmt: skip
 @as_json
-def apply(
-    root: str, directory: str, number: int | None, keep: int, quick: bool, as_json: bool
-) -> None:
+def apply(root: str, directory: str, as_json: bool, **options: Any) -> None:
     """Make DIRECTORY/latest the model that was last published at ROOT.
 
     It reads what changed, compares the result with its checksums, and then moves the link. If that
@@ -222,18 +201,15 @@ def apply(
     """
     from smckpt.translate.publishing.apply import apply_published
 
-    report = apply_published(root, directory, number=number, keep=keep, quick=quick)
-    if as_json:
-        print_json(asdict(report))
-        return
-    print_line(
+    report = apply_published(root, directory, **options)
+    mended = f"made anew, because they differed: {', '.join(report.mended)}; let servers load again"
+    print_report(
+        as_json,
+        asdict(report),
         f"publish {report.number}, {bytes_text(report.nbytes)} read, {report.seconds:.1f} s: "
-        f"{report.directory}"
+        f"{report.directory}",
+        mended if report.mended else "",
     )
-    if report.mended:
-        print_line(
-            f"made anew, because they differed: {', '.join(report.mended)}; let servers load again"
-        )
 
 
 @click.command()
@@ -252,14 +228,12 @@ def reload(directory: str, server: tuple[str, ...], timeout: float, as_json: boo
     from smckpt.translate.publishing.servers import reload_weights
 
     reports = [reload_weights(directory, url, timeout=timeout) for url in server]
-    if as_json:
-        print_json([asdict(report) for report in reports])
-        return
-    for report in reports:
-        print_line(
-            f"{report.server} ({report.kind}) has the weights of {report.directory}, "
-            f"{report.seconds:.1f} s"
-        )
+    lines = (
+        f"{report.server} ({report.kind}) has the weights of {report.directory}, "
+        f"{report.seconds:.1f} s"
+        for report in reports
+    )
+    print_report(as_json, [asdict(report) for report in reports], *lines)
 
 
 def follow_run(

@@ -80,6 +80,15 @@ def print_line(text: str) -> None:
     print(visible(text))
 
 
+def print_report(as_json: bool, facts: Any, *lines: str) -> None:
+    """What a command did: its facts as JSON, or as lines, without those that are empty."""
+    if as_json:
+        print_json(facts)
+    else:
+        for line in filter(None, lines):
+            print_line(line)
+
+
 def print_error(error: CheckpointError, options: Iterable[str] = ()) -> None:
     """One line on stderr, without host and rank, which matter in a job only.
 

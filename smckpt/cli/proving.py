@@ -13,10 +13,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import click
 
-from smckpt.cli.output import as_json, bytes_text, print_json, print_line, visible
+from smckpt.cli.output import as_json, bytes_text, print_line, print_report, visible
 from smckpt.cli.verify import ignore
 from smckpt.errors import UsageError
 
@@ -101,15 +102,7 @@ def _directory(out: str | None, chdir: bool, command: str) -> Iterator[TrialsDir
 @ignore
 @as_json
 @_command
-def prove(
-    kill_at: int | None,
-    out: str | None,
-    chdir: bool,
-    timeout: float,
-    ignore: tuple[str, ...],
-    as_json: bool,
-    command: tuple[str, ...],
-) -> None:
+def prove(out: str | None, as_json: bool, **options: Any) -> None:
     """Prove that COMMAND resumes exactly: smckpt prove -- torchrun … train.py --out {root}
 
     It runs COMMAND until a step is committed and kills it (SIGKILL). It runs COMMAND again to its
@@ -121,15 +114,10 @@ def prove(
     """
     from smckpt.run.prove import Proving
 
-    with _directory(out, chdir, "prove") as directory:
-        found = Proving(
-            directory.root, command, kill_at, chdir, timeout, ignore, directory.say
-        ).prove()
+    with _directory(out, options["chdir"], "prove") as directory:
+        found = Proving(directory.root, say=directory.say, **options).prove()
         directory.exact = found.exact
-    if as_json:
-        print_json(found.to_json())
-    else:
-        print_line(found.line)
+    print_report(as_json, found.to_json(), found.line)
     sys.exit(0 if found.exact else 1)
 
 
@@ -145,16 +133,7 @@ def prove(
 @ignore
 @as_json
 @_command
-def chaos(
-    moments: int,
-    all_of_them: bool,
-    out: str | None,
-    chdir: bool,
-    timeout: float | None,
-    ignore: tuple[str, ...],
-    as_json: bool,
-    command: tuple[str, ...],
-) -> None:
+def chaos(out: str | None, all_of_them: bool, as_json: bool, **options: Any) -> None:
     """Kill COMMAND in the middle of its saves: smckpt chaos -- torchrun … train.py --out {root}
 
     It runs COMMAND without a kill and counts its moments: each call by which one of its processes
@@ -168,15 +147,12 @@ def chaos(
     """
     from smckpt.run.chaos import Chaos
 
-    with _directory(out, chdir, "chaos") as directory:
-        asked = None if all_of_them else moments
-        found = Chaos(directory.root, command, asked, chdir, timeout, ignore, directory.say).run()
+    if all_of_them:
+        options["moments"] = None
+    with _directory(out, options["chdir"], "chaos") as directory:
+        found = Chaos(directory.root, say=directory.say, **options).run()
         directory.exact = found.exact
-    if as_json:
-        print_json(found.to_json())
-    else:
-        for line in found.lines:
-            print_line(line)
+    print_report(as_json, found.to_json(), *found.lines)
     sys.exit(0 if found.exact else 1)
 
 

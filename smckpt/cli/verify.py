@@ -300,13 +300,7 @@ _PIN = 6 * 3600.0  # seconds for which a repair keeps a manager from deleting th
 @threads
 @as_json
 def repair(
-    checkpoint: str,
-    sources: tuple[str, ...],
-    groups: tuple[str, ...],
-    dry_run: bool,
-    yes: bool,
-    threads: int,
-    as_json: bool,
+    checkpoint: str, groups: tuple[str, ...], dry_run: bool, yes: bool, as_json: bool, **more: Any
 ) -> None:
     """Commit what a dead coordinator could not, and mend damaged files of CHECKPOINT.
 
@@ -350,12 +344,7 @@ def repair(
                 held.enter_context(pinned(checkpoint, seconds=_PIN))
         bar = held.enter_context(progress_bar("repairing", quiet=as_json))
         report = repair_checkpoint(
-            checkpoint,
-            sources=sources,
-            groups=subpaths,
-            dry_run=dry_run,
-            threads=threads,
-            progress=bar,
+            checkpoint, groups=subpaths, dry_run=dry_run, progress=bar, **more
         )
     if as_json:
         print_json(report.to_json())

@@ -200,7 +200,11 @@ def put_sagemaker(provided: Provided, shadow: bool) -> None:
     _refuse_shadow("torch.sagemaker", shadow)
     _put_package(provided, "smckpt.integrations.sagemaker", "torch.sagemaker")
     from smckpt.integrations.sagemaker import state
-    from smckpt.integrations.torch_calls import either_order, over_shard_groups, with_process_group
+    from smckpt.integrations.sagemaker.state_handler import (
+        either_order,
+        over_shard_groups,
+        with_process_group,
+    )
 
     name = "load_sharded_optimizer_state_dict"
     loads = with_process_group(optimizer.load_sharded_optimizer_state_dict)

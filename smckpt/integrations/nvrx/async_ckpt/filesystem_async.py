@@ -1,4 +1,4 @@
-"""DCP's file layout, written by the worker."""
+"""DCP's file layout, written by the worker; and a reader that parses its metadata once."""
 
 from __future__ import annotations
 

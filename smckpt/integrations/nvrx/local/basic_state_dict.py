@@ -1,4 +1,6 @@
-"""A state in nested dicts and lists."""
+"""A state whose tensors can be taken out and put back; one in nested dicts and lists; and what
+programs import from `nvidia_resiliency_ext.checkpointing.utils`.
+"""
 
 from __future__ import annotations
 

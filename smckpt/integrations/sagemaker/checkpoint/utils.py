@@ -1,4 +1,4 @@
-"""`limit_num_subdirs`: remove the oldest directories of a run.
+"""`limit_num_subdirs`, which removes the oldest directories of a run, and further small names.
 
 SMP's rule stays beside that of `RunDirectory`: its caller gives the names by a pattern and their
 order by a function, and a directory may hold several checkpoints, or none of smckpt's.

@@ -1,4 +1,6 @@
-"""Which ranks keep copies of which states, and how a lost one comes back."""
+"""Which ranks keep copies of which states, what they send each other, and how a lost one comes
+back.
+"""
 
 from __future__ import annotations
 

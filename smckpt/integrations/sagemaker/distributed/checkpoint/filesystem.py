@@ -1,4 +1,4 @@
-"""Readers and writers, with SMP's hooks; the file system beside a checkpoint."""
+"""Readers and writers, with SMP's hooks; the file system beside a checkpoint, also in S3."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""`async_save`, `save` and `maybe_finalize_async_calls`."""
+"""`async_save`, `save`, `load` and the queue of saves; the kind of state to take, and the interval
+between saves.
+"""
 
 from __future__ import annotations
 

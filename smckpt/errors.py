@@ -10,7 +10,8 @@ from __future__ import annotations
 import os
 import re
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "causes",
     "count_text",
     "error_from_json",
+    "errors_at",
     "few",
     "visible",
 ]
@@ -224,6 +226,16 @@ class JobStoreError(CheckpointError, ConnectionError):
 
 class SaveFailedError(CheckpointError):
     """A save was not committed; raised on every rank with the cause and its rank."""
+
+
+@contextmanager
+def errors_at(path: str) -> Iterator[None]:
+    """Name this path in errors of the block that name none."""
+    try:
+        yield
+    except CheckpointError as error:
+        error.path = error.path or path
+        raise
 
 
 def as_checkpoint_error(error: BaseException, rank: int | None = None) -> CheckpointError:

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from smckpt.errors import CheckpointError, TensorMismatchError, UsageError
+from smckpt.errors import CheckpointError, TensorMismatchError, UsageError, errors_at
 from smckpt.formats.degrees import refuse_given, refuse_store
 from smckpt.formats.names import ADAPTER_WEIGHTS, ADAPTER_WEIGHTS_BIN
 from smckpt.formats.readers.rank_files import open_directory
@@ -127,50 +127,56 @@ def find_peft_contents(
     names = asked.names
     kind = None if settings is None else settings.values["model_type"]
     configs = [replace(c, model_type=kind) for c in read_lora_configs(lora_config, names)]
-    tensors = {target.name: target for target in whole_tensors(reader)}
-    adapters = [
-        (sort(tensors, url, each), config)
-        for each, config in zip(names or (None,), configs, strict=True)
-    ]
-    for parts, config in adapters:
-        config.check(parts.pairs, url)
-        config.check_magnitudes(parts.pairs, parts.magnitudes, url)
-    if asked.lora == "adapter":
-        refuse_given('with lora="adapter"', config=settings)
-        ((parts, adapter),) = adapters
-        adapter.refuse_biases(url)
-        own = [replace(tensor, name=name) for name, tensor in parts.adapter.items()]
-        source = TranslatedSource(reader)
-        return ExportContents(
-            source, own, naming=MODULE, adapter=adapter, identity=opened.identity,
-            source_format=opened.format, step=opened.step,
-        )  # fmt: skip
-    for config in configs:
-        config.refuse_unmerged(url)
-    whole: dict[str, Translated] = {}  # what adapters save whole
-    for number, (parts, _) in enumerate(adapters):
-        for name in whole.keys() & parts.saved.keys():
-            first = next(n for n, (p, _) in zip(names, adapters, strict=False) if name in p.saved)
-            raise UsageError(
-                f"{first} and {names[number]} both save {name} whole (modules_to_save), and a "
-                "merged model can have only one of them",
-                remedy="export one of them alone, or leave one out of lora_adapter=",
-                path=url,
-            )
-        whole |= parts.saved
-    if asked.base is None:
-        found = _merged_here(reader, whole, adapters, settings, naming, comparison)
-    else:
-        folder = os.fspath(asked.base)
+    with errors_at(url):
+        tensors = {target.name: target for target in whole_tensors(reader)}
+        adapters = [
+            (sort(tensors, each), config)
+            for each, config in zip(names or (None,), configs, strict=True)
+        ]
+        for parts, config in adapters:
+            config.check(parts.pairs)
+            config.check_magnitudes(parts.pairs, parts.magnitudes)
+        if asked.lora == "adapter":
+            refuse_given('with lora="adapter"', config=settings)
+            ((parts, adapter),) = adapters
+            adapter.refuse_biases()
+            own = [replace(tensor, name=name) for name, tensor in parts.adapter.items()]
+            source = TranslatedSource(reader)
+            return ExportContents(
+                source, own, naming=MODULE, adapter=adapter, identity=opened.identity,
+                source_format=opened.format, step=opened.step,
+            )  # fmt: skip
         for config in configs:
-            config.refuse_biases(folder)
-            config.refuse_other_base(folder)
-        directory = dequantized(open_directory(Path(folder)), settings)
-        found = _merged_there(reader, whole, adapters, settings, directory, comparison)
-    kept = kept_of_family(settings, found.targets)
-    return replace(
-        found, identity=opened.identity, kept=kept, source_format=opened.format, step=opened.step
-    )
+            config.refuse_unmerged()
+        whole: dict[str, Translated] = {}  # what adapters save whole
+        for number, (parts, _) in enumerate(adapters):
+            for name in whole.keys() & parts.saved.keys():
+                first = next(
+                    n for n, (p, _) in zip(names, adapters, strict=False) if name in p.saved
+                )
+                raise UsageError(
+                    f"{first} and {names[number]} both save {name} whole (modules_to_save), and a "
+                    "merged model can have only one of them",
+                    remedy="export one of them alone, or leave one out of lora_adapter=",
+                )
+            whole |= parts.saved
+        if asked.base is None:
+            found = _merged_here(reader, whole, adapters, settings, naming, comparison)
+        else:
+            with errors_at(os.fspath(asked.base)):
+                for config in configs:
+                    config.refuse_biases()
+                    config.refuse_other_base()
+            directory = dequantized(open_directory(Path(asked.base)), settings)
+            found = _merged_there(reader, whole, adapters, settings, directory, comparison)
+        kept = kept_of_family(settings, found.targets)
+        return replace(
+            found,
+            identity=opened.identity,
+            kept=kept,
+            source_format=opened.format,
+            step=opened.step,
+        )
 
 
 def _weights_and_config(checkpoint: Any, lora_config: Any, access: Access) -> tuple[Any, Any]:
@@ -218,10 +224,9 @@ def _merged_here(
         raise UsageError(
             "the base's names are not those that Hugging Face has on disk",
             remedy="pass base= the Hugging Face directory of the base model",
-            path=url,
         )
     base = {name: replace(tensor, name=name) for name, tensor in stored.items()}
-    changes = changes_of(adapters, {n: t.shape for n, t in base.items()}, url)
+    changes = changes_of(adapters, {n: t.shape for n, t in base.items()})
     hub: Sequence[HubTensor] | None = None
     notes: tuple[str, ...] = ()
     if naming == HUB:
@@ -232,24 +237,24 @@ def _merged_here(
             hub = found.hub if found is not None else None
     moved = {tensor.name: tensor for tensor in hub or ()}
     merged = [
-        changed_tensor(t, *_change_of(moved.get(t.name), t.name, changes), url)
+        changed_tensor(t, *_change_of(moved.get(t.name), t.name, changes))
         for t in (base.values() if hub is None else renamed(hub, [*base.values()]))
     ]
     made = _ToWrite(merged, [*changes], naming, notes)
-    _refuse_both(whole, made, url)
-    maybe_merged = _refuse_merged(reader, adapters, url)
+    _refuse_both(whole, made)
+    maybe_merged = _refuse_merged(reader, adapters)
     tied: tuple[str, ...] = ()
     if settings is not None and settings.ties_embeddings:
         plain = [t.base if isinstance(t, Merged) else t for t in made.targets]
         tied = tied_names(TranslatedSource(reader), plain, url)
-    adapters[0][1].refuse_tied(tied, made.changed, url)
+    adapters[0][1].refuse_tied(tied, made.changed)
     notes = (*head_notes([*stored], settings), *(made.notes if settings is not None else ()))
     notes += maybe_merged
     targets = [target for target in made.targets if target.name not in tied]
     return ExportContents(MergedSource(reader), targets, tied, notes, made.naming)
 
 
-def _refuse_merged(reader: TensorReader, adapters: Adapters, where: str) -> tuple[str, ...]:
+def _refuse_merged(reader: TensorReader, adapters: Adapters) -> tuple[str, ...]:
     """A state that was saved while `merge_adapter` was active has adapters in the base's weights
     already. Compare these with the base that the adapters' config names.
 
@@ -272,7 +277,7 @@ def _refuse_merged(reader: TensorReader, adapters: Adapters, where: str) -> tupl
     if directory is None:
         return unknown
     try:
-        compared, merged, other = _compared(reader, directory, adapters, where)
+        compared, merged, other = _compared(reader, directory, adapters)
     finally:
         directory.close()
     if merged:
@@ -281,7 +286,6 @@ def _refuse_merged(reader: TensorReader, adapters: Adapters, where: str) -> tupl
             "merge_adapter() was active, and a merge would add it twice",
             remedy="pass base= the directory of the base's weights, or save after "
             "unmerge_adapter()",
-            path=where,
         )
     if other:
         return (
@@ -292,7 +296,7 @@ def _refuse_merged(reader: TensorReader, adapters: Adapters, where: str) -> tupl
 
 
 def _compared(
-    reader: TensorReader, directory: TensorReader, adapters: Adapters, where: str
+    reader: TensorReader, directory: TensorReader, adapters: Adapters
 ) -> tuple[bool, str, str]:
     """Compare the base's weights in a checkpoint, as far as adapters change them, with a directory.
 
@@ -308,10 +312,10 @@ def _compared(
     changes: dict[str, list[Change]] = {}
     for parts, config in adapters:
         shared = {n: t.shape for n, t in there.items() if n in parts.base}
-        for name, module in config.weights(parts.pairs, shared, where).items():
+        for name, module in config.weights(parts.pairs, shared).items():
             base = there[name]
             if parts.base[name].shape == base.shape and len(base.shape) == 2:
-                change = change_of_pair(parts, config, module, name, base.shape, where)
+                change = change_of_pair(parts, config, module, name, base.shape)
                 if change.magnitude is None or not change.flip:
                     changes.setdefault(name, []).append(change)
     for name, found in changes.items():
@@ -320,9 +324,7 @@ def _compared(
             continue
         compared = True
         have, plain = (_first(source, each) for each in (own, base))
-        added = (
-            _first(source, changed_tensor(base, some, None, where)) for some in _subsets(found)
-        )
+        added = (_first(source, changed_tensor(base, some, None)) for some in _subsets(found))
         if any(4 * abs(have - one).max() < abs(have - plain).max() for one in added):
             merged = merged or name
         elif own.dtype == base.dtype and (have != plain).any():
@@ -355,8 +357,7 @@ def _merged_there(
     shapes = {name: target.shape for name, target in stored.items()}
     hub: Mapping[str, HubTensor] = {}
     known = whole.keys() <= shapes.keys() and all(
-        len(config.weights(parts.pairs, shapes, url)) == len(parts.pairs)
-        for parts, config in adapters
+        len(config.weights(parts.pairs, shapes)) == len(parts.pairs) for parts, config in adapters
     )
     if not known:
         found = comparison.names([*stored.values()], url, memory=True)
@@ -365,16 +366,15 @@ def _merged_there(
             hub = {tensor.name: tensor for tensor in found.hub or ()}
     else:
         comparison.names([*stored.values()], url)
-    changes = changes_of(adapters, shapes, url)
+    changes = changes_of(adapters, shapes)
     saved = {name: replace(tensor, name=name) for name, tensor in whole.items()}
     moved = [t for t in hub.values() if all(name in saved for name, _ in t.parts)]
     stored |= {t.name: t for t in (renamed(moved, [*saved.values()]) if moved else saved.values())}
     targets = [
-        changed_tensor(t, *_change_of(hub.get(name), name, changes), url)
-        for name, t in stored.items()
+        changed_tensor(t, *_change_of(hub.get(name), name, changes)) for name, t in stored.items()
     ]
     made = _ToWrite(targets, [*changes], HUB)
-    _refuse_both(whole, made, url)
+    _refuse_both(whole, made)
     if settings is not None and settings.ties_embeddings:
         # The directory has no head of its own, and the trained model's head is the embedding as it
         # was: there is no place for both.
@@ -386,9 +386,8 @@ def _merged_there(
                 "was not trained with it",
                 remedy='export it with lora="adapter"; or, if the checkpoint has the base, leave '
                 "base= out and pass config= with tie_word_embeddings=False",
-                path=url,
             )
-    *_, other = _compared(reader, directory, adapters, url)
+    *_, other = _compared(reader, directory, adapters)
     differs = (
         f"{other} has other values in the checkpoint than in base=, with the adapter and without: "
         "base= was taken; leave it out to take the checkpoint's",
@@ -403,12 +402,11 @@ def _merged_there(
     )
 
 
-def _refuse_both(whole: Mapping[str, Translated], made: _ToWrite, where: str) -> None:
+def _refuse_both(whole: Mapping[str, Translated], made: _ToWrite) -> None:
     if lost := sorted(whole.keys() & {*made.changed}):
         raise UsageError(
             f"one adapter saves {lost[0]} whole (modules_to_save), and another adds to it",
             remedy="export them one at a time, or merge them with PEFT",
-            path=where,
         )
 
 

@@ -75,7 +75,7 @@ class PeftTensors(Generic[T]):
     adapter: dict[str, T] = field(default_factory=dict)
 
 
-def sort(tensors: Mapping[str, T], where: str, wanted: str | None = None) -> PeftTensors[T]:
+def sort(tensors: Mapping[str, T], wanted: str | None = None) -> PeftTensors[T]:
     """Sort the tensors of a PEFT model.
 
     Args:
@@ -90,7 +90,6 @@ def sort(tensors: Mapping[str, T], where: str, wanted: str | None = None) -> Pef
             "lora= needs a PEFT model with LoRA, but the names are "
             f"{sorted(strange or tensors)[:3]} …",
             remedy="leave adapter= out, or pass prefix= the place of the PEFT model",
-            path=where,
         )
     parts: PeftTensors[T] = PeftTensors()
     adapters: set[str] = set()
@@ -122,7 +121,6 @@ def sort(tensors: Mapping[str, T], where: str, wanted: str | None = None) -> Pef
             raise UsageError(
                 f"{full} is of a kind of LoRA that is not exported",
                 remedy="export it with PEFT itself",
-                path=where,
             )
         else:
             others[name] = tensor
@@ -130,14 +128,13 @@ def sort(tensors: Mapping[str, T], where: str, wanted: str | None = None) -> Pef
         raise UsageError(
             f"the checkpoint has several adapters: {', '.join(sorted(adapters))}",
             remedy='pass lora_adapter= one of them, or with "merge" several',
-            path=where,
         )
     if wanted is not None and wanted not in adapters:
         there = ", ".join(sorted(others_names)) or "one without a name"
         raise UsageError(
             f"the checkpoint has no adapter {wanted!r}, but {there}",
-            remedy="pass lora_adapter= one of them, or leave it out", path=where,
-        )  # fmt: skip
+            remedy="pass lora_adapter= one of them, or leave it out",
+        )
     # in an adapter's own state, which names no adapter, the other tensors are saved whole
     named = bool(adapters)
     for name, tensor in others.items():
@@ -190,7 +187,7 @@ class LoraConfig:
     values: dict[str, Any]
     model_type: str | None = None
 
-    def check(self, pairs: Mapping[str, Mapping[str, Any]], where: str) -> None:
+    def check(self, pairs: Mapping[str, Mapping[str, Any]]) -> None:
         """Check that every module has both LoRA matrices, with the rank that the config gives.
 
         Raises:
@@ -201,7 +198,6 @@ class LoraConfig:
                 raise TensorMismatchError(
                     f"{module} has only {sorted(sides)} of the LoRA pair",
                     remedy="use a checkpoint of the whole adapter",
-                    path=where,
                 )
             rank = self._of(module, "rank_pattern", "r")
             found = (sides["A"].shape[0], sides["B"].shape[1])
@@ -210,10 +206,9 @@ class LoraConfig:
                     f"{module} has LoRA matrices of rank {found[0]} and {found[1]}; the config "
                     f"says {rank}",
                     remedy="pass lora_config= of this adapter",
-                    path=where,
                 )
 
-    def check_magnitudes(self, pairs: Iterable[str], magnitudes: Iterable[str], where: str) -> None:
+    def check_magnitudes(self, pairs: Iterable[str], magnitudes: Iterable[str]) -> None:
         """
         Raises:
             TensorMismatchError: some modules have DoRA's vector, and others or the config do not.
@@ -224,11 +219,10 @@ class LoraConfig:
                 f"the config has use_dora={bool(wanted)}, but not so the vectors of magnitudes "
                 f"(lora_magnitude_vector) of {differ[:8]}",
                 remedy="pass lora_config= of this adapter, and a checkpoint of the whole adapter",
-                path=where,
             )
 
     def weights(
-        self, pairs: Mapping[str, Mapping[str, Any]], shapes: Mapping[str, Shape], where: str
+        self, pairs: Mapping[str, Mapping[str, Any]], shapes: Mapping[str, Shape]
     ) -> dict[str, str]:
         """The weight that each pair changes: the weight's name → the module, a key of `pairs`.
 
@@ -254,7 +248,6 @@ class LoraConfig:
                     f"the shapes of the LoRA pair of {module} do not tell for which of {named} it "
                     "is",
                     remedy="pass this adapter's own lora_config= and base, or merge it with PEFT",
-                    path=where,
                 )
             found |= dict.fromkeys(fit, module)
         return found
@@ -291,17 +284,16 @@ class LoraConfig:
             return _WRAPPED.sub("", module).rpartition(".")[2] in _CONV1D
         return bool(self.values.get("fan_in_fan_out"))
 
-    def refuse_unmerged(self, where: str) -> None:
+    def refuse_unmerged(self) -> None:
         """Raise UsageError if merging is more than adding the product."""
         used = [key for key in _UNMERGED if self.values.get(key)]
         if used:
             raise UsageError(
                 f"smckpt does not merge an adapter with {', '.join(used)}",
                 remedy='export it with lora="adapter" and merge it with PEFT',
-                path=where,
             )
 
-    def refuse_other_base(self, where: str) -> None:
+    def refuse_other_base(self) -> None:
         """Raise UsageError if the adapter's start has changed the base. The released weights are
         then not those that the adapter was trained on."""
         start = self.values.get("init_lora_weights")
@@ -312,20 +304,18 @@ class LoraConfig:
                 remedy="leave base= out, if the checkpoint has the base; merge it with PEFT; or, "
                 "if the directory has the changed weights, pass lora_config= with "
                 "init_lora_weights=True",
-                path=where,
             )
 
-    def refuse_biases(self, where: str) -> None:
+    def refuse_biases(self) -> None:
         """Raise UsageError if the base's biases are trained too. An adapter's file has no place for
         them."""
         if self.values.get("bias", "none") != "none":
             raise UsageError(
                 f"the adapter trains biases of the base (bias={self.values['bias']!r})",
                 remedy='export it with lora="merge", from a checkpoint that has the base',
-                path=where,
             )
 
-    def refuse_tied(self, tied: Iterable[str], changed: Iterable[str], where: str) -> None:
+    def refuse_tied(self, tied: Iterable[str], changed: Iterable[str]) -> None:
         """Raise UsageError if an embedding is tied to the head and the adapter changes one of the
         two."""
         names = set(changed)
@@ -334,7 +324,6 @@ class LoraConfig:
             raise UsageError(
                 "the adapter changes an embedding that the config ties to the head",
                 remedy='export it with lora="adapter"',
-                path=where,
             )
 
     def _of(self, module: str, patterns: str, default: str) -> Any:

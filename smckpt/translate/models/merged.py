@@ -277,9 +277,7 @@ def _by_rows(change: Change) -> bool:
 Adapters: TypeAlias = "Sequence[tuple[PeftTensors[Translated], LoraConfig]]"
 
 
-def changes_of(
-    adapters: Adapters, shapes: Mapping[str, Shape], where: str
-) -> dict[str, tuple[Change, ...]]:
+def changes_of(adapters: Adapters, shapes: Mapping[str, Shape]) -> dict[str, tuple[Change, ...]]:
     """What the adapters change, by the model's names in memory, whose `shapes` these are; the
     changes of a weight in the adapters' order.
 
@@ -289,34 +287,31 @@ def changes_of(
     """
     made: dict[str, tuple[Change, ...]] = {}
     for parts, config in adapters:
-        weights = config.weights(parts.pairs, shapes, where)
+        weights = config.weights(parts.pairs, shapes)
         if lost := sorted(parts.pairs.keys() - set(weights.values())):
             raise KeysMismatchError(
                 f"the base weights that the adapter changes are missing: {lost[:8]}",
                 remedy="pass base= the Hugging Face directory of the base model, and config= if "
                 "that has none",
-                path=where,
             )
         own = {
-            name: change_of_pair(parts, config, module, name, shapes[name], where)
+            name: change_of_pair(parts, config, module, name, shapes[name])
             for name, module in weights.items()
         }
-        oriented = {name: _oriented(change, own, where) for name, change in own.items()}
+        oriented = {name: _oriented(change, own) for name, change in own.items()}
         for name, change in oriented.items():
             if name in made and change.magnitude is not None:
                 raise UsageError(
                     f"an adapter with DoRA would be merged into {name} after another adapter. PEFT "
                     "takes the other one out again first, and rounds",
                     remedy="name the adapter with DoRA first, or merge them with PEFT",
-                    path=where,
                 )
             made[name] = (*made.get(name, ()), change)
     return made
 
 
 def change_of_pair(
-    parts: PeftTensors[Translated], config: LoraConfig, module: str, name: str, shape: Shape,
-    where: str,
+    parts: PeftTensors[Translated], config: LoraConfig, module: str, name: str, shape: Shape
 ) -> Change:  # fmt: skip
     a, b = (parts.pairs[module][side] for side in "AB")
     magnitude = parts.magnitudes.get(module)
@@ -333,30 +328,28 @@ def change_of_pair(
             f"{name} has the shape {shape}, but the adapter's product has "
             f"{product[::-1] if flip else product}",
             remedy="pass the base that the adapter was trained on, and its own lora_config=",
-            path=where,
         )
     if a.shape[0] != config.rank(key) * experts:
         raise TensorMismatchError(
             f"{name} of {experts} experts has LoRA matrices of rank {a.shape[0]}; the config says "
             f"{config.rank(key)} for each",
-            remedy="pass lora_config= of this adapter", path=where,
-        )  # fmt: skip
+            remedy="pass lora_config= of this adapter",
+        )
     if magnitude is not None and magnitude.shape != ((columns,) if flip else (rows,)):
         raise TensorMismatchError(
             f"{name} has the shape {shape}, and DoRA's vector {magnitude.shape}",
             remedy="pass the base that the adapter was trained on, and its own lora_config=",
-            path=where,
         )
     made = Change(
         name, (experts, rows, columns), a, b, config.scaling(key), flip, embeds or parameter,
         magnitude,
     )  # fmt: skip
     if strange := {part.dtype for part in made.adapted} - CASTABLE.keys():
-        raise _of_strange_dtype(name, strange, where)
+        raise _of_strange_dtype(name, strange)
     return made
 
 
-def _oriented(change: Change, others: Mapping[str, Change], where: str) -> Change:
+def _oriented(change: Change, others: Mapping[str, Change]) -> Change:
     """Square matrices of experts do not show whether they are transposed. All parameters of one
     module are alike.
 
@@ -374,12 +367,11 @@ def _oriented(change: Change, others: Mapping[str, Change], where: str) -> Chang
         f"{change.name} has square matrices, and no other parameter of its module has a LoRA pair "
         "that shows their order",
         remedy="merge it with PEFT",
-        path=where,
     )
 
 
 def changed_tensor(
-    base: Translated, changes: tuple[Change, ...], copy: Copy | None, where: str
+    base: Translated, changes: tuple[Change, ...], copy: Copy | None
 ) -> Merged | Translated:
     """A tensor with the changes of the weight of which it is `copy`, or all.
 
@@ -391,7 +383,7 @@ def changed_tensor(
         return base
     change = changes[0]  # all are of one shape, and only the first may be DoRA's
     if base.dtype not in CASTABLE:
-        raise _of_strange_dtype(base.name, {base.dtype}, where)
+        raise _of_strange_dtype(base.name, {base.dtype})
     box, turned = Box.whole(change.shape), False
     if copy is not None:
         found = _block(copy, change.shape)
@@ -402,7 +394,6 @@ def changed_tensor(
                 f"({base.name}), which are not merged with an adapter",
                 remedy="pass ExportOptions(naming='module'), which transformers 5 loads, or merge "
                 "it with PEFT",
-                path=where,
             )
         box, turned = found
     return Merged(base.name, base.dtype, base, changes, box, turned)
@@ -424,9 +415,8 @@ def _block(copy: Copy, shape: Shape) -> tuple[Box, bool] | None:
     return Box(tuple(s.at for s in steps), tuple(s.number for s in steps)), turned
 
 
-def _of_strange_dtype(name: str, dtypes: set[str], where: str) -> TensorMismatchError:
+def _of_strange_dtype(name: str, dtypes: set[str]) -> TensorMismatchError:
     return TensorMismatchError(
         f"{name}, or its LoRA pair, has dtype {', '.join(sorted(dtypes))}",
         remedy='export it with lora="adapter"; a quantized base is not merged',
-        path=where,
     )

@@ -122,7 +122,7 @@ EXPORTED = [
     ),
     of(
         "lora: an adapter that began with parts of its base", "translate/models/adapter.py",
-        "            config.refuse_other_base(folder)\n", "",
+        "                config.refuse_other_base()\n", "",
         LORA + "test_an_adapter_that_began_with_parts_of_the_base_is_not_added_to_the_release",
     ),
     of(

@@ -18,7 +18,7 @@ from smckpt.formats.conversion.stock import is_stock
 from smckpt.manager.retention import Newest
 from smckpt.storage import access_to
 from smckpt.storage.disk.directory import Directory
-from smckpt.storage.urls import Below, is_local, local_path
+from smckpt.storage.urls import Below, disk_path
 
 __all__ = [
     "below_run",
@@ -77,9 +77,8 @@ def below_run(directory: str | os.PathLike[str]) -> str:
     """The directory of a checkpoint, which the door has named, in the run's, which the user has: a
     save or removal there goes where no symbolic link of its name leads."""
     directory = os.fspath(directory)
-    if not is_local(directory):
-        return directory
-    return Below(directory, os.path.dirname(os.path.abspath(local_path(directory))))
+    path = disk_path(directory)
+    return directory if path is None else Below(directory, os.path.dirname(path))
 
 
 def store_arguments(given: Mapping[str, Any], *also: str) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from smckpt.run.trials import (
     refuse_nameless,
 )
 from smckpt.storage import Access, Storage
-from smckpt.storage.urls import is_local, local_path
+from smckpt.storage.urls import disk_path
 
 __all__ = ["CLASSES", "Chaos", "ChaosResult", "Resume"]
 
@@ -210,8 +210,8 @@ class _Trial:
         resumed = self._script.watch(name, self._limit)
         committed = max(resumed.steps, default=None)
         outcome, why = self._resumed(name, resumed, committed)
-        if outcome == EXACT and is_local(resumed.root):
-            shutil.rmtree(local_path(resumed.root), ignore_errors=True)
+        if outcome == EXACT and (path := disk_path(resumed.root)) is not None:
+            shutil.rmtree(path, ignore_errors=True)
         elif outcome == EXACT:
             with contextlib.suppress(CheckpointError):  # what stays costs space only
                 _empty(Access().open(resumed.root))

@@ -14,7 +14,7 @@ from smckpt.checkpoint.commits.discover import FoundCheckpoint, find_checkpoints
 from smckpt.checkpoint.upkeep.compare import Compared, compare_checkpoints
 from smckpt.errors import CheckpointError, CheckpointNotFoundError, UsageError
 from smckpt.run import ending
-from smckpt.storage.urls import is_local, join_url, local_path
+from smckpt.storage.urls import disk_path, join_url
 
 __all__ = [
     "NOT_DETERMINISTIC",
@@ -67,8 +67,8 @@ class Script:
     def watch(self, name: str, timeout: float) -> RunWatch:
         """Begin to watch the directory of a run, for at most `timeout` seconds."""
         root = join_url(self.root, name)
-        if is_local(root):
-            Path(local_path(root)).mkdir(parents=True, exist_ok=True)
+        if (path := disk_path(root)) is not None:
+            Path(path).mkdir(parents=True, exist_ok=True)
         return RunWatch(root, timeout, self.say)
 
     def run(
@@ -188,7 +188,7 @@ class RunWatch:
     @property
     def command_root(self) -> str:
         """The root as the command is told it."""
-        return local_path(self.root) if is_local(self.root) else self.root.rstrip("/")
+        return disk_path(self.root) or self.root.rstrip("/")
 
     @property
     def elapsed(self) -> float:
@@ -258,9 +258,9 @@ class RunWatch:
             found = find_checkpoints(here, depth=2)
         except CheckpointError:
             return None
-        own = local_path(self.root) if is_local(self.root) else ""
+        own = disk_path(self.root)
         for one in found:
-            outside = not own or not Path(one.path).is_relative_to(Path(own).parent)
+            outside = own is None or not Path(one.path).is_relative_to(Path(own).parent)
             if one.committed_at > self._clock and outside:
                 return one
         return None

@@ -20,6 +20,7 @@ __all__ = [
     "bucket_url",
     "build_s3_url",
     "common_parent",
+    "disk_path",
     "file_url",
     "is_below",
     "is_in_memory",
@@ -32,6 +33,7 @@ __all__ = [
     "normal_url",
     "parent_url",
     "parse_s3_url",
+    "path_on_disk",
     "relative_url",
     "scheme_of",
 ]
@@ -147,6 +149,23 @@ def local_path(url: str) -> str:
             remedy="pass an absolute path",
             path=url,
         ) from error
+
+
+def disk_path(url: str | os.PathLike[str]) -> str | None:
+    """`local_path` of what is on a file system; None: it is in a store."""
+    text = os.fspath(url)
+    return local_path(text) if is_local(text) else None
+
+
+def path_on_disk(url: str | os.PathLike[str], why: str, remedy: str) -> str:
+    """`local_path` of what must be on a file system.
+
+    Raises:
+        UsageError: it is in a store, with the text `why`.
+    """
+    if (path := disk_path(url)) is None:
+        raise UsageError(why, remedy=remedy, path=os.fspath(url))
+    return path
 
 
 def normal_url(url: str) -> str:

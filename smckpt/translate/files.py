@@ -30,7 +30,7 @@ from smckpt.layout.image import METADATA
 from smckpt.layout.mesh import Shape
 from smckpt.storage import FileWriter, Storage
 from smckpt.storage.faults import name_taken
-from smckpt.storage.urls import file_url, is_local, local_path, normal_url
+from smckpt.storage.urls import disk_path, file_url, local_path, normal_url
 from smckpt.translate import hidden
 from smckpt.translate.beside import TEMPLATES
 
@@ -228,9 +228,9 @@ class Output:
 
     def __init__(self, storage: Storage, files: Sequence[OutputFile]) -> None:
         self.storage = storage
-        self.url = url = storage.url
+        self.url, self._path = storage.url, disk_path(storage.url)
         # a single file loads by itself, so it has another name until it is whole
-        self._hidden = is_local(url) and len(files) == 1
+        self._hidden = self._path is not None and len(files) == 1
         self._files = tuple(files)
         self._lock = threading.Lock()
         self._open: dict[str, SummedFile] = {}
@@ -238,7 +238,7 @@ class Output:
         self._made: list[str] = []
         self._folders: dict[str, Storage] = {}
         self._nested: list[tuple[Storage, str]] = []
-        self._new = is_local(url) and not os.path.exists(local_path(url))
+        self._new = self._path is not None and not os.path.exists(self._path)
         # in which the files are made; "": in the directory itself
         self.folder = ""
         self._leads = False
@@ -250,7 +250,7 @@ class Output:
             UsageError: it is not empty and `overwrite` is False.
             StorageError: there is too little space, or the directory cannot be used.
         """
-        left = hidden.clear(local_path(self.url)) if is_local(self.url) else []
+        left = [] if self._path is None else hidden.clear(self._path)
         present = self.present(overwrite)
         self.at(TEMPLATES).refuse_links()  # before anything is removed
         # The index first: after that no mixture of two models can be loaded.
@@ -260,9 +260,9 @@ class Output:
             for files in (self.storage, self.at(TEMPLATES)):
                 files.discard_unfinished(files.list_unfinished())
         self.check_space()
-        if is_local(self.url) and not overwrite:
+        if self._path is not None and not overwrite:
             self._leads = True
-            self.enter(hidden.begin(local_path(self.url)))
+            self.enter(hidden.begin(self._path))
         return [
             f"{self.url} holds {name}, of an export that still runs or was killed: if none runs, "
             "remove it"
@@ -385,9 +385,8 @@ class Output:
         return present
 
     def check_space(self) -> None:
-        if not is_local(self.url):
+        if (there := self._path) is None:
             return
-        there = local_path(self.url)
         while not os.path.isdir(there):
             there = os.path.dirname(there)
         need = sum(file.size for file in self._files)
@@ -438,8 +437,8 @@ def refuse_into_source(
 def _urls(path: str | os.PathLike[str]) -> list[str]:
     """A path, and the directory that it is in if it is a file. In a store its name tells that."""
     url = os.fspath(path)
-    if is_local(url):
-        found = os.path.realpath(local_path(url))
+    if (path_there := disk_path(url)) is not None:
+        found = os.path.realpath(path_there)
         return [found, os.path.dirname(found)] if os.path.isfile(found) else [found]
     found = normal_url(url)
     parent, _, name = found.rstrip("/").rpartition("/")

@@ -27,7 +27,7 @@ from smckpt.formats.readers.foreign_catalogue import ForeignCatalogue
 from smckpt.layout.containers import items_of
 from smckpt.layout.entries import Path, dotted
 from smckpt.storage import Access, StoreOptions, access_to
-from smckpt.storage.urls import is_local, local_path
+from smckpt.storage.urls import path_on_disk
 
 __all__ = ["FORMATS", "ConvertReport", "convert"]
 
@@ -249,12 +249,11 @@ def _converted(target: str, ranks: int, whole: WholeState, changed: tuple[str, .
 
 
 def _local(target: str, to: str) -> str:
-    if not is_local(target):
-        raise UsageError(
-            f"torch writes {to} to disks only",
-            remedy="convert to a local path, and copy it from there", path=target,
-        )  # fmt: skip
-    return os.path.abspath(local_path(target))
+    return path_on_disk(
+        target,
+        f"torch writes {to} to disks only",
+        "convert to a local path, and copy it from there",
+    )
 
 
 def _unsafe_containers(path: Path, value: Any) -> Iterator[str]:

@@ -41,7 +41,7 @@ from smckpt.formats.source_facts import (
 )
 from smckpt.formats.source_files import ArchiveRecord, Folder, SourceFiles, is_tar, open_tar
 from smckpt.storage import Access
-from smckpt.storage.urls import is_local, local_path
+from smckpt.storage.urls import disk_path
 
 __all__ = [
     "HUB_DIRECTORY",
@@ -204,13 +204,12 @@ def find_source(url: str, source: SourceFiles) -> Folder | ArchiveRecord | None:
         UsageError: it is an archive that is compressed.
         CorruptCheckpointError: it is an archive that is damaged.
     """
-    if is_local(url):
-        url = local_path(url)
-        if os.path.isdir(url):
-            return Folder(source, url)
-        if not os.path.isfile(url):
+    if (path := disk_path(url)) is not None:
+        if os.path.isdir(path):
+            return Folder(source, path)
+        if not os.path.isfile(path):
             return None
-        file = source.whole(url)
+        file = source.whole(path)
     else:
         folder = Folder(source, url)
         if folder.files or folder.folders:
@@ -247,10 +246,7 @@ def _given(paths: Sequence[str], source: SourceFiles) -> dict[str, ArchiveRecord
             f"the numbers in the files' names are in the order {order}",
             remedy="pass them in the order of ranks (ls -v sorts numbers)",
         )
-    return {
-        path: source.whole(local_path(path) if is_local(path) else path.rstrip("/"))
-        for path in paths
-    }
+    return {path: source.whole(disk_path(path) or path.rstrip("/")) for path in paths}
 
 
 def _numbers(paths: Sequence[str]) -> tuple[int, ...] | None:

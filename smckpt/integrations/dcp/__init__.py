@@ -20,7 +20,7 @@ from smckpt.integrations.dcp.foreign import ForeignQueue, load_with_dcp
 from smckpt.integrations.dcp.reader import DistributedFileSystemReader
 from smckpt.integrations.dcp.writer import DistributedFileSystemWriter
 from smckpt.meeting.group import Group, gloo_group, group_of
-from smckpt.storage.urls import is_local, local_path
+from smckpt.storage.urls import path_on_disk
 
 __all__ = [
     "DistributedFileSystemReader",
@@ -125,14 +125,13 @@ def foreign_load(
 
 
 def _reader_of_dcp(location: str | os.PathLike[str]) -> Any:
-    if not is_local(os.fspath(location)):
-        raise UsageError(
-            "torch.distributed.checkpoint wrote this checkpoint, and its planner reads it from a "
-            "disk only",
-            remedy="leave planner= out, or copy the checkpoint to a disk",
-            path=str(location),
-        )
-    return FileSystemReader(local_path(os.fspath(location)))
+    path = path_on_disk(
+        location,
+        "torch.distributed.checkpoint wrote this checkpoint, and its planner reads it from a disk "
+        "only",
+        "leave planner= out, or copy the checkpoint to a disk",
+    )
+    return FileSystemReader(path)
 
 
 def _storage(

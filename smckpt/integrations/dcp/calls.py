@@ -31,7 +31,7 @@ from smckpt.integrations.dcp.writer import DistributedFileSystemWriter
 from smckpt.layout.containers import PLAIN_DICTS
 from smckpt.meeting.group import group_of, torch_group_of
 from smckpt.storage import open_storage
-from smckpt.storage.urls import is_local, local_path
+from smckpt.storage.urls import disk_path, path_on_disk
 
 __all__ = ["FileSystemReader", "FileSystemWriter", "async_save", "load", "save"]
 
@@ -79,12 +79,11 @@ class FileSystemWriter(DistributedFileSystemWriter):
                 remedy="leave it out, or leave _extensions and serialization_format out",
                 path=os.fspath(path),
             )
-        if not is_local(os.fspath(path)):
-            raise UsageError(
-                "_extensions and another serialization_format are not honoured in a store",
-                remedy="leave them out, or save to a disk",
-                path=os.fspath(path),
-            )
+        path_on_disk(
+            path,
+            "_extensions and another serialization_format are not honoured in a store",
+            "leave them out, or save to a disk",
+        )
         log.info("%s: DCP's own writer saves here, since smckpt has no extensions", path)
         return _Writer(*stock.args, **stock.kwargs)
 
@@ -394,16 +393,16 @@ def _loads_by_engine(planner: Any, checkpoint_id: CheckpointId) -> bool:
         and planner.flatten_state_dict
         and planner.flatten_sharded_tensors
         and checkpoint_id is not None
-        and not is_local(os.fspath(checkpoint_id))
+        and disk_path(checkpoint_id) is None
     )
 
 
 def _has_extensions(location: Any) -> bool:
     """Whether DCP's writer has stored values here through extensions, which DCP alone reads."""
-    path = os.fspath(location)
-    if not (is_local(path) and os.path.isfile(os.path.join(local_path(path), ".metadata"))):
+    path = disk_path(location)
+    if path is None or not os.path.isfile(os.path.join(path, ".metadata")):
         return False
-    stored = _Reader(local_path(path)).read_metadata().storage_data
+    stored = _Reader(path).read_metadata().storage_data
     return any(getattr(info, "transform_descriptors", None) for info in stored.values())
 
 

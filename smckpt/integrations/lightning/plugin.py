@@ -45,7 +45,7 @@ from smckpt.integrations.lightning.s3 import (
 )
 from smckpt.integrations.replaced import below_run, remove_or_keep
 from smckpt.storage import Storage, StoreOptions, open_storage
-from smckpt.storage.urls import is_local, is_s3_url, local_path, parent_url, scheme_of
+from smckpt.storage.urls import disk_path, is_local, is_s3_url, parent_url, scheme_of
 
 __all__ = [
     "SAVE_OPTIONS",
@@ -109,9 +109,9 @@ class Saves:
             self._begun += 1
             number = self._begun
             self._dropped = [(at, other) for at, other in self._dropped if other != path]
-        if is_local(path):  # save_last="link" links to it at once; the save names a fault here
+        if there := disk_path(path):  # save_last="link" links to it at once; the save names a fault
             with contextlib.suppress(OSError):
-                os.makedirs(os.path.dirname(local_path(path)), exist_ok=True)
+                os.makedirs(os.path.dirname(there), exist_ok=True)
         handle = smckpt.async_save(
             state,
             checkpoint_id=below_run(path),

@@ -30,7 +30,7 @@ from smckpt.formats.names import CONFIG
 from smckpt.storage import Access, Storage
 from smckpt.storage.disk.directory import Directory
 from smckpt.storage.faults import temporary_error
-from smckpt.storage.urls import is_local, is_plain_name, local_path
+from smckpt.storage.urls import disk_path, is_plain_name, local_path, path_on_disk
 from smckpt.translate.beside import (
     GENERATION_CONFIG,
     TEMPLATES,
@@ -192,7 +192,7 @@ def config_beside(
     Raises:
         StorageError: they cannot be copied there.
     """
-    if is_local(storage.url) and not os.path.isdir(local_path(storage.url)):
+    if (path := disk_path(storage.url)) is not None and not os.path.isdir(path):
         return None, ()  # a single file
     strict = storage.without_links()
     cached = _in_cache(storage.url)
@@ -250,7 +250,7 @@ def _left_beside(strict: Storage, folder: Path) -> list[str]:
 def _in_cache(url: str) -> dict[str, Path]:
     """The files of a snapshot in Hugging Face's own cache, whose names are links to
     `../../blobs/…` and to nothing else: name → blob."""
-    snapshot = Path(local_path(url)) if is_local(url) else Path()
+    snapshot = Path(disk_path(url) or "")
     blobs = snapshot.parent.parent / "blobs"
     if snapshot.parent.name != "snapshots" or blobs.is_symlink() or not blobs.is_dir():
         return {}
@@ -357,11 +357,10 @@ class GgufConverter:
         """
         if kind not in _TYPES:
             raise UsageError(f"gguf={kind!r}", remedy=f"pass one of {', '.join(_TYPES)}")
-        if not is_local(out_dir):
-            raise UsageError(
-                "llama.cpp's converter reads and writes disks only",
-                remedy="export to a disk, and copy the GGUF file from there", path=out_dir,
-            )  # fmt: skip
+        path_on_disk(
+            out_dir, "llama.cpp's converter reads and writes disks only",
+            "export to a disk, and copy the GGUF file from there",
+        )  # fmt: skip
         given = command or os.environ.get(CONVERTER) or shutil.which(_SCRIPT)
         text = os.fspath(given or "")
         words = (text,) if os.path.isfile(text) else tuple(shlex.split(text))

@@ -20,7 +20,7 @@ from smckpt.formats.readers.rank_files import open_directory
 from smckpt.formats.tensors import TensorReader
 from smckpt.layout.strided import Copy
 from smckpt.storage import Access
-from smckpt.storage.urls import is_local, local_path
+from smckpt.storage.urls import disk_path
 from smckpt.translate.cast import CASTABLE, cast, stored_type
 from smckpt.translate.config import ModelConfig
 from smckpt.translate.files import Target
@@ -191,9 +191,9 @@ def _weights_and_config(checkpoint: Any, lora_config: Any, access: Access) -> tu
             raise _of_ranks(os.fspath(checkpoint[0]) if checkpoint else None)
         (checkpoint,) = checkpoint
     url = os.fspath(checkpoint)
-    if not is_local(url):
+    if (on_disk := disk_path(url)) is None:
         return checkpoint, lora_config
-    path = Path(local_path(url))
+    path = Path(on_disk)
     if path.is_dir():
         names = (ADAPTER_WEIGHTS, ADAPTER_WEIGHTS_BIN)
         weights = next((path / name for name in names if (path / name).is_file()), None)

@@ -46,7 +46,7 @@ from smckpt.formats.source_files import Folder, SourceFiles
 from smckpt.formats.tensors import TensorReader
 from smckpt.layout.containers import FACTS
 from smckpt.storage import Access
-from smckpt.storage.urls import is_local, local_path
+from smckpt.storage.urls import disk_path
 from smckpt.translate.config import ModelConfig
 from smckpt.translate.facts import compare_configs, compare_facts
 from smckpt.translate.models.model import (
@@ -266,7 +266,8 @@ def _beside(access: Access, checkpoint: Any) -> tuple[SourceFacts, ...]:
     """What lies beside a source's files, and says what model it is."""
     alone = isinstance(checkpoint, (str, os.PathLike))
     where = os.fspath(checkpoint if alone else checkpoint[0])
-    if not alone or (is_local(where) and not os.path.isdir(local_path(where))):
+    path = disk_path(where)
+    if not alone or (path is not None and not os.path.isdir(path)):
         if alone and not _RELEASED.match(os.path.basename(where)):
             return ()  # one file, among any others
         where = os.path.dirname(where) or os.curdir

@@ -25,7 +25,7 @@ from smckpt.storage import Storage, StoreOptions, access_to
 from smckpt.storage.disk.directory import Directory
 from smckpt.storage.disk.posix_read import open_file
 from smckpt.storage.faults import storage_error
-from smckpt.storage.urls import file_url, is_local, local_path
+from smckpt.storage.urls import file_url, path_on_disk
 from smckpt.translate.publishing.published import (
     NEW_RECORD,
     RECORD,
@@ -102,12 +102,7 @@ def apply_published(
     check_paths(root=root, directory=directory)
     check_counts(keep=keep)
     check_flags(quick=quick)
-    if not is_local(os.fspath(directory)):
-        raise UsageError(
-            "models are served from a file system", remedy="pass a local directory",
-            path=os.fspath(directory),
-        )  # fmt: skip
-    path = os.path.abspath(local_path(os.fspath(directory)))
+    path = path_on_disk(directory, "models are served from a file system", "pass a local directory")
     access = access_to(root, storage=storage)
     with ExitStack() as cleanup:
         source = access.open(root).without_links()

@@ -24,7 +24,7 @@ from smckpt.errors import CheckpointError, StorageError, UsageError
 from smckpt.formats.names import INDEX
 from smckpt.formats.readers.rank_files import weight_files, weight_map
 from smckpt.formats.source_files import Folder, SourceFiles
-from smckpt.storage.urls import is_local, local_path
+from smckpt.storage.urls import path_on_disk
 
 __all__ = ["ReloadReport", "reload_weights"]
 
@@ -67,12 +67,10 @@ def reload_weights(
             its answer. It may then serve neither model: load a whole one, or start it again.
     """
     began = time.perf_counter()
-    if not is_local(os.fspath(directory)):
-        raise UsageError(
-            "a server reads the weights of a disk here", path=os.fspath(directory),
-            remedy="bring the directory to a disk that the server sees (smckpt apply)",
-        )  # fmt: skip
-    model_path = os.path.realpath(local_path(os.fspath(directory)))
+    model_path = os.path.realpath(path_on_disk(
+        directory, "a server reads the weights of a disk here",
+        "bring the directory to a disk that the server sees (smckpt apply)",
+    ))  # fmt: skip
     folder = Folder(SourceFiles(), model_path)
     chosen = weight_files(folder)[0] if Path(model_path).is_dir() else {}
     if not chosen:

@@ -150,7 +150,7 @@ def chaos(out: str | None, all_of_them: bool, as_json: bool, **options: Any) -> 
     if all_of_them:
         options["moments"] = None
     with _directory(out, options["chdir"], "chaos") as directory:
-        found = Chaos(directory.root, say=directory.say, **options).run()
+        found = Chaos(directory.root, say=directory.say, **options).trials()
         directory.exact = found.exact
     print_report(as_json, found.to_json(), *found.lines)
     sys.exit(0 if found.exact else 1)

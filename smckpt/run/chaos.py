@@ -9,10 +9,9 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from smckpt.errors import CheckpointError, UsageError
@@ -112,45 +111,34 @@ class ChaosResult:
 
 
 @dataclass
-class Chaos:
-    """The runs of a script below `root`, an empty directory or URL.
+class Chaos(Script):
+    """The runs of a script, of which the first is not killed. If no time is given, the others have
+    ten times as long as that took.
 
     Args:
-        command: the script's command. `{root}` in it becomes the directory of a run.
         moments: at how many it is killed, evenly spread; None: at all.
-        chdir: run it in the directory of its run, with paths of existing files made absolute.
-        timeout: seconds for each run. None: an hour for the first, and ten times as long as that
-            took for the others.
-        ignore: globs of names that are not compared.
-        say: called with a line for each resume, and for warnings.
+
+    whole: what the uninterrupted run has committed.
     """
 
-    root: str
-    command: Sequence[str]
-    moments: int | None
-    chdir: bool
-    timeout: float | None
-    ignore: Sequence[str]
-    say: Callable[[str], None]
+    moments: int | None = None
+    whole: RunWatch = field(init=False)
 
-    def run(self) -> ChaosResult:
+    def trials(self) -> ChaosResult:
         """
         Raises:
             UsageError: nothing was found out: the kernel cannot count moments, the uninterrupted
                 run failed, committed nothing or had no moment, or a run failed before its kill.
             CheckpointError: a checkpoint of the uninterrupted run cannot be read.
         """
-        with tempfile.TemporaryDirectory(
-            prefix="smckpt-chaos-", ignore_cleanup_errors=True
-        ) as scratch:
-            trial = _Trial(Script(self.command, self.root, self.chdir, scratch, self.say), self)
+        with self.scratched():
             self.say("the uninterrupted run, which counts the moments")
-            count = trial.uninterrupted()
+            count = self._uninterrupted()
             chosen = _spread(count, count if self.moments is None else self.moments)
             self.say(f"{count} moments; killed at {len(chosen)} of them")
             resumes = []
             for number, moment in enumerate(chosen, 1):
-                one = trial.killed_at(moment)
+                one = self._killed_at(moment)
                 resumes.append(one)
                 why = f": {one.why}" if one.why else ""
                 moment_text = f"moment {moment}" + (f", before {one.call}" if one.call else "")
@@ -160,37 +148,17 @@ class Chaos:
                 "no run had as many moments as the uninterrupted one",
                 remedy="make the script do the same in each run",
             )
-        return ChaosResult(count, trial.whole.last, tuple(resumes))
+        return ChaosResult(count, self.whole.last, tuple(resumes))
 
-
-def _spread(count: int, wanted: int) -> list[int]:
-    """Moments, the first and the last among them."""
-    if wanted >= count:
-        return list(range(1, count + 1))
-    if wanted == 1:
-        return [(count + 1) // 2]
-    return [1 + round(index * (count - 1) / (wanted - 1)) for index in range(wanted)]
-
-
-class _Trial:
-    """The runs. whole: what the uninterrupted one has committed."""
-
-    whole: RunWatch
-
-    def __init__(self, script: Script, asked: Chaos) -> None:
-        self._script = script
-        self._asked = asked
-        self._limit = 3600.0 if asked.timeout is None else asked.timeout
-
-    def uninterrupted(self) -> int:
+    def _uninterrupted(self) -> int:
         """Returns how many moments it had."""
-        self.whole = self._script.watch("uninterrupted", self._limit)
+        self.whole = self.watch("uninterrupted")
         with self._output("uninterrupted") as log, Moments(self.whole.root) as moments:
-            status = self._run(self.whole, moments, log, lambda: self.whole.due() and False)
+            status = self._start(self.whole, moments, log, lambda: self.whole.due() and False)
             if status:
-                self._asked.say(_tail(log))
+                self.say(_tail(log))
         self.whole.look()
-        self._script.refuse_end(self.whole, "the uninterrupted run", status)
+        self.refuse_end(self.whole, "the uninterrupted run", status)
         refuse_nameless(self.whole.found)
         if not moments.count:
             raise UsageError(
@@ -198,16 +166,16 @@ class _Trial:
                 remedy="if it saves to S3, let SMCKPT_S3_ENDPOINT name the endpoint",
                 path=self.whole.root,
             )
-        if self._asked.timeout is None:
-            self._limit = max(_LEAST, _SLOWER * self.whole.elapsed)
+        if self.timeout is None:
+            self.limit = max(_LEAST, _SLOWER * self.whole.elapsed)
         return moments.count
 
-    def killed_at(self, moment: int) -> Resume:
+    def _killed_at(self, moment: int) -> Resume:
         name = f"killed-{moment:06}"
         call = self._kill(name, moment)
         if not call:
             return Resume(moment, "", None, MISSED)
-        resumed = self._script.watch(name, self._limit)
+        resumed = self.watch(name)
         committed = max(resumed.steps, default=None)
         outcome, why = self._resumed(name, resumed, committed)
         if outcome == EXACT and (path := disk_path(resumed.root)) is not None:
@@ -219,7 +187,7 @@ class _Trial:
 
     def _kill(self, name: str, moment: int) -> str:
         """Run until the moment. Returns the call before which it was killed, or ""."""
-        watch = self._script.watch(name, self._limit)
+        watch = self.watch(name)
         store = Access().open(watch.root)
         if store.list() or store.list_dirs():  # it would be deleted after the run
             raise UsageError(
@@ -231,9 +199,9 @@ class _Trial:
                 watch.refuse_late()
                 return moments.reached()
 
-            status = self._run(watch, moments, log, until)
+            status = self._start(watch, moments, log, until)
             if status and not moments.stopped:
-                self._asked.say(_tail(log))
+                self.say(_tail(log))
                 raise failed(
                     f"the run that was to be killed at moment {moment} ended with status {status} "
                     "before it"
@@ -243,7 +211,7 @@ class _Trial:
     def _resumed(self, name: str, watch: RunWatch, committed: int | None) -> tuple[str, str]:
         with self._output(name) as log:
             try:
-                status = self._script.run(watch, lambda: watch.due() and False, output=log)
+                status = self.run(watch, lambda: watch.due() and False, output=log)
             except TookTooLong as late:
                 return HUNG, late.message
             if status:
@@ -261,7 +229,7 @@ class _Trial:
         if last != self.whole.last:
             return WRONG, f"its last step is {last} and not {self.whole.last}"
         try:
-            compared = compare_runs(watch, self.whole, self._asked.ignore)
+            compared = compare_runs(watch, self.whole, self.ignore)
         except CheckpointError as error:
             return WRONG, error.message
         assert compared is not None
@@ -273,20 +241,27 @@ class _Trial:
             return WRONG, text
         return (LOST, why) if why else (EXACT, "")
 
-    def _run(self, watch: RunWatch, moments: Moments, log: int, until: Callable[[], bool]) -> int:
-        return self._script.run(
-            watch, until, wrap=moments.wrap, inherited=[moments.inherited], output=log
-        )
+    def _start(self, watch: RunWatch, moments: Moments, log: int, until: Callable[[], bool]) -> int:
+        return self.run(watch, until, wrap=moments.wrap, inherited=[moments.inherited], output=log)
 
     @contextlib.contextmanager
     def _output(self, name: str) -> Iterator[int]:
         """A file for the output of a run. A resume follows its kill."""
-        path = os.path.join(self._script.scratch, f"{name}.log")
+        path = os.path.join(self.scratch, f"{name}.log")
         fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_APPEND | os.O_CLOEXEC, 0o666)
         try:
             yield fd
         finally:
             os.close(fd)
+
+
+def _spread(count: int, wanted: int) -> list[int]:
+    """Moments, the first and the last among them."""
+    if wanted >= count:
+        return list(range(1, count + 1))
+    if wanted == 1:
+        return [(count + 1) // 2]
+    return [1 + round(index * (count - 1) / (wanted - 1)) for index in range(wanted)]
 
 
 def _tail(log: int) -> str:

@@ -3,8 +3,7 @@ runs it again without a kill, and compares the checkpoints of both."""
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,25 +65,14 @@ class ProofResult:
 
 
 @dataclass
-class Proving:
-    """The three runs of a script below `root`, an empty directory or URL.
+class Proving(Script):
+    """The three runs of a script.
 
     Args:
-        command: the script's command. `{root}` in it becomes the directory of a run.
         kill_at: kill at the first commit of this step or a later one; None: at the first commit.
-        chdir: run it in the directory of its run, with paths of existing files made absolute.
-        timeout: seconds for each run.
-        ignore: globs of names that are not compared.
-        say: called with a line at the start of each run, and for warnings.
     """
 
-    root: str
-    command: Sequence[str]
-    kill_at: int | None
-    chdir: bool
-    timeout: float
-    ignore: Sequence[str]
-    say: Callable[[str], None]
+    kill_at: int | None = None
 
     def prove(self) -> ProofResult:
         """
@@ -93,11 +81,8 @@ class Proving:
                 that the comparison needs. The message says which run, and how it ended.
             CheckpointError: a checkpoint cannot be read.
         """
-        with tempfile.TemporaryDirectory(
-            prefix="smckpt-prove-", ignore_cleanup_errors=True
-        ) as scratch:
-            script = Script(self.command, self.root, self.chdir, scratch, self.say)
-            killed = script.watch("interrupted", self.timeout)
+        with self.scratched():
+            killed = self.watch("interrupted")
             self.say("run 1 of 3: until a step is committed, then SIGKILL")
 
             def reached() -> bool:
@@ -107,30 +92,30 @@ class Proving:
                     killed.killed = any(at is None or step >= at for step in killed.steps)
                 return killed.killed
 
-            status = script.run(killed, reached)
+            status = self.run(killed, reached)
             killed.look()
             if not killed.killed:
                 if status:
                     raise failed(
                         f"the first run ended with status {status} before it could be killed"
                     )
-                script.refuse_end(killed, "the script", status)
+                self.refuse_end(killed, "the script", status)
                 steps = ", ".join(str(one.step) for one in killed.found)
                 raise UsageError(
                     f"the script ended before it could be killed; it has committed steps {steps}",
                     remedy="pass a smaller step to --kill-at, or let it train longer",
                 )
             self.say(f"killed at the commit of step {killed.last}; run 2 of 3: the same command")
-            resumed = self._finished(script, "interrupted", "the resumed run")
+            resumed = self._finished("interrupted", "the resumed run")
             self.say("run 3 of 3: the same command elsewhere, without a kill")
-            whole = self._finished(script, "uninterrupted", "the uninterrupted run")
+            whole = self._finished("uninterrupted", "the uninterrupted run")
         return _compared(killed, resumed, whole, self.ignore)
 
-    def _finished(self, script: Script, directory: str, name: str) -> RunWatch:
-        watch = script.watch(directory, self.timeout)
-        status = script.run(watch, lambda: watch.due() and False)
+    def _finished(self, directory: str, name: str) -> RunWatch:
+        watch = self.watch(directory)
+        status = self.run(watch, lambda: watch.due() and False)
         watch.look()
-        script.refuse_end(watch, name, status)
+        self.refuse_end(watch, name, status)
         return watch
 
 

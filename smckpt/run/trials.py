@@ -4,9 +4,11 @@ what `smckpt prove` and `smckpt chaos` share."""
 from __future__ import annotations
 
 import os
+import tempfile
 import time
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
@@ -46,30 +48,43 @@ class TookTooLong(UsageError):
     """A run's time is over."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Script:
-    """The user's command.
+    """The runs of a user's command below `root`, an empty directory or URL.
 
     Args:
         command: `{root}` in it becomes the directory of a run.
-        root: the directory, or URL, below which each run has its own.
         chdir: run it in the directory of its run, with paths of existing files made absolute.
-        scratch: where the runs make temporary files.
-        say: called with warnings.
+        timeout: seconds for each run; None: an hour.
+        ignore: globs of names that are not compared.
+        say: called with a line about each run, and for warnings.
     """
 
-    command: Sequence[str]
     root: str
+    command: Sequence[str]
     chdir: bool
-    scratch: str
+    timeout: float | None
+    ignore: Sequence[str]
     say: Callable[[str], None]
+    scratch: str = field(default="", init=False)  # where the runs make temporary files
+    limit: float = field(default=3600.0, init=False)
 
-    def watch(self, name: str, timeout: float) -> RunWatch:
-        """Begin to watch the directory of a run, for at most `timeout` seconds."""
+    def __post_init__(self) -> None:
+        self.limit = self.limit if self.timeout is None else self.timeout
+
+    @contextmanager
+    def scratched(self) -> Iterator[None]:
+        """While the block runs, the runs have a directory for temporary files."""
+        with tempfile.TemporaryDirectory(prefix="smckpt-", ignore_cleanup_errors=True) as made:
+            self.scratch = made
+            yield
+
+    def watch(self, name: str) -> RunWatch:
+        """Begin to watch the directory of a run, for at most `limit` seconds."""
         root = join_url(self.root, name)
         if (path := disk_path(root)) is not None:
             Path(path).mkdir(parents=True, exist_ok=True)
-        return RunWatch(root, timeout, self.say)
+        return RunWatch(root, self.limit, self.say)
 
     def run(
         self,

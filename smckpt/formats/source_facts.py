@@ -63,6 +63,9 @@ _ALIASES: Mapping[str, str] = MappingProxyType(
         "n_layers": "num_layers", "n_heads": "num_attention_heads",
         "n_kv_heads": "num_query_groups", "hidden_dim": "ffn_hidden_size",
         "norm_eps": "norm_epsilon", "use_scaled_rope": "use_rope_scaling",
+        # of NeMo 2 and of Megatron Bridge
+        "rope_scaling": "use_rope_scaling", "scale_factor": "rope_scaling_factor",
+        "nope_layer_interval": "no_rope_freq",
     }
 )  # fmt: skip
 # Of NeMo 1 and 2, and of Megatron Bridge: the section of the model in each.
@@ -70,6 +73,7 @@ _YAML_SECTIONS: Mapping[str, str] = MappingProxyType(
     {"model_config.yaml": "", "context/model.yaml": "config", "run_config.yaml": "model"}
 )
 _YAML = 16 << 20  # bytes
+_LONGEST = 1024  # entries of a list that is read
 _PARAMS = "params.json"
 _CONFIGS = ("config", "model_config", "hf_config")  # the names of a config beside a model
 _BESIDE = {(name,) for name in (*_CONFIGS, "args", "hyper_parameters")}
@@ -77,7 +81,7 @@ _DEEPEST = 8
 _POSITIONS = MappingProxyType({1: "rope", 2: "learned_absolute", 3: "alibi"})
 _HEADS = {"num_attention_heads", "n_head"}
 _SIZES = {"num_layers", "hidden_size", "num_attention_heads"}
-_PLAIN: TypeAlias = "str | int | float | bool | tuple[int, ...] | None"
+_PLAIN: TypeAlias = "str | int | float | bool | tuple[int | float, ...] | None"
 
 
 @dataclass(frozen=True)
@@ -113,7 +117,9 @@ def facts_of_state(root: Any, where: str) -> tuple[SourceFacts, ...]:
         if TP in found:
             return (SourceFacts(where, of, found, config),)
     if (found := _aliased(parameters)).keys() >= _SIZES:
-        return (SourceFacts(where, "the hyper_parameters in the file", found, config),)
+        flat = parameters if "num_hidden_layers" in parameters else None  # by transformers' names
+        flat = None if flat is None else {str(key): value for key, value in flat.items()}
+        return (SourceFacts(where, "the hyper_parameters in the file", found, config or flat),)
     if type(ranks := root.get("mp_world_size")) is int:  # DeepSpeed's
         return (SourceFacts(where, "the values of DeepSpeed in the file", {TP: ranks}, config),)
     return () if config is None else (SourceFacts(where, "the values in the file", {}, config),)
@@ -203,6 +209,10 @@ def _facts_of_yaml(text: str, where: str, section: str) -> SourceFacts | None:
     for line in text.splitlines():
         match = re.fullmatch(r"( *)([A-Za-z_]\w*):(?:\s+(.*))?", line.rstrip())
         if match is None:
+            item = re.fullmatch(r" *- ([\d.e+-]+)", line.rstrip())
+            above = found.get(opened, ())
+            if item is not None and opened and isinstance(above, tuple) and len(above) < _LONGEST:
+                found[opened] = (*above, _scalar(item[1]))  # type: ignore[arg-type]
             continue
         indent, name, value = match.groups()
         opens = not value or value[0] in "&!"  # an anchor or a class, and what follows
@@ -219,7 +229,7 @@ def _facts_of_yaml(text: str, where: str, section: str) -> SourceFacts | None:
             opened = name if opens else ""
         elif name == "_target_" and value and opened == "activation_func":
             found[opened] = str(_scalar(value)).rpartition(".")[2]
-        if here and value and not value.startswith(("&", "*", "!", "{", "[", "|", ">")):
+        if here and value and not value.startswith(("&", "*", "!", "{", "|", ">")):
             found[name] = _scalar(value)
     known = _aliased(found)
     return SourceFacts(where, f"the lines of {where.rpartition('/')[2]}", known) if known else None
@@ -227,6 +237,8 @@ def _facts_of_yaml(text: str, where: str, section: str) -> SourceFacts | None:
 
 def _scalar(text: str) -> _PLAIN:
     text = text.split(" #")[0].strip()
+    if text[:1] == "[" and text[-1:] == "]":
+        return tuple(_scalar(one) for one in text[1:-1].split(",") if one.strip())  # type: ignore[misc]
     if text[:1] in "'\"" and text[-1:] == text[:1] and len(text) > 1:
         return text[1:-1]
     words: dict[str, _PLAIN] = {"true": True, "false": False, "null": None, "~": None}
@@ -253,7 +265,7 @@ def _aliased(values: Mapping[Any, Any]) -> dict[str, _PLAIN]:
             number = value.args[0] if len(value.args) == 1 else None  # BigScience's enum
             value = _POSITIONS.get(number) if type(number) is int else None
         if isinstance(value, (list, tuple)):
-            value = tuple(one for one in value if isinstance(one, int))
+            value = tuple(one for one in value if isinstance(one, (int, float)))
         if isinstance(name, str) and isinstance(value, (str, int, float, bool, tuple, type(None))):
             out[_ALIASES.get(name, name)] = value
     if out.get("multi_query") is True and not out.get("new_decoder_architecture"):

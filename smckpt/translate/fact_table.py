@@ -13,12 +13,14 @@ from smckpt.translate.fact_values import (
     gated,
     head_size,
     if_yarn,
+    interleaved,
     kind_of_activation,
     mup_attention,
     mup_output,
     norm,
     or_absent,
     positions,
+    softmax_scale,
     squared,
     swish,
     to_even,
@@ -70,7 +72,8 @@ class MeantModel:
         """The rotary parameters of layers with full attention; None: positions are not rotary, or
         the config does not tell."""
         found = self.config.get("rope_parameters")
-        if isinstance(found, Mapping) and isinstance(found.get("full_attention"), Mapping):
+        own = isinstance(found, Mapping) and isinstance(found.get("full_attention"), Mapping)
+        if own or self.config.get("rope_local_base_freq") is not None:
             return None  # each type of layer has its own
         scaling = self.config.get("rope_scaling")
         base = self.config.get("rope_theta", self.config.get("rotary_emb_base"))
@@ -245,6 +248,35 @@ def _are_whole_layers(m: MeantModel) -> tuple[int, ...] | None:
     return None
 
 
+def _has_bounds(m: MeantModel) -> tuple[Any, ...] | None:
+    if m.rope is None or m.rope["rope_type"] != "llama3":
+        return None
+    return tuple(m.rope.get(key) for key in ("low_freq_factor", "high_freq_factor", _ORIGINAL))
+
+
+def _full_rope(m: MeantModel) -> Mapping[str, Any]:
+    """Of a model whose windows have rotary parameters of their own: those of the other layers."""
+    found = m.config.get("rope_parameters")
+    found = found if isinstance(found, Mapping) else {}
+    own = found.get("full_attention")
+    return own if isinstance(own, Mapping) else {**(m.config.get("rope_scaling") or {}), **found}
+
+
+def _has_two_bases(m: MeantModel) -> tuple[Any, Any] | None:
+    found = m.config.get("rope_parameters")
+    window = found.get("sliding_attention") if isinstance(found, Mapping) else None
+    local = (window or {}).get("rope_theta", m.config.get("rope_local_base_freq"))
+    base = _full_rope(m).get("rope_theta", m.config.get("rope_theta"))
+    return None if local is None or base is None else (local, base)
+
+
+def _has_linear_factor(m: MeantModel) -> float | None:
+    if _has_two_bases(m) is None:
+        return None
+    rope = _full_rope(m)
+    return rope.get("factor") if rope.get("rope_type", rope.get("type")) == "linear" else 1.0
+
+
 def _of_experts(letter: str) -> Callable[[MeantModel], Any]:
     return lambda m: m.dims.sizes[letter] if m.dims.experts else None
 
@@ -309,25 +341,39 @@ FACTS: Sequence[Fact] = (
     _fact("rotary_percent", "partial_rotary_factor", _turned_part,
           lambda values: values.get("rotary_percent")
           if positions(values) in (None, "rope") else None),
+    _fact("rotary_base (of windows, of others)", "rope_local_base_freq, rope_theta",
+          _has_two_bases, lambda values: values.get("rotary_base")
+          if isinstance(values.get("rotary_base"), tuple) else None),
     _fact("rotary_interleaved", "", lambda m: None if m.dims.family.name in _UNKNOWN_ORDER
           else m.dims.family.name in _SIDE_BY_SIDE),
+    _fact("multi_latent_attention (rows side by side)", "rope_interleave",
+          lambda m: m.config.get("rope_interleave") is not False if m.latent else None,
+          lambda values: values.get("multi_latent_attention") or None),  # Megatron knows no other
     _fact("use_rope_scaling", "rope_type",
-          lambda m: None if m.rope is None else m.rope["rope_type"] == "llama3"),
+          lambda m: None if m.rope is None else m.rope["rope_type"] == "llama3",
+          lambda values: values.get("use_rope_scaling", "old_context_len" in values or None)),
+    _fact("old_context_len", "low_freq_factor, high_freq_factor, original_max_position_embeddings",
+          _has_bounds, lambda values: tuple(map(
+              values.get, ("low_freq_factor", "high_freq_factor", "old_context_len")))
+          if "old_context_len" in values else None),
     _fact("rope_scaling_factor", "factor",
           lambda m: None if m.rope is None or m.rope["rope_type"] != "llama3"
           else m.rope.get("factor"),
           lambda values: values.get("rope_scaling_factor")
-          if values.get("use_rope_scaling") else None),
+          if values.get("use_rope_scaling") or "old_context_len" in values else None),
     _fact("use_rope_scaling (bounds)", "low_freq_factor, high_freq_factor, "
-          "original_max_position_embeddings",
-          lambda m: None if m.rope is None or m.rope["rope_type"] != "llama3" else tuple(
-              m.rope.get(key) for key in ("low_freq_factor", "high_freq_factor", _ORIGINAL)),
+          "original_max_position_embeddings", _has_bounds,
           lambda values: _BOUNDS if values.get("use_rope_scaling") else None, noted=True),
     _fact("rotary_seq_len_interpolation_factor", "factor of linear scaling",
           lambda m: None if m.rope is None or m.latent
           else (m.rope.get("factor", 1) if m.rope["rope_type"] in _DIVIDED else 1),
           lambda values: (values["rotary_seq_len_interpolation_factor"] or 1)
           if "rotary_seq_len_interpolation_factor" in values else None),
+    _fact("rope_scaling_factor (linear)", "factor of linear scaling", _has_linear_factor,
+          lambda values: values.get("rope_scaling_factor")
+          if isinstance(values.get("rotary_base"), tuple) else None),
+    _fact("attention_chunk_size", "attention_chunk_size",
+          lambda m: m.config.get("attention_chunk_size")),
     _fact("no_rope_freq", "no_rope_layers",
           lambda m: None if m.rope is None else _is_without_rope(m), without_rope),
     _fact("rotary_scaling_factor", "factor of YaRN", _yarn("factor", latent=True, plain=1),
@@ -367,7 +413,7 @@ FACTS: Sequence[Fact] = (
     _fact("activation_func_clamp_value", "swiglu_limit",
           lambda m: m.config.get("swiglu_limit") or 0, or_absent("activation_func_clamp_value", 0)),
     _fact("softmax_scale", "head_dim, query_pre_attn_scalar, attention_multiplier",
-          _softmax_scale),
+          _softmax_scale, softmax_scale),
     _fact("softmax_type", "model_type",
           lambda m: "learnable" if "sinks" in m.roles else "vanilla"),
     _fact("attn_logit_softcapping", "attn_logit_softcapping",
@@ -384,7 +430,8 @@ FACTS: Sequence[Fact] = (
           lambda values: True if values.get("use_mup") and "mup_attn_temp" in values else None),
     _fact("mup_embedding_mult", "embedding_multiplier",
           lambda m: float(m.config.get("embedding_multiplier") or 1),
-          lambda values: values.get("mup_embedding_mult") if values.get("use_mup") else None),
+          lambda values: values.get("mup_embedding_mult") if values.get("use_mup")
+          else 1.0 if "use_mup" in values else None),
     _fact("mup_output_mult", "logits_scaling",
           lambda m: 1 / (m.config.get("logits_scaling") or 1), mup_output),
     _fact("mup_attn_scale_power", "attention_multiplier", _softmax_scale, mup_attention),
@@ -403,6 +450,8 @@ FACTS: Sequence[Fact] = (
           if isinstance(values.get("window_size"), tuple) else None, noted=True),
     _fact("window_attn_skip_freq", "layer_types, sliding_window_pattern", _are_whole_layers,
           whole_layers, noted=True),
+    _fact("interleaved_attn_pattern", "layer_types, sliding_window_pattern", _are_whole_layers,
+          interleaved, noted=True),
     _fact("gpt_j_residual", "use_parallel_residual", _beside),
     _fact("transformer_block_type", "model_type",
           lambda m: None if {"post1", "post2"} & m.roles else "pre_ln"),
@@ -422,6 +471,10 @@ FACTS: Sequence[Fact] = (
           _routed(lambda m: m.dims.family.name == "llama4_text")),
     _fact("moe_router_score_function", "scoring_func", _routed(_scores)),
     _fact("moe_router_pre_softmax", "norm_topk_prob", _routed(_before_choice)),
+    _fact("moe_router_score_function (sum of the chosen)", "norm_topk_prob",
+          _routed(lambda m: m.config.get("norm_topk_prob") if _scores(m) == "sigmoid" else None),
+          lambda values: values.get("moe_router_topk", 2) > 1 or None
+          if values.get("moe_router_score_function") == "sigmoid" else None),
     _fact("moe_router_topk_scaling_factor", "routed_scaling_factor",
           _routed(lambda m: m.config.get("routed_scaling_factor") or 1),
           or_absent("moe_router_topk_scaling_factor", 1)),

@@ -12,12 +12,14 @@ __all__ = [
     "gated",
     "head_size",
     "if_yarn",
+    "interleaved",
     "kind_of_activation",
     "mup_attention",
     "mup_output",
     "norm",
     "or_absent",
     "positions",
+    "softmax_scale",
     "squared",
     "swish",
     "to_even",
@@ -175,9 +177,20 @@ def mup_attention(values: Mapping[str, Any]) -> float | None:
     return float(math.sqrt(values.get("mup_base_head_dim") or 1.0) / size**power)
 
 
+def softmax_scale(values: Mapping[str, Any]) -> float | None:
+    """The factor of attention's scores; None in its place means one by the head's root."""
+    size = head_size(values)
+    scaled = values.get("use_mup") or values.get("query_pre_attn_scalar") is not None
+    if values.get("softmax_scale") is not None or scaled or not size:
+        return values.get("softmax_scale")
+    return float(size**-0.5) if "softmax_scale" in values else None
+
+
 def mup_output(values: Mapping[str, Any]) -> float | None:
     """The factor of the logits under muP."""
     found = values.get("mup_output_mult")
+    if "use_mup" in values and not values["use_mup"]:
+        return 1.0
     if not values.get("use_mup") or not isinstance(found, (int, float)):
         return None
     base, size = values.get("mup_base_hidden_size"), values.get("hidden_size")
@@ -192,6 +205,14 @@ def whole_layers(values: Mapping[str, Any]) -> tuple[int, ...] | None:
     if isinstance(found, tuple):
         return tuple(layer for layer, windowed in enumerate(found) if not windowed)
     return None
+
+
+def interleaved(values: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """The same, of a pattern: so many layers with a window, then one without."""
+    found, layers = values.get("interleaved_attn_pattern"), values.get("num_layers")
+    if not isinstance(found, tuple) or len(found) != 2 or not sum(found) or type(layers) is not int:
+        return None
+    return tuple(range(sum(found) - 1, layers, sum(found)))
 
 
 def or_absent(name: str, absent: Any) -> Callable[[Mapping[str, Any]], Any]:

@@ -39,6 +39,15 @@ _DECISIVE = (
     "linear_num_value_heads", "layer_types", "swiglu_limit", "clip_qkv", "use_qk_norm",
     "topk_method", "rope_local_base_freq", "attention_chunk_size", "attn_temperature_tuning",
 )  # fmt: skip
+# what shapes do not show of a tower
+_OF_TOWERS = tuple(
+    f"vision_config.{key}"
+    for key in (
+        "num_heads", "num_attention_heads", "hidden_act", "spatial_merge_size", "window_size",
+        "fullatt_block_indexes", "patch_size", "temporal_patch_size", "deepstack_visual_indexes",
+        "image_size",
+    )
+)  # fmt: skip
 _ON_OR_OFF = ("attn_temperature_tuning",)  # Llama 4's first configs have a number there
 # what a run may change between two trainings of the same weights
 _CHANGEABLE = (
@@ -56,7 +65,9 @@ _UNREAD = frozenset({
     "transformers_weights", "return_dict", "vocab_size", "chunk_size_feed_forward", "text_config",
     "vision_config", "model_type", "rope_type", "rope_theta", "rope_scaling", "torchscript",
 })  # fmt: skip
-_UNREAD_ENDS = ("dropout", "pdrop", "dropout_rate", "_token_id", "_implementation")
+_UNREAD_ENDS = ("dropout", "pdrop", "dropout_rate", "_implementation")
+_UNREAD_IDS = tuple(f"{kind}_token_id" for kind in ("bos", "eos", "pad", "sep", "decoder_start"))
+_FLAT_SIZES = ("num_hidden_layers", "hidden_size", "intermediate_size")
 _SHOWN = ("num_layers", "hidden_size", "ffn_hidden_size", "num_experts")
 _OF_ONE_RUN = ("seed", "consumed_train_samples")  # all ranks have one, at each step
 
@@ -69,12 +80,13 @@ def compare_configs(facts: SourceFacts, settings: ModelConfig) -> tuple[str, ...
     """
     if facts.config is None:
         return ()
-    own = text_values(facts.config)
+    own = {**text_values(facts.config), **_tower_values(facts.config)}
     # of a model with towers, the whole config says whether the embeddings are tied
     one, two = (
         {
             **_by_llamas_keys(values),
             **text_values(values),
+            **_tower_values(values),
             **({_TIED: values[_TIED]} if _TIED in values else {}),
         }
         for values in (facts.config, settings.values)
@@ -82,7 +94,12 @@ def compare_configs(facts: SourceFacts, settings: ModelConfig) -> tuple[str, ...
     family = find_family(str(own.get("model_type")))
     renamed = {} if family is None else family.keys
     notes = []
-    for key in (*_DECISIVE, *_CHANGEABLE):
+    # Of flat parameters, sizes that differ show that they are of another part of a module.
+    beside, others = "config that lies beside the model has", False
+    if "model_type" not in facts.config:
+        beside = f"{facts.of.removeprefix('the ')} have"
+        others = any(one.get(key, two.get(key)) != two.get(key) for key in _FLAT_SIZES)
+    for key in (*_DECISIVE, *_OF_TOWERS, *_CHANGEABLE):
         a, b = one.get(key), two.get(key)
         if key in _ON_OR_OFF and None not in (a, b):
             a, b = bool(a), bool(b)
@@ -91,10 +108,8 @@ def compare_configs(facts: SourceFacts, settings: ModelConfig) -> tuple[str, ...
         stated = {key, renamed.get(key)} & own.keys() or key == "rope_type"
         if not stated or None in (a, b) or odd or equal_values(a, b):
             continue
-        differs = (
-            f"the config that lies beside the model has {key}={a!r}, but that of config= {b!r}"
-        )
-        if key in _CHANGEABLE:
+        differs = f"the {beside} {key}={a!r}, but that of config= {b!r}"
+        if key in _CHANGEABLE or others:
             notes.append(f"{differs}; the latter is written")
             continue
         raise TensorMismatchError(
@@ -102,18 +117,20 @@ def compare_configs(facts: SourceFacts, settings: ModelConfig) -> tuple[str, ...
             remedy="pass the config= of this very model; if the one beside it is wrong, "
             "correct it there", path=facts.where,
         )  # fmt: skip
-    others = [
+    further = [
         key
         for key in sorted(one.keys() & two.keys() & {*own, "rope_parameters"})
-        if key not in _DECISIVE + _CHANGEABLE
-        and key not in _UNREAD
-        and not key.startswith(("output_", "gradient_"))
-        and not key.endswith(_UNREAD_ENDS)
+        for name in [key.rpartition(".")[2]]
+        if key not in _DECISIVE + _OF_TOWERS + _CHANGEABLE
+        and name not in _UNREAD
+        and not name.startswith(("output_", "gradient_"))
+        and not name.endswith(_UNREAD_ENDS)
+        and name not in _UNREAD_IDS
         and _given(one[key]) != _given(two[key])
     ]
-    if others:
+    if further:
         notes.append(
-            f"config= differs from the config beside the model in {', '.join(others)}: the values "
+            f"config= differs from the config beside the model in {', '.join(further)}: the values "
             "of config= are written"
         )
     return tuple(notes)
@@ -145,7 +162,13 @@ def compare_facts(
     ]
     # Shapes show these. Where they differ, something else than this model is meant.
     others = not megatrons and any(fact.name in _SHOWN for fact, _, _ in differ)
-    notes = []
+    notes = [
+        f"{facts.of} say nothing of {key}={model.config[key]!r}, which Megatron-core does not "
+        "have: the config is written as it is"
+        for key in _UNKNOWN_TO_MEGATRON
+        if megatrons and TP in facts.values and key not in facts.values
+        and model.config.get(key) not in (None, False, 0, 1)
+    ]  # fmt: skip
     shifted = facts.values.get(ZERO_CENTRED_NORMS) is True and not dims.family.zero_centred
     if layout is None and shifted:
         notes.append(
@@ -170,6 +193,7 @@ def compare_facts(
     return tuple(notes)
 
 
+_UNKNOWN_TO_MEGATRON = ("residual_multiplier", "logit_scale", "clip_qkv", "attn_temperature_tuning")
 _TIED = "tie_word_embeddings"
 _TRAINED = ("mcore_", "te_")  # how the layouts of trainers that store such norms are called
 
@@ -203,6 +227,15 @@ def layout_of_facts(
             remedy="leave layout= out", path=facts.where,
         )  # fmt: skip
     return chosen.zero_centred()
+
+
+def _tower_values(config: Mapping[str, Any]) -> dict[str, Any]:
+    found = config.get("vision_config")
+    return (
+        {f"vision_config.{key}": value for key, value in found.items()}
+        if isinstance(found, Mapping)
+        else {}
+    )
 
 
 def _given(value: Any) -> Any:

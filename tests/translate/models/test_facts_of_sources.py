@@ -21,7 +21,7 @@ from smckpt import ExportOptions, Parallel, errors, export_hf
 from tests.formats.test_deepspeed import zero3
 from tests.formats.test_smp import partial, sharded, staged
 from tests.formats.test_sources_in_s3 import upload
-from tests.support.models import families, references
+from tests.support.models import families, references, vision
 from tests.support.models.references import on_disk
 
 State = dict[str, torch.Tensor]
@@ -243,6 +243,23 @@ def test_what_else_the_config_beside_says_otherwise_is_noted(tmp_path, llama, be
     assert not any("beside the model" in note for note in report.notes), report.notes
 
 
+def test_what_the_config_beside_says_of_a_tower_is_compared(tmp_path):
+    """Heads of another size have the same shapes there too."""
+    model = vision.model("qwen2_5_vl")
+    on_disk(model, tmp_path / "hub")
+    right = model.config.to_dict()
+    tower = right["vision_config"]
+    report = export_hf(tmp_path / "hub", tmp_path / "hf", config=right)
+    assert not any("beside the model" in note for note in report.notes), report.notes
+    for key, value in (("num_heads", tower["num_heads"] // 2), ("fullatt_block_indexes", [0])):
+        wrong = {**right, "vision_config": {**tower, key: value}}
+        with pytest.raises(errors.TensorMismatchError, match=f"has vision_config.{key}="):
+            export_hf(tmp_path / "hub", tmp_path / "no", config=wrong)
+    other = {**right, "image_token_id": right["image_token_id"] + 1}
+    report = export_hf(tmp_path / "hub", tmp_path / "noted", config=other)
+    assert any("the model in image_token_id:" in note for note in report.notes)
+
+
 def test_the_config_beside_may_have_older_keys(tmp_path):
     """GPT-2's heads are under n_head; no tensor's shape shows how many there are."""
     model = families.model("gpt2")
@@ -300,6 +317,27 @@ def test_values_of_another_model_are_notes(tmp_path, llama):
     torch.save(saved, file)
     report = export_hf(file, tmp_path / "hf", config=model.config)
     assert any("hidden_size=512" in note for note in report.notes)
+
+
+def test_flat_parameters_by_the_names_of_transformers_are_compared(tmp_path, llama):
+    """A Lightning module has the config's keys among its own, without a model_type."""
+    model, state = llama
+    file = lightning(tmp_path / "run", state, True)
+    saved = torch.load(file, weights_only=False)
+    flat = {**model.config.to_dict(), "lr": 0.1}
+    del flat["model_type"]
+    saved["hyper_parameters"] = flat
+    torch.save(saved, file)
+    report = export_hf(file, tmp_path / "hf", config=model.config)
+    assert not any("hyper_parameters" in note for note in report.notes), report.notes
+    for key, value in (("hidden_act", "gelu"), ("tie_word_embeddings", True)):
+        torch.save({**saved, "hyper_parameters": {**flat, key: value}}, file)
+        with pytest.raises(errors.TensorMismatchError, match=f"hyper_parameters .* have {key}="):
+            export_hf(file, tmp_path / "no", config=model.config)
+    other = {**flat, "hidden_size": 512, "hidden_act": "gelu"}  # of another part of the module
+    torch.save({**saved, "hyper_parameters": other}, file)
+    report = export_hf(file, tmp_path / "other", config=model.config)
+    assert any("have hidden_act='gelu'" in note for note in report.notes)
 
 
 @pytest.mark.parametrize("text", ["{", "[1]", '{"model_type": "llama"}', "[" * 100_000])

@@ -166,6 +166,8 @@ _DEFAULT_YARN = {**_PLAIN_YARN, "original_max_position_embeddings": 32}
 _YARNS = {"position_embedding_type": "yarn", "yarn_rotary_scaling_factor": 4.0,
           "yarn_beta_fast": 32.0, "yarn_beta_slow": 1.0,
           "yarn_original_max_position_embeddings": 32}  # fmt: skip
+_LLAMA_3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}  # fmt: skip
 OF_FAMILIES: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     ("deepseek_v3", _V3, _SIGMOID, {
         "moe_router_score_function": "softmax", "moe_router_topk_scaling_factor": None,
@@ -261,9 +263,7 @@ OF_FAMILIES: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = 
     ("gemma", {"rope_parameters": {"rope_type": "proportional", "rope_theta": 1e4}},
      {"rotary_percent": 1.0, "rotary_seq_len_interpolation_factor": None},
      {"rotary_percent": 0.5}),
-    ("gemma", {"rope_parameters": {
-        "rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}},
+    ("gemma", {"rope_parameters": _LLAMA_3},
      {"use_rope_scaling": True, "rope_scaling_factor": 8.0}, {"rope_scaling_factor": 32.0}),
     ("mixtral", {}, {"moe_apply_probs_on_input": False}, {"moe_apply_probs_on_input": True}),
     # gates and up projections that take turns in blocks of rows, within equal shapes
@@ -324,6 +324,32 @@ OF_FAMILIES: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = 
      {"activation_func": "silu"}),
     ("gemma", {}, {"vocab_size": 120}, {"vocab_size": 200}),
     ("gemma", {}, {"vocab_size": -1}, {}),  # in Meta's params.json
+    # None is the default, as far as Megatron is concerned: one by the root of the head's size
+    ("granite", {"attention_multiplier": 0.25}, {"softmax_scale": None, "kv_channels": 16},
+     {"kv_channels": 64}),
+    ("gemma2", {"query_pre_attn_scalar": 64},
+     {"softmax_scale": None, "query_pre_attn_scalar": 64, "kv_channels": 16},
+     {"query_pre_attn_scalar": None}),
+    ("granite", {"embedding_multiplier": 1.0, "logits_scaling": 1.0}, {"use_mup": False}, {}),
+    ("granite", {"embedding_multiplier": 12.0}, {"mup_embedding_mult": 1.0}, {"use_mup": False}),
+    ("granite", {"logits_scaling": 8.0}, {"mup_output_mult": 1.0}, {"use_mup": False}),
+    # with sigmoids, Megatron divides by the sum of the chosen ones
+    ("deepseek_v3", {"norm_topk_prob": False}, {},
+     {"moe_router_score_function (sum of the chosen)": "sigmoid"}),
+    ("glm4_moe", {"norm_topk_prob": True}, {"moe_router_score_function": "sigmoid"}, {}),
+    ("deepseek_v3", {"rope_interleave": False}, {},
+     {"multi_latent_attention (rows side by side)": True}),
+    ("llama4_text", {"attention_chunk_size": 16}, {"attention_chunk_size": 16},
+     {"attention_chunk_size": 8}),
+    ("gemma3_text", {"layer_types": ["sliding_attention", "full_attention"]},
+     {"interleaved_attn_pattern": (1, 1)}, {"interleaved_attn_pattern": (5, 1)}),
+    ("gemma3_text", {}, {"rotary_base": (10000, 1000000), "rope_scaling_factor": 1.0},
+     {"rotary_base (of windows, of others)": (10000, 500000),
+      "rope_scaling_factor (linear)": 8.0}),
+    ("gemma", {"rope_parameters": _LLAMA_3},
+     {"rope_scaling_factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+      "old_context_len": 8192}, {"old_context_len": 4096, "rope_scaling_factor": 32.0}),
+    ("gemma", {}, {}, {"old_context_len": 8192}),
 ]  # fmt: skip
 
 
@@ -349,7 +375,17 @@ def test_facts_of_a_family_are_compared(family, more, fits, wrong):
             assert any(name in note for note in notes)
             continue
         with pytest.raises(errors.TensorMismatchError, match="they say"):
-            compared({"num_layers": 2, **fits, name: value})
+            compared({"num_layers": 2, **fits, name.partition(" ")[0]: value})
+
+
+def test_a_factor_that_megatron_does_not_have_is_noted():
+    settings = read_config(families.config("granite", residual_multiplier=0.22))
+    dims = read_dims(settings.values)
+    layout = layouts_of(dims.family)["mcore_te"]
+    for more, noted in (({}, True), ({"residual_multiplier": 0.22}, False)):
+        facts = SourceFacts("file", "they", {"tensor_model_parallel_size": 1, **more})
+        notes = compare_facts(facts, dims, settings, layout, None)
+        assert any("say nothing of residual_multiplier=0.22" in note for note in notes) == noted
 
 
 def test_every_fact_of_the_table_is_asked_for():
@@ -557,8 +593,16 @@ num_layers: 31
         ("kv_channels: null", "kv_channels: 8", "kv_channels"),
         ("torch.nn.functional.silu", "torch._C._nn.gelu", "swiglu"),
         ("kv_channels: null", "kv_channels: null", "kv_channels=8"),  # 64 / 8, as Megatron has it
+        ("interleaved: false", "interleaved: false\n  rope_scaling: true", "use_rope_scaling=True"),
+        (
+            "interleaved: false",
+            "interleaved: false\n  old_context_len: 8192\n  scale_factor: 8.0",
+            "use_rope_scaling=True",
+        ),
+        ("rotary_base: 500000", "rotary_base:\n  - 1e4\n  - 1e6", r"rotary_base=\(10000.0, 1000"),
+        ("rotary_base: 500000", "rotary_base: [10, 20]", r"rotary_base=\(10, 20\)"),
     ],
-)
+)  # fmt: skip
 def test_nemos_context_is_compared(tmp_path, llama, old, new, named):
     model, state = llama
     weights = distributed(tmp_path / "nemo" / "weights", references.mcore(state, 1, 0))

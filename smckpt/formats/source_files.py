@@ -22,7 +22,7 @@ from smckpt.checkpoint.records.sealed import at_once
 from smckpt.errors import CorruptCheckpointError, UsageError
 from smckpt.layout.strided import Box, Copy, elements, execute
 from smckpt.storage import Access, Storage
-from smckpt.storage.faults import storage_error
+from smckpt.storage.faults import replaced, storage_error
 from smckpt.storage.urls import file_url, is_local, join_url
 
 __all__ = [
@@ -210,12 +210,13 @@ class SourceFiles:
             self._seen.clear()
             for storage in self._stores.values():
                 storage.close()
+            self._stores.clear()
 
     def _store(self, path: str) -> tuple[Storage, str]:
         directory, _, name = path.rpartition("/")
         with self._lock:
             if directory not in self._stores:
-                self._stores[directory] = self.access.open(f"{directory}/")
+                self._stores[directory] = self.access.open(f"{directory}/").of_one_version()
             return self._stores[directory], name
 
     @contextmanager
@@ -251,13 +252,12 @@ class SourceFiles:
         now = found.st_size, found.st_mtime_ns
         before = self._seen.setdefault(path, now)
         if before != now:
+            if before[0] == now[0]:
+                raise replaced(path)
             raise CorruptCheckpointError(
-                "the file has changed since its reading began"
-                if before[0] == now[0]
-                else f"the file has {now[0]} bytes, but had {before[0]} when its reading began",
-                remedy="read it when nothing writes to it any more",
-                path=path,
-            )
+                f"the file has {now[0]} bytes, but had {before[0]} when its reading began",
+                remedy="read it when nothing writes to it any more", path=path,
+            )  # fmt: skip
 
     def _buffer(self, nbytes: int) -> memoryview:
         """Memory of this thread, for what is read from a disk."""

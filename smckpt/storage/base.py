@@ -229,12 +229,9 @@ class Storage(ABC):
 
     @abstractmethod
     def read_into(
-        self,
-        name: str,
-        offset: int,
-        buffers: Sequence[memoryview],
+        self, name: str, offset: int, buffers: Sequence[memoryview],
         seen: Callable[[memoryview], None] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Fill `buffers`, one after the other, with consecutive bytes that begin at `offset`.
 
         Args:
@@ -255,8 +252,7 @@ class Storage(ABC):
 
     @abstractmethod
     def list(self, prefix: str = "") -> list[FileInfo]:
-        """The files directly in this directory with this prefix, by name. A missing directory has
-        none."""
+        """The files directly in this directory with this prefix, by name. It may be missing."""
 
     @abstractmethod
     def list_dirs(self) -> Sequence[str]:
@@ -406,8 +402,11 @@ class Storage(ABC):
         return self
 
     def with_links(self) -> Storage:
-        """This directory as a store whose reads follow symbolic links, as files of others may be
-        (those of a cache of models are)."""
+        """This directory as a store whose reads follow symbolic links, as those of caches are."""
+        return self
+
+    def of_one_version(self) -> Storage:
+        """This directory as an object store that refuses to read on in a file that was replaced."""
         return self
 
     def holder(self, name: str) -> Storage:

@@ -35,6 +35,7 @@ __all__ = [
     "refuse_incomplete",
     "refuse_outside",
     "refuse_size",
+    "replaced",
     "storage_error",
     "temporary_error",
     "too_long",
@@ -197,6 +198,14 @@ def too_short(name: str, size: int, needed: int, path: str) -> CorruptCheckpoint
         remedy="the file was cut after it was written: use an older checkpoint",
         path=path,
     )
+
+
+def replaced(path: str) -> CorruptCheckpointError:
+    """The error for a file that is another one than at the first look."""
+    return CorruptCheckpointError(
+        "the file has changed since its reading began",
+        remedy="read it when nothing writes to it any more", path=path,
+    )  # fmt: skip
 
 
 def too_long(name: str, size: int, most: int, path: str) -> CorruptCheckpointError:

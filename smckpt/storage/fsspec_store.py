@@ -7,6 +7,7 @@ are fsspec's own (its configuration files and FSSPEC_… variables).
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import shutil
 import threading
@@ -21,7 +22,7 @@ from smckpt.errors import (
 )
 from smckpt.storage.base import Access, FileInfo, Storage
 from smckpt.storage.disk.posix import PosixStorage
-from smckpt.storage.faults import storage_error, too_short
+from smckpt.storage.faults import replaced, storage_error, too_short
 from smckpt.storage.preflight import try_out
 from smckpt.storage.spool import SpooledWriter
 from smckpt.storage.urls import file_url, scheme_of
@@ -51,6 +52,7 @@ class FsspecStorage(Storage):
         self.exclusive = self.scheme in _EXCLUSIVE
         self.one_process = self.scheme in _ONE_PROCESS
         self.fs = _file_system(self.scheme, self.url)
+        self._versions: dict[str, str] | None = None  # path → fsspec's key of what is read
         self._root = str(self.fs._strip_protocol(self.url)).rstrip("/")
 
     def create_file(self, name: str, size: int, *, replace: bool = False) -> SpooledWriter:
@@ -110,7 +112,9 @@ class FsspecStorage(Storage):
             return
         path = self._path(name)
         with self._own_errors(name, "read"):
+            self._refuse_replaced(path, again=False)
             data = memoryview(self._range(path, offset, offset + length))
+            self._refuse_replaced(path)
         if len(data) != length:
             path = file_url(self.url, name)
             raise too_short(name, offset + len(data), offset + length, path)
@@ -120,9 +124,22 @@ class FsspecStorage(Storage):
             if seen is not None:
                 seen(buffer)
 
+    def _refuse_replaced(self, path: str, *, again: bool = True) -> None:
+        """Of a store `of_one_version`. again: also a file that was looked at before."""
+        if self._versions is not None and (again or path not in self._versions):
+            now = str(self.fs.ukey(path))
+            if self._versions.setdefault(path, now) != now:
+                raise replaced(file_url(self.url, path.rpartition("/")[2]))
+
+    def of_one_version(self) -> FsspecStorage:
+        store = copy.copy(self)
+        store._versions = {}
+        return store
+
     def size(self, name: str) -> int:
         with self._own_errors(name, "look up the size"):
             found = self.fs.info(self._path(name))
+            self._refuse_replaced(self._path(name), again=False)
             if found["type"] != "file":
                 raise IsADirectoryError(self._path(name))
             return int(found["size"])

@@ -124,6 +124,27 @@ def test_a_changed_byte_in_s3_is_told_and_nothing_there_is_told(tmp_path, s3_roo
         export_hf(f"{s3_root}/nothing", tmp_path / "no")
 
 
+@pytest.mark.parametrize("store", ["s3", "memory"])
+def test_an_object_that_is_replaced_while_it_is_read_is_refused(store, s3_root, monkeypatch):
+    """By its ETag, or by fsspec's key: half of each would be tensors of both."""
+    root = f"{s3_root}/replaced" if store == "s3" else "memory://replaced"
+    url, storage, source = f"{root}/model.bin", open_storage(root), SourceFiles()
+    monkeypatch.setattr(source_files, "_WINDOW", 4)  # nothing is kept
+    storage.overwrite("model.bin", b"old" * 4)
+    whole = source.whole(url)
+    storage.overwrite("model.bin", b"new" * 4)
+    for _ in range(2):
+        with pytest.raises(errors.CorruptCheckpointError, match="changed since its reading began"):
+            source.read(whole, 0, 6)
+    source.close()
+    assert source.read(whole, 0, 6) == b"newnew"  # without a look at its size before
+    storage.overwrite("model.bin", b"old" * 4)
+    with pytest.raises(errors.CorruptCheckpointError, match="changed since its reading began"):
+        source.read(whole, 6, 12)
+    source.close()
+    assert source.read(whole, 6, 12) == b"oldold"
+
+
 def test_ranges_of_a_store_stay_small(tmp_path, s3_root, monkeypatch):
     """A transposed tensor and columns of one are read in parts, none larger than the limit."""
     monkeypatch.setattr(source_files, "_WINDOW", 4 << 10)

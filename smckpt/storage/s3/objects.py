@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from smckpt.errors import StorageError
 from smckpt.storage.budget import Share
-from smckpt.storage.faults import too_long
+from smckpt.storage.faults import replaced, too_long
 from smckpt.storage.s3.bodies import Body, Filling
 from smckpt.storage.s3.config import StoreOptions
 from smckpt.storage.s3.faults import BadBody, code_of, is_transient, length_of, status_of
@@ -143,9 +143,15 @@ class Objects(Requests):
 
     # -- read --------------------------------------------------------------------------------------
 
-    def size(self, key: str) -> int:
-        """The size of an object in bytes."""
-        return self._described(key, length_of)
+    def size(self, key: str, etags: dict[str, str] | None = None) -> int:
+        """The size of an object in bytes. etags: see `read_into`."""
+
+        def fact(answer: Mapping[str, Any]) -> int:
+            if etags is not None:
+                etags.setdefault(key, answer["ETag"])
+            return length_of(answer)
+
+        return self._described(key, fact)
 
     def kept_crc64(self, key: str) -> int | None:
         """See `Storage.stored_crc64`."""
@@ -161,8 +167,12 @@ class Objects(Requests):
         offset: int,
         buffers: Sequence[memoryview],
         seen: Callable[[memoryview], None] | None = None,
+        etags: dict[str, str] | None = None,
     ) -> int:
         """Fill `buffers` with bytes of an object from `offset` on, by one ranged GET.
+
+        Args:
+            etags: key → the ETag at the first look. An object that has another one is refused.
 
         Returns:
             How many bytes the object has, as far as is known. If that is too few, the buffers are
@@ -187,6 +197,11 @@ class Objects(Requests):
                     raise BadBody("416 for a range that the object has") from error
                 return start
             begins, size = _range_of(answer)
+            if etags is not None and etags.setdefault(key, answer["ETag"]) != answer["ETag"]:
+                answer["Body"].close()
+                if self.head(client, key)["ETag"] == etags[key]:
+                    raise BadBody("the answer has another ETag than the object")
+                raise replaced(self.url(key))
             if begins == start and length_of(answer) == stop - start:
                 filling.take(answer["Body"])
                 return size

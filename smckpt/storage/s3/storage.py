@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeVar
 
@@ -53,6 +54,7 @@ class S3Storage(Storage):
         self.read_threads = config.max_read_concurrency
         self.prefixes, self.prefix_root = config.prefixes, config.prefix_root
         self._objects = Objects(config, self.bucket, self.access.share)
+        self._etags: dict[str, str] | None = None  # key → of the version that is read
 
     @property
     def retries(self) -> int:
@@ -145,7 +147,7 @@ class S3Storage(Storage):
         key = self._key(name)
         for start, pieces in requests:
             stop = start + sum(len(piece) for piece in pieces)
-            if self._objects.read_into(key, start, pieces, seen) < stop:
+            if self._objects.read_into(key, start, pieces, seen, self._etags) < stop:
                 raise too_short(name, self.size(name), stop, self._objects.url(key))
 
     def fetch(self, name: str, target: memoryview) -> None:
@@ -162,7 +164,12 @@ class S3Storage(Storage):
             )
 
     def size(self, name: str) -> int:
-        return self._objects.size(self._key(name))
+        return self._objects.size(self._key(name), self._etags)
+
+    def of_one_version(self) -> S3Storage:
+        store = copy.copy(self)
+        store._etags = {}
+        return store
 
     def stored_crc64(self, name: str) -> int | None:
         return self._objects.kept_crc64(self._key(name))

@@ -21,7 +21,7 @@ from smckpt.meeting.presence import has_ended, own_process
 from smckpt.storage.disk.directory import Directory
 from smckpt.storage.faults import storage_error
 
-__all__ = ["begin", "clear", "discard", "is_hidden", "show"]
+__all__ = ["begin", "clear", "discard", "is_hidden", "new_name", "show"]
 
 CLAIM = ".smckpt-export"
 # of the process that made it: a name of its system, its number, and when it began
@@ -43,7 +43,7 @@ def clear(path: str) -> list[str]:
     """
     try:
         with Directory.open(path) as out:
-            taken = _new_name()
+            taken = new_name()
             with suppress(FileNotFoundError):
                 out.rename(CLAIM, taken)
                 _discard(out, taken)
@@ -56,7 +56,7 @@ def clear(path: str) -> list[str]:
 
 def begin(path: str) -> str:
     """Make the hidden directory of an export. Returns its name."""
-    name = _new_name()
+    name = new_name()
     try:
         with Directory.open(path, make=True) as out, out.make(name):
             out.sync()
@@ -133,7 +133,8 @@ def _show(out: Directory, inside: str, name: str) -> None:
         os.rename(f"{inside}/{name}", name, src_dir_fd=out.fd, dst_dir_fd=out.fd)
 
 
-def _new_name() -> str:
+def new_name() -> str:
+    """Of a hidden directory of this process, which `clear` removes when the process has ended."""
     system, pid, began = own_process() or ("0" * 16, 0, 0)
     return f"{CLAIM}-{system}-{pid}-{began}-{secrets.token_hex(4)}"
 

@@ -11,7 +11,6 @@ import json
 import math
 import os
 import re
-import secrets
 import shlex
 import shutil
 import stat
@@ -49,6 +48,7 @@ from smckpt.translate.cast import CASTABLE
 from smckpt.translate.config import ModelConfig, read_config
 from smckpt.translate.config_values import class_of_others
 from smckpt.translate.files import Output, OutputFile, Target, is_quantized, nbytes_of
+from smckpt.translate.hidden import new_name
 from smckpt.translate.models.contents import ExportContents
 from smckpt.translate.models.lora import ADAPTER_CONFIG, LoraConfig
 
@@ -335,7 +335,6 @@ CONVERTER = "SMCKPT_GGUF_CONVERTER"  # the variable
 _SCRIPT = "convert_hf_to_gguf.py"
 _TYPES = ("auto", "f32", "f16", "bf16", "q8_0", "tq1_0", "tq2_0")  # that it writes
 _LINES = 12  # of the last that it prints
-_UNFINISHED = ".unfinished"
 
 
 @dataclass(frozen=True)
@@ -384,7 +383,7 @@ class GgufConverter:
         at = os.path.abspath(local_path(directory))
         name = f"model-{self.kind}.gguf"
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
-        begun = f".gguf.{secrets.token_hex(6)}{_UNFINISHED}"
+        begun = new_name()
         with (
             os.fdopen(os.memfd_create("smckpt"), "w+b") as output,
             Directory.open(at) as above,

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from smckpt import Adapter, ExportOptions, errors, export_hf
 from smckpt.cli.app import app
 from smckpt.translate.exports.sidecars import CONVERTER
 from tests.support import interpreters
+from tests.support.limits import seconds
 from tests.support.models import references as ref
 
 # As the converter is called. It fails where the directory says so.
@@ -111,6 +113,28 @@ def test_the_converter_is_found_and_its_file_appears_whole(tmp_path, saved, scri
         assert (out / f"model-{kind}.gguf").read_bytes() == b"GGUF" + kind.encode() + whole
         # that of the model before is gone, and nothing is half there
         assert [path.name for path in out.glob("*.gguf*")] == [f"model-{kind}.gguf"]
+
+
+def test_what_a_kill_within_the_converter_leaves_goes_with_the_next_export(tmp_path, saved, script):
+    """It was half a GGUF file in a hidden directory, for ever."""
+    model, place = saved
+    model.config.save_pretrained(tmp_path / "model")
+    script.write_text(f"import os\n{STAND_IN}\nos.kill(os.getppid(), 9)\n")
+    export = (
+        "import sys; from smckpt import ExportOptions, export_hf; c, o, m, s = sys.argv[1:]; "
+        "export_hf(c, o, config=m, options=ExportOptions(gguf='f16', gguf_converter=s))"
+    )
+    out = tmp_path / "hf"
+    given = [place, str(out), str(tmp_path / "model"), str(script)]
+    killed = subprocess.run([sys.executable, "-c", export, *given], timeout=seconds(120))
+    assert killed.returncode == -9
+    assert [name for name in os.listdir(out) if name.startswith(".")]
+    assert load_file(out / "model.safetensors").keys() == model.state_dict().keys()
+    script.write_text(STAND_IN)
+    options = ExportOptions(gguf="f16", gguf_converter=script, overwrite=True)
+    export_hf(place, out, config=model.config, options=options)
+    assert not [name for name in os.listdir(out) if name.startswith(".")]
+    assert (out / "model-f16.gguf").read_bytes().startswith(b"GGUF")
 
 
 def test_the_converter_writes_through_no_link(tmp_path, saved, script):

@@ -221,6 +221,34 @@ class LoraConfig:
                 remedy="pass lora_config= of this adapter, and a checkpoint of the whole adapter",
             )
 
+    def check_targets(
+        self, pairs: Iterable[str], shapes: Mapping[str, Shape], saved: Iterable[str], where: str
+    ) -> None:
+        """Compare the modules that have a pair with those that a list of `target_modules` names.
+
+        Args:
+            saved: what is not adapted because the adapter saves it whole.
+
+        Raises:
+            TensorMismatchError: they differ.
+        """
+        named = self.values.get("target_modules")
+        less = ("target_parameters", "exclude_modules", "layers_to_transform")
+        if not isinstance(named, list) or any(self.values.get(key) for key in less):
+            return
+        ends = tuple(f".{target}" for target in named)
+        matrices = {n for n, shape in shapes.items() if len(shape) == 2 and ".experts." not in n}
+        weights = {name for name in matrices - {*saved} if name.endswith(".weight")}
+        modules = {name.removesuffix(".weight") for name in weights}
+        wanted = {module for module in modules if f".{module}".endswith(ends)}
+        if differ := sorted(wanted ^ {_WRAPPED.sub("", module) for module in pairs}):
+            raise TensorMismatchError(
+                f"the config has target_modules={named}, but not so the LoRA matrices of "
+                f"{differ[:8]}",
+                remedy="pass lora_config= of this adapter, and a checkpoint of the whole adapter",
+                path=where,
+            )
+
     def weights(
         self, pairs: Mapping[str, Mapping[str, Any]], shapes: Mapping[str, Shape]
     ) -> dict[str, str]:

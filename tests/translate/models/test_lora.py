@@ -450,6 +450,25 @@ def test_merged_into_a_base_directory(tmp_path):
     assert_merged(tmp_path / "hf", model)
 
 
+def test_an_adapter_that_lacks_a_module_of_its_config_is_refused(tmp_path):
+    """A module whose pair was lost, or a config of another adapter: another model in silence."""
+    model = llama()
+    base().save_pretrained(tmp_path / "base")
+    state = get_peft_model_state_dict(model)
+    config = model.peft_config["default"].to_dict()
+    module = next(name for name in state if "q_proj.lora_A" in name).partition(".lora_A")[0]
+    lost = {name: tensor for name, tensor in state.items() if not name.startswith(module)}
+    fewer = {**config, "target_modules": sorted({*config["target_modules"]} - {"q_proj"})}
+    for number, (tensors, values) in enumerate(((state, config), (lost, config), (state, fewer))):
+        adapter = Adapter(lora="merge", lora_config=values, base=tmp_path / "base")
+        checkpoint = saved(tmp_path / str(number), tensors)
+        if not number:
+            export_hf(checkpoint, tmp_path / "hf", adapter=adapter)
+            continue
+        with pytest.raises(errors.TensorMismatchError, match="not so the LoRA matrices of"):
+            export_hf(checkpoint, tmp_path / "no", adapter=adapter)
+
+
 @pytest.mark.parametrize("start", ["pissa", "pissa_niter_4", "olora"])
 def test_an_adapter_that_began_with_parts_of_the_base_is_not_added_to_the_release(tmp_path, start):
     """PEFT takes them out of the base's weights: the sum with the release would have them twice."""

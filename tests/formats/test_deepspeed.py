@@ -277,6 +277,9 @@ def test_missing_ranks_further_cuts_and_stages_are_refused(tmp_path):
     (root / "global_step5" / "zero_pp_rank_0_mp_rank_01_model_states.pt").write_bytes(b"")
     with pytest.raises(errors.UsageError, match=r"tensor-parallel ranks.*ds_to_universal"):
         export_hf(root, tmp_path / "hf")
+    root = zero3(tmp_path / "half", state, 1, change=lambda model, _: model.update(mp_world_size=2))
+    with pytest.raises(errors.UsageError, match=r"=2, but there are files of one tensor-parallel"):
+        export_hf(root, tmp_path / "hf")
     (tmp_path / "stages").mkdir()
     (tmp_path / "stages" / "layer_00-model_states.pt").write_bytes(b"")
     with pytest.raises(errors.UsageError, match=r"pipeline stages.*ds_to_universal"):

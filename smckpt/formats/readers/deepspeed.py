@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, NoReturn
 from smckpt.errors import CorruptCheckpointError, UsageError
 from smckpt.formats.boxes import ForeignCheckpoint, SavedBox, SavedTensor, whole_tensor
 from smckpt.formats.readers.torch_files import torch_root
-from smckpt.formats.source_facts import facts_of_state
+from smckpt.formats.source_facts import TP, facts_of_state
 from smckpt.formats.source_files import Folder
 from smckpt.formats.torch_archive import StoredTensor
 from smckpt.layout.entries import DTYPES
@@ -180,10 +180,16 @@ def _of_parts(
     except (LookupError, TypeError, AttributeError, ValueError) as error:
         _bad(folder, f"a rank's file lacks what belongs there ({type(error).__name__}: {error})")
     files = {name: folder.files[name].nbytes for name in names}
-    return ForeignCheckpoint(
-        folder.url, kind, saved, folder.source, files=files,
-        model_facts=facts_of_state(states[0], folder.files[names[0]].path),
-    )  # fmt: skip
+    facts = facts_of_state(states[0], folder.files[names[0]].path)
+    for found in facts:
+        if (ranks := found.degree(TP) or 1) > 1:
+            raise UsageError(
+                f"{found.of} say {TP}={ranks}, but there are files of one tensor-parallel rank",
+                remedy="make a universal checkpoint of all ranks' files (DeepSpeed's "
+                "ds_to_universal.py), and pass that",
+                path=found.where,
+            )
+    return ForeignCheckpoint(folder.url, kind, saved, folder.source, files=files, model_facts=facts)
 
 
 def _refuse_missing(

@@ -360,6 +360,15 @@ def _refuse_unknown(values: Mapping[str, Any], *found: Any) -> None:
                 f"{', '.join(lost) or 'a name'}",
                 remedy="pass the model's own config (model.config)",
             )
+        types = {_newer(kind, {"type": rope[k]})["rope_type"] for k in _TYPED if rope.get(k)}
+        if len(types - {"mrope", "default"}) > 1:  # servers read one, transformers the other
+            raise UsageError(
+                f"the config has rotary parameters of two types, {' and '.join(sorted(types))}",
+                remedy="give type and rope_type one value, or leave one of them out",
+            )
+
+
+_TYPED = ("type", "rope_type")
 
 
 def _kind(values: Mapping[str, Any]) -> str:

@@ -191,6 +191,17 @@ def test_a_value_that_no_such_model_has_is_refused_by_name(change, message):
         read_config({**values, **change})
 
 
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+def test_rotary_parameters_of_two_types_are_refused(key):
+    """transformers read `rope_type`, and mlx-lm read `type`."""
+    for one, two in (("linear", "linear"), ("default", "linear"), ("mrope", "default")):
+        rope = {"type": one, "rope_type": two, "factor": 2.0, "rope_theta": 1e4}
+        _complete({"model_type": "llama", key: rope, "rope_theta": 1e4}, "bfloat16")
+    rope = {"type": "linear", "rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    with pytest.raises(UsageError, match="of two types, dynamic and linear"):
+        _complete({"model_type": "llama", key: rope, "rope_theta": 1e4}, "bfloat16")
+
+
 @pytest.mark.parametrize("rope", [{"rope_type": "bogus"}, {"rope_type": "llama3", "factor": 2.0}])
 @pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
 def test_rotary_parameters_that_transformers_does_not_take_are_refused(rope, key):

@@ -18,7 +18,7 @@ from smckpt.formats.source_facts import (
     text_values,
 )
 from smckpt.translate.config import ModelConfig, complete_rope
-from smckpt.translate.fact_table import FACTS, MeantModel, equal_values
+from smckpt.translate.fact_table import FACTS, Fact, MeantModel, equal_values
 from smckpt.translate.tables.dims import Dims
 from smckpt.translate.tables.families import find_family
 from smckpt.translate.tables.table import NORMS, TensorLayout
@@ -157,7 +157,7 @@ def compare_facts(
     differ = [
         (fact, given, meant)
         for fact in FACTS
-        for given, meant in [(fact.given(facts.values), fact.meant(model))]
+        for given, meant in [(_stated(fact, facts), fact.meant(model))]
         if given is not None and meant is not None and not equal_values(given, meant)
     ]
     # Shapes show these. Where they differ, something else than this model is meant.
@@ -238,6 +238,21 @@ def _tower_values(config: Mapping[str, Any]) -> dict[str, Any]:
     )
 
 
+def _stated(fact: Fact, facts: SourceFacts) -> Any:
+    """What a source says of a fact.
+
+    Raises:
+        TensorMismatchError: a value is of another kind than a trainer's.
+    """
+    try:
+        return fact.given(facts.values)
+    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+        raise TensorMismatchError(
+            f"{facts.of} have a value that none for {fact.name} can be made of: {error}",
+            remedy="correct it there", path=facts.where,
+        ) from error  # fmt: skip
+
+
 def _given(value: Any) -> Any:
     return {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value
 
@@ -280,9 +295,7 @@ def refuse_other_ranks(
                     "it was trained, or leave them out",
                     path=file,
                 )
-        of_both = [
-            (fact.name, fact.given(first[1].values), fact.given(facts.values)) for fact in FACTS
-        ]
+        of_both = [(fact.name, _stated(fact, first[1]), _stated(fact, facts)) for fact in FACTS]
         for name in _OF_ONE_RUN:
             of_both.append((name, first[1].values.get(name), facts.values.get(name)))
         for name, one, two in of_both:

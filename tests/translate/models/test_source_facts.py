@@ -388,6 +388,20 @@ def test_a_factor_that_megatron_does_not_have_is_noted():
         assert any("say nothing of residual_multiplier=0.22" in note for note in notes) == noted
 
 
+@pytest.mark.parametrize(
+    "said", [{"num_attention_heads": "8"}, {"moe_router_num_groups": "2"}, {"hidden_size": (64,)}]
+)
+def test_values_of_another_kind_are_refused_by_name(llama, said):
+    settings = read_config(llama[0].config)
+    dims = read_dims(settings.values)
+    values = {"num_attention_heads": 8, "hidden_size": 64, **said}
+    with pytest.raises(errors.TensorMismatchError, match="they (say|have a value).*"):
+        compare_facts(
+            SourceFacts("file", "they", values), dims, settings,
+            layouts_of(dims.family)["mcore_te"], None,
+        )  # fmt: skip
+
+
 def test_every_fact_of_the_table_is_asked_for():
     asked = {*WRONG, *(name for *_, wrong in OF_FAMILIES for name in wrong)}
     tested_below = {

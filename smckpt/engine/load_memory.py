@@ -25,7 +25,7 @@ from smckpt.state_dict.modes import neutral
 from smckpt.state_dict.restore import put
 from smckpt.state_dict.select import Selection
 from smckpt.state_dict.tags import put_back, tag_of
-from smckpt.state_dict.tensors import arranged, expanded_in, fill, flagged, same_bits
+from smckpt.state_dict.tensors import arranged, expanded_in, fill, flagged, reach_of, same_bits
 
 __all__ = ["LoadMemory", "memory_of", "whole_state"]
 
@@ -100,12 +100,14 @@ def memory_of(
     buffers: list[Span] = []
     late: list[tuple[int, torch.Tensor, torch.Tensor]] = []
     shared: list[tuple[int, int, torch.Tensor]] = []
-    seen: dict[tuple[int, int], int] = {}
+    seen: dict[tuple[int, int, int], int] = {}
     on_device = any(tensor.is_cuda for tensor in selection.tensors)
     on_host = scattered(copies) if on_device else frozenset()
     for number, tensor in enumerate(selection.tensors):
         live, address, count = tensor, tensor.data_ptr(), tensor.numel()
-        first = seen.setdefault((address, count), number) if count else number
+        first = number
+        if count:  # a row and a column of one array begin at one address, and are two tensors
+            first = seen.setdefault((address, count, reach_of(tensor)), number)
         if first != number:
             live = _stand_in(tensor, partly)
             shared.append((number, first, live))

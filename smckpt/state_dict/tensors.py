@@ -7,10 +7,10 @@ another torch the error names the one that it lacks.
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -46,6 +46,7 @@ __all__ = [
     "pending_in",
     "pending_on_mesh",
     "placement_of",
+    "reach_of",
     "refuse_kind",
     "same_bits",
     "shards_of",
@@ -242,15 +243,42 @@ def first_overlap(named: Iterable[tuple[str, torch.Tensor]]) -> tuple[str, str] 
     spans = []
     for name, tensor in named:
         if tensor.numel() and not is_wrapper(tensor) and tensor.layout is torch.strided:
-            steps = zip(tensor.shape, tensor.stride(), strict=True)
-            last = sum((size - 1) * step for size, step in steps) + 1
             start = tensor.data_ptr()
-            spans.append((str(tensor.device), start, start + last * tensor.element_size(), name))
-    spans.sort()
-    for one, other in itertools.pairwise(spans):
-        if one[0] == other[0] and other[1] < one[2]:
-            return one[-1], other[-1]
+            end = start + reach_of(tensor) * tensor.element_size()
+            spans.append((str(tensor.device), start, end, name, _Addresses(tensor)))
+    spans.sort(key=lambda span: span[:4])
+    around: list[Any] = []  # the spans that reach beyond the start of the next one
+    for span in spans:
+        around = [one for one in around if one[0] == span[0] and span[1] < one[2]]
+        for one in around:  # two columns of one array have no element in common
+            try:
+                common = np.shares_memory(one[-1], span[-1], max_work=10_000)  # type: ignore[arg-type]
+            except np.exceptions.TooHardError:
+                common = True
+            if common:
+                return one[3], span[3]
+        around.append(span)
     return None
+
+
+def reach_of(tensor: torch.Tensor) -> int:
+    """The elements of its memory from its first to its last one."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return sum((size - 1) * step for size, step in steps) + 1
+
+
+class _Addresses:
+    """Where a tensor's elements are, for numpy, which reads none of them."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        size = tensor.element_size()
+        self.__array_interface__ = {
+            "data": (tensor.data_ptr(), False),
+            "shape": tuple(tensor.shape),
+            "strides": tuple(step * size for step in tensor.stride()),
+            "typestr": f"|V{size}",
+            "version": 3,
+        }
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:

@@ -707,6 +707,13 @@ def test_elements_that_overlap_take_only_the_values_that_they_can_hold(tmp_path:
         smckpt.load(target, checkpoint_id=tmp_path / "plain")
 
 
+def test_a_row_and_a_column_that_begin_at_one_element_are_two_tensors(tmp_path: Path) -> None:
+    square, target = torch.arange(9.0).view(3, 3), torch.zeros(3, 3)
+    smckpt.save({"row": square[0], "column": square[:, 0]}, checkpoint_id=tmp_path)
+    smckpt.load({"row": target[0], "column": target[:, 0]}, checkpoint_id=tmp_path)
+    assert torch.equal(target[0], square[0]) and torch.equal(target[:, 0], square[:, 0])
+
+
 @pytest.mark.parametrize(
     "kind, wrong",
     [

@@ -493,7 +493,7 @@ def test_so_does_it_of_a_parameter_that_a_load_makes(
 
 
 @pytest.mark.parametrize("where", ["an object", "object", "LOCAL", "SHARDED"])
-@pytest.mark.parametrize("how", ["one", "view", "beside"])
+@pytest.mark.parametrize("how", ["one", "view", "beside", "crossed", "columns"])
 def test_a_warning_names_tensors_that_share_memory_once(
     tmp_path: Path, where: str, how: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -502,6 +502,8 @@ def test_a_warning_names_tensors_that_share_memory_once(
         "one": (whole, whole),
         "view": (whole.view(2, 3), whole[4:]),
         "beside": (whole[:3], whole[3:]),
+        "crossed": (whole[::2], whole[1:5]),
+        "columns": (whole.view(2, 3)[:, 0], whole.view(2, 3)[:, 1]),
     }[how]
     given: Any = {"first": first, "list": [other]}
     if where == "an object":
@@ -516,7 +518,7 @@ def test_a_warning_names_tensors_that_share_memory_once(
         for step in ("a", "b"):
             smckpt.save(held, checkpoint_id=tmp_path / step, options=options)
     lines = [r.message for r in caplog.records if "share memory" in r.message]
-    assert len(lines) == (how != "beside")
+    assert len(lines) == (how not in ("beside", "columns"))
     assert all("first" in line and "list.0" in line for line in lines)
 
 

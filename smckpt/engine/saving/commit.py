@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import socket
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -37,6 +38,7 @@ from smckpt.errors import (
     PeerError,
     StorageError,
     UsageError,
+    WorkerError,
 )
 from smckpt.meeting.group import Membership
 from smckpt.meeting.round import Meeting, Round
@@ -46,6 +48,7 @@ from smckpt.storage.urls import bucket_url, common_parent, parent_url, relative_
 __all__ = ["Committed", "Committer", "Written"]
 
 LEASES_KEPT = 64  # directories whose lease is remembered
+PROBES_SOUGHT = 8  # directories in which a rank looks for a probe
 
 log = logging.getLogger("smckpt")
 
@@ -101,8 +104,9 @@ class Committer:
         self._steps = Steps(membership)
         self._tokens: dict[tuple[str, ...], int] = {}
         self.probed = False
-        # until this rank has seen it: a probe's directory, and the host that wrote it
-        self._unseen: tuple[str, str] | None = None
+        # until this rank has seen a probe: where they are, and the host that wrote the first
+        self._unseen: list[str] = []
+        self._prober = ""
         self._tried: set[str] = set()
         self.met_before = 0
         self._unmet: dict[int, Moment] = {}  # the saves that were given up without a meeting
@@ -134,14 +138,24 @@ class Committer:
                 if bucket and bucket not in self._tried:
                     self._look(meeting, job, job.as_coordinator(), create=True, leave=False)
                     self._tried.add(bucket)
-            if self._unseen is not None:
-                self._refuse_unshared(meeting, job, *self._unseen)
+            if self._unseen:
+                self._refuse_unshared(meeting, job)
             return write(meeting)
+
+        def decide(written: Brought[Written]) -> Committed:
+            try:
+                return of_moment(job.moment, lambda: self._decide(meeting, job, written))
+            except (StorageError, WorkerError) as error:
+                if error.rank != self.group.rank:
+                    # It may be that rank's first save, and the probe be gone when it looks again.
+                    with suppress(CheckpointError):
+                        self._look(meeting, job, job.as_coordinator(), create=True)
+                raise
 
         return meeting.round(
             f"save/{job.handle.number}",
             bring,
-            lambda written: of_moment(job.moment, lambda: self._decide(meeting, job, written)),
+            decide,
             leader=self.group.ranks.index(job.request.coordinator),
             timeout=job.timeout,
             brings=Written,
@@ -204,22 +218,28 @@ class Committer:
             gives=str,
         )
         self.probed = True  # on all ranks alike
-        self._unseen = (path, wrote) if meeting.member else None
+        self._prober, self._unseen = wrote, [path] if meeting.member else []
 
-    def _refuse_unshared(self, meeting: Meeting, job: SaveJob, probed: str, wrote: str) -> None:
-        """Look for the probe, in each save until it is seen. Below another directory there is none,
-        and the coordinator misses this rank's part if it does not see it."""
-        if parent_url(job.request.directory) != parent_url(probed):
+    def _refuse_unshared(self, meeting: Meeting, job: SaveJob) -> None:
+        """Look for a probe, in each save until one is seen; after each that this rank refuses there
+        is one more. Below another directory there is none, and the coordinator misses this rank's
+        part if it does not see it."""
+        path = job.request.directory
+        probed = [each for each in self._unseen if parent_url(each) == parent_url(path)]
+        if not probed:
             return
+        self._unseen = list(dict.fromkeys([*self._unseen, path]))[-PROBES_SOUGHT:]
         access = job.as_one_of_all(self.group)
-        if not self._look(meeting, job, access, create=False, directory=probed):
-            raise StorageError(
-                "the directory is not shared by all hosts of the group: "
-                f"{socket.gethostname()} does not see what host {wrote} writes",
-                remedy="mount one file system on all hosts, or use an s3:// checkpoint_id",
-                path=job.request.directory,
-            )
-        self._unseen = None
+        for each in reversed(probed):
+            if self._look(meeting, job, access, create=False, directory=each):
+                self._unseen = []
+                return
+        raise StorageError(
+            "the directory is not shared by all hosts of the group: "
+            f"{socket.gethostname()} does not see what host {self._prober} writes",
+            remedy="mount one file system on all hosts, or use an s3:// checkpoint_id",
+            path=path,
+        )
 
     def _look(
         self,

@@ -170,3 +170,51 @@ def each_rank_has_an_order(folder: str) -> bool:
 
 def test_a_rank_knows_its_own_order(tmp_path: Path) -> None:
     assert run_ranks(each_rank_has_an_order, 2, str(tmp_path)) == [True, True]
+
+
+NUMBERS = {"0.weight": 1, "1.weight": 2, "0.bias": 3, "1.bias": 4}
+
+
+class Counted(torch.optim.Optimizer):
+    """Keeps of each parameter a number alone, which is no tensor."""
+
+    def __init__(self, model: nn.Module, names: str) -> None:
+        super().__init__(named(model, names), {"lr": 0.1})
+
+    def count(self, names: str) -> Counted:
+        for parameter, name in zip(self.param_groups[0]["params"], names.split(), strict=True):
+            self.state[parameter]["count"] = [NUMBERS[name]]
+        return self
+
+
+FORMS: list[Any] = ["object", smckpt.LOCAL, smckpt.SHARDED, smckpt.FULL]
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("after", FORMS)
+@pytest.mark.parametrize("before", FORMS)
+def test_values_without_a_tensor_go_by_the_names_of_parameters_too(
+    tmp_path: Path, before: Any, after: Any, strict: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    def state(form: Any, model: nn.Module, optimizer: Any) -> dict[str, Any]:
+        if form == "object":
+            return {"model": model, "optimizer": optimizer}
+        with smckpt.sm_state_dict_type(model, form):
+            return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+
+    model, other, order = net(0), net(1), f"{WEIGHTS} {BIASES}"
+    smckpt.save(state(before, model, Counted(model, order).count(order)), checkpoint_id=tmp_path)
+    resumed = Counted(other, f"{BIASES} {WEIGHTS}")
+    target = state(after, other, resumed)
+    try:
+        smckpt.load(target, checkpoint_id=tmp_path, check_keys_matched=strict)
+    except KeysMismatchError:  # the dict of a block has numbers of its own
+        assert strict and (after == smckpt.LOCAL or "object" in (before, after))
+        return
+    if after != "object":
+        resumed.load_state_dict(target["optimizer"])
+    found = {n: resumed.state.get(p, {}).get("count") for n, p in other.named_parameters()}
+    if "no such parameters" in caplog.text:  # it numbers what was saved by names
+        assert not strict and after == "object" and not any(found.values())
+    else:
+        assert found == {name: [number] for name, number in NUMBERS.items()}

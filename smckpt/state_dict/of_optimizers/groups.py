@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from smckpt.errors import KeysMismatchError, StateError
+from smckpt.errors import KeysMismatchError, StateError, few
 from smckpt.layout.entries import Path, dotted
 from smckpt.state_dict.of_optimizers.bindings import Binding, bound, inside, is_optimizer_dict
-from smckpt.state_dict.of_optimizers.slots import ABSENT, SavedSlot
+from smckpt.state_dict.of_optimizers.slots import ABSENT, SavedSlot, SavedState
 from smckpt.state_dict.tags import RememberingDict
 from smckpt.state_dict.tensors import expanded_in, same_bits
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = [
     "fill_groups",
     "matched_groups",
+    "name_left",
     "names_of",
     "names_record",
     "number_as_saved",
@@ -165,6 +166,16 @@ def matched_groups(
     return out
 
 
+def name_left(binding: Binding, saved: SavedState, other: Sequence[str], state: Path) -> None:
+    """Warn of values whose parameter the target lacks or has under another name. Tensors that are
+    left are named where they are planned."""
+    members = enumerate(binding.parameters())
+    known = {str(key) for n, p in members for key in (binding.number(n), *binding.names(p, n))}
+    owners = {owner for owner in saved.owners() if saved.mine(owner)} - known - {*other}
+    if left := sorted(dotted((*state, owner)) for owner in owners if not saved.tensors([owner])):
+        log.warning("not loaded, because the target has no such parameters: %s", few(left, 5))
+
+
 _OPTIONS = (bool, int, float, type(None))
 
 
@@ -218,7 +229,11 @@ def number_as_saved(
         record = catalogue.optimizers_of(rank).get(dotted(path)) or {}
         binding = bound(tree) if is_optimizer_dict(tree) else None
         block = binding is not None and bool(binding.held)
-        if "names" not in record and (strict or not block or record.get("form") != "id"):
+        state = (*path, "state")
+        by_values = not any(t.path[: len(state)] == state for t in catalogue.logical.values())
+        if "names" not in record and (
+            record.get("form") != "id" or ((strict or not block) and not by_values)
+        ):
             continue  # nothing tells, or names in the tensors do
         order = _order(names, record.get("names", record["ids"]), dotted(path), strict)
         differs = order != tuple(range(len(order)))

@@ -13,11 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from smckpt.checkpoint.reading.catalogue import are_groups
-from smckpt.errors import (
-    CorruptCheckpointError,
-    StateError,
-    TensorMismatchError,
-)
+from smckpt.errors import CorruptCheckpointError, StateError, TensorMismatchError
 from smckpt.layout.containers import items_of
 from smckpt.layout.entries import Path, dotted
 from smckpt.state_dict.of_optimizers.bindings import (
@@ -28,7 +24,12 @@ from smckpt.state_dict.of_optimizers.bindings import (
     is_optimizer_dict,
     optimizer_dicts,
 )
-from smckpt.state_dict.of_optimizers.groups import fill_groups, matched_groups, renamed_groups
+from smckpt.state_dict.of_optimizers.groups import (
+    fill_groups,
+    matched_groups,
+    name_left,
+    renamed_groups,
+)
 from smckpt.state_dict.of_optimizers.own_methods import has_own_methods, init_slots, wrappers_in
 from smckpt.state_dict.of_optimizers.slots import (
     ABSENT,
@@ -110,6 +111,8 @@ def prepare_optimizers(
         elif _align_live(binding, saved, other, catalogue.held_empty, strict) or not tree["state"]:
             tree["state"] = binding.take()["state"]
             renewed = True
+        if not strict and binding is not None and me.first:
+            name_left(binding, saved, other, (*path, "state"))
         settled.add((*path, "state"))
         if saved.whole_groups is not ABSENT and not are_groups(saved.whole_groups):
             raise CorruptCheckpointError(
@@ -447,7 +450,7 @@ def named_as_target(
         record = records.get(dotted(path)) or {}
         if binding is None or (binding.by_id and record.get("form") == "id"):
             continue  # both are by id, like their tensors
-        ids = record.get("ids", [])
+        ids = record.get("names") or record.get("ids", [])  # numbered ones have names beside
         owners = _owners(binding)
         for key, (leaf_path, value) in _of_owners(out, path):
             owner = leaf_path[len(path) + 1]

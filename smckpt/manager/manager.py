@@ -358,8 +358,7 @@ class CheckpointManager:
                 found,
                 f"; lost: {'; '.join(resumed.lost)}" if resumed.lost else "",
             )
-        trains = optimizers_in(saved) or any(optimizer_dicts(saved))
-        if trains:  # a program without one only evaluates
+        if optimizers_in(saved) or any(optimizer_dicts(saved)):  # without, it only evaluates
             self._get_memory(lambda: saved)
         return step
 

@@ -265,7 +265,7 @@ def test_it_runs_at_low_priority_and_holds_nothing_of_the_trainer(worker: Worker
         assert process.name() == "smckpt-worker"
 
 
-@pytest.mark.parametrize("how", ["module", "package", "sitecustomize"])
+@pytest.mark.parametrize("how", ["module", "package", "sitecustomize", "path", "no text"])
 def test_what_lies_in_the_current_directory_is_not_taken_for_ours(tmp_path: Path, how: str) -> None:
     trap = "raise SystemExit('the wrong module')"
     if how == "package":
@@ -276,9 +276,17 @@ def test_what_lies_in_the_current_directory_is_not_taken_for_ours(tmp_path: Path
         (tmp_path / f"{name}.py").write_text(trap)
     code = f"""
         import os
+        import pathlib
+        import sys
         from tests.engine.test_worker import Worker, WorkerError, question, seconds
         os.chdir({str(tmp_path)!r})
         os.environ["PYTHONPATH"] = {str(tmp_path) if how == "sitecustomize" else ""!r}
+        if {how!r} == "path":  # with modules that the trainer has by now
+            sys.path.insert(0, os.getcwd())
+            for name in sys.stdlib_module_names & sys.modules.keys():
+                pathlib.Path(f"{{name}}.py").write_text({trap!r})
+        if {how!r} == "no text":  # as Python does, we skip it
+            sys.path[:0] = [pathlib.Path.cwd(), b"/", None]
         try:
             Worker().call(question("?"), timeout=seconds(30))
         except WorkerError as error:

@@ -35,7 +35,7 @@ log = logging.getLogger("smckpt")
 
 A = TypeVar("A")
 
-# The worker gets the trainer's import path, in the same order, without the current directory.
+# The worker gets the trainer's import path, without the current directory.
 # Without `site` (-S) it starts faster and runs no sitecustomize.
 _PROGRAM = (
     "import sys; sys.path[:] = sys.argv.pop(1).split(chr(10)); "
@@ -324,11 +324,17 @@ def _spawn(niceness: int, threads: int) -> _Process:
             stderr = fd
             kept.callback(os.close, stderr)
             inherited = [theirs.fileno()] + ([] if trainer is None else [trainer])
-            # The trainer's absolute `sys.path` entries, and the directory of smckpt
-            path = [entry for entry in sys.path if os.path.isabs(entry) and "\n" not in entry]
+            # The trainer's absolute `sys.path` entries (Python skips what is no text), and the
+            # directory of smckpt. The standard library comes first: the trainer may have imported
+            # its modules before the user's, of the same names, were put on the path.
+            texts = [entry for entry in sys.path if isinstance(entry, str) and "\n" not in entry]
+            path = [entry for entry in texts if os.path.isabs(entry)]
             root = str(Path(__file__).absolute().parents[3])
-            command = [interpreter(), "-S", "-c", _PROGRAM]
-            command += ["\n".join(path if root in path else [root, *path])]
+            path = path if root in path else [root, *path]
+            library = os.path.dirname(os.__file__)
+            first = (library, os.path.join(library, "lib-dynload"))
+            path.sort(key=lambda entry: entry not in first)
+            command = [interpreter(), "-S", "-c", _PROGRAM, "\n".join(path)]
             command += [str(theirs.fileno()), str(-1 if trainer is None else trainer)]
             command += [str(niceness), str(threads)]
             popen = subprocess.Popen(

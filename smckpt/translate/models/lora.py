@@ -222,7 +222,7 @@ class LoraConfig:
             )
 
     def check_targets(
-        self, pairs: Iterable[str], shapes: Mapping[str, Shape], saved: Iterable[str], where: str
+        self, pairs: Iterable[str], shapes: Mapping[str, Shape], saved: Iterable[str]
     ) -> None:
         """Compare the modules that have a pair with those that a list of `target_modules` names.
 
@@ -246,7 +246,6 @@ class LoraConfig:
                 f"the config has target_modules={named}, but not so the LoRA matrices of "
                 f"{differ[:8]}",
                 remedy="pass lora_config= of this adapter, and a checkpoint of the whole adapter",
-                path=where,
             )
 
     def weights(

@@ -294,7 +294,7 @@ def changes_of(adapters: Adapters, shapes: Mapping[str, Shape]) -> dict[str, tup
                 remedy="pass base= the Hugging Face directory of the base model, and config= if "
                 "that has none",
             )
-        config.check_targets(parts.pairs, shapes, parts.saved, where)
+        config.check_targets(parts.pairs, shapes, parts.saved)
         own = {
             name: change_of_pair(parts, config, module, name, shapes[name])
             for name, module in weights.items()

@@ -272,6 +272,8 @@ class Objects(Requests):
             for each in page.get("Uploads", ()):
                 if "/" not in each["Key"][len(prefix) :]:  # a store may ignore the delimiter
                     yield each["Key"], each["UploadId"]
+            if not page.get("IsTruncated"):  # S3 names its last upload as the next marker then, too
+                return
 
     def _pages(
         self, action: str, method: str, prefix: str, tokens: Mapping[str, str]

@@ -368,6 +368,11 @@ def test_answers_that_lack_what_is_needed_are_told_and_end_nothing_endlessly(
     proxy.spoil("GET", f"says <IsTruncated>false => {again}", path="list-type")
     assert [info.name for info in store.list()] == ["data"]
     assert "continuation-token=x" in proxy.seen[-1]
+    # of uploads: the last page may name its last key as the marker of a next one
+    names = "<NextKeyMarker>x</NextKeyMarker><IsTruncated>"
+    proxy.spoil("GET", f"says <IsTruncated> => {names}", path="uploads")
+    asked = len(proxy.seen)
+    assert store.list_unfinished() == [] and len(proxy.seen) == asked + 1 and proxy.left == 0
     for read in (lambda: store.read("data"), lambda: store.read("data", 1, 9)):
         proxy.spoil("GET", "without Content-Length", path="/data")
         with pytest.raises(StorageError, match="lacks Content-Length.*tried 1 times"):

@@ -10,7 +10,8 @@ import fnmatch
 import io
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NoReturn
 
@@ -24,7 +25,7 @@ from smckpt.formats.conversion.new_target import NewTarget
 from smckpt.formats.conversion.stock import STOCK, refuse_without
 from smckpt.formats.conversion.whole_state import WholeState
 from smckpt.formats.readers.foreign_catalogue import ForeignCatalogue
-from smckpt.layout.containers import items_of
+from smckpt.layout.containers import items_of, text_of_key
 from smckpt.layout.entries import Path, dotted
 from smckpt.storage import Access, StoreOptions, access_to
 from smckpt.storage.urls import path_on_disk
@@ -201,8 +202,9 @@ class _Work:
                 changed = whole.write_dcp(new.path(), whole.nested(held=whole.is_in_tuple))
             else:
                 state = whole.nested()
-                unsafe = [dotted(at) for at, v in whole.leaves().items() if not _is_safe(v)]
-                if unsafe := [*unsafe, *_unsafe_containers((), state)]:
+                leaves = whole.leaves()
+                unsafe = [dotted(at) for at, v in leaves.items() if not _is_safe(v)]
+                if unsafe := [*unsafe, *_unsafe_containers((), state, leaves)]:
                     self._refuse(
                         unsafe, "hold objects that torch.load(weights_only=True) does not read",
                         'leave them out: ignore=[…]; or pass to="dcp", which holds them',
@@ -256,13 +258,15 @@ def _local(target: str, to: str) -> str:
     )
 
 
-def _unsafe_containers(path: Path, value: Any) -> Iterator[str]:
-    """The names of containers of classes, and of deques."""
-    items = items_of(value)
-    if items is not None and not isinstance(value, dict) and type(value) not in (list, tuple):
+def _unsafe_containers(path: Path, value: Any, leaves: Container[Path]) -> Iterator[str]:
+    """The names of containers above the leaves that `torch.load(weights_only=True)` does not read:
+    those of classes, deques, and dicts with a default."""
+    if path in leaves or (items := items_of(value)) is None:
+        return
+    if type(value) not in (dict, OrderedDict, Counter, list, tuple):
         yield dotted(path)
-    for key, inner in items or ():
-        yield from _unsafe_containers((*path, key), inner)
+    for key, inner in items:
+        yield from _unsafe_containers((*path, text_of_key(key)), inner, leaves)
 
 
 def _is_safe(value: Any) -> bool:

@@ -261,6 +261,9 @@ class Output:
                 files.discard_unfinished(files.list_unfinished())
         self.check_space()
         if self._path is not None and not overwrite:
+            # pipes, sockets and dangling links, which a user may have put there
+            odd = self.storage.names(all_kinds=True)
+            self._refuse_taken(*filter(_WEIGHTS.match, odd))
             self._leads = True
             self.enter(hidden.begin(self._path))
         return [
@@ -305,12 +308,18 @@ class Output:
         """Write a small file, in the directory or a folder of it. It may replace an old one, which
         only `overwrite` allows."""
         storage = self.at(folder) if folder else self.storage
+        self._refuse_taken(*filter(self.has_beside, [folder or name]))
         # at once: a card that a kill leaves empty would be taken for one of the user's
         storage.overwrite(name, data)
         if folder:
             self._nested.append((storage, name))
         else:
             self._made.append(name)
+
+    def has_beside(self, name: str) -> bool:
+        """Whether something has a name in the directory while the files are made in a hidden one.
+        It is not of this export."""
+        return bool(self.folder) and name in self._folders[""].names(name, all_kinds=True)
 
     def at(self, folder: str) -> Storage:
         """A folder of the directory."""
@@ -344,7 +353,7 @@ class Output:
                 self.storage.rename(self._stored(file), file.name)
         if self.folder:
             last = self._files[0].name if index is None else INDEX
-            hidden.show(local_path(self.url), self.folder, last)
+            hidden.show(local_path(self.url), self.folder, last, _WEIGHTS.match)
 
     def abandon(self) -> None:
         """Remove the written files, as far as the store allows."""
@@ -383,6 +392,14 @@ class Output:
                 path=self.url,
             )
         return present
+
+    def _refuse_taken(self, *names: str) -> None:
+        if names:  # early: `hidden.show` would refuse them when all is made
+            raise UsageError(
+                f"the directory already holds {list(names[:8])}, names of a model's files",
+                remedy="remove it, or choose another out_dir",
+                path=self.url,
+            )
 
     def check_space(self) -> None:
         if (there := self._path) is None:

@@ -14,6 +14,7 @@ import os
 import re
 import secrets
 import stat
+from collections.abc import Callable
 from contextlib import suppress
 
 from smckpt.errors import UsageError
@@ -65,27 +66,30 @@ def begin(path: str) -> str:
     return name
 
 
-def show(path: str, name: str, last: str) -> None:
-    """Give the files of a hidden directory their names in `path`.
+def show(path: str, name: str, last: str, of_model: Callable[[str], object]) -> None:
+    """Give the files of a hidden directory their names in `path`. What else is there stays.
 
     Args:
         last: the file with which the model can be loaded.
+        of_model: whether a file of a name would be taken for a part of the model.
 
     Raises:
-        UsageError: others have put files there, or another export shows its own.
+        UsageError: one of the names is taken, or a file of another model is there; or another
+            export shows its own.
     """
     try:
         with Directory.open(path) as out, out.below(name) as hidden:
             inside = f"{CLAIM}/{name}"
             out.make(CLAIM).close()
             out.rename(name, inside)
-            if others := [n for n in out.names() if not is_hidden(n)]:
+            made = hidden.names()
+            if others := [n for n in out.names() if n in made or of_model(n)]:
                 raise UsageError(
-                    f"the directory was empty when the export began; now it holds {others[:8]}",
+                    f"the directory held no model when the export began; now it holds {others[:8]}",
                     remedy="choose another out_dir",
                     path=path,
                 )
-            for each in sorted(hidden.names(), key=lambda n: n == last):
+            for each in sorted(made, key=lambda n: n == last):
                 if each == last:
                     out.sync()
                 if not hidden.is_directory(each):

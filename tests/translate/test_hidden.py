@@ -50,6 +50,48 @@ def test_of_two_exports_at_once_one_completes_and_the_other_says_what_it_met(
     assert files(out) == files(alone)
 
 
+def test_what_others_have_in_the_directory_stays_beside_the_model(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    os.mkfifo(out / "pipe")
+    for name in ("link\n", "README.md"):
+        (out / name).symlink_to("nowhere")
+
+    def meanwhile(done: int, total: int) -> None:
+        (out / "export.log").write_text(f"{done} of {total}")
+        (out / "runs").mkdir(exist_ok=True)
+
+    notes = export(tmp_path, 1, out, progress=meanwhile).notes
+    assert any("README.md was left as it is" in note for note in notes)
+    assert {path.name for path in out.iterdir()} == {
+        "README.md", "config.json", "export.log", "link\n", "model.safetensors", "pipe", "runs",
+    }  # fmt: skip
+    assert (out / "README.md").is_symlink() and (out / "pipe").is_fifo()
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "pytorch_model.bin"])
+def test_a_name_of_a_model_that_others_have_is_refused_and_left_alone(
+    tmp_path: Path, name: str
+) -> None:
+    out = tmp_path / "out"
+    calls: list[int] = []
+
+    def meanwhile(done: int, total: int) -> None:
+        calls.append(done)
+        (out / name).write_text("a user's")
+
+    with pytest.raises(UsageError, match=f"now it holds .*{name}"):
+        export(tmp_path, 1, out, progress=meanwhile)
+    assert calls and files(out) == {name: b"a user's"}
+    calls.clear()
+    (out / name).unlink()
+    (out / name).symlink_to("nowhere")
+    with pytest.raises(UsageError, match=f"already holds .*{name}"):
+        export(tmp_path, 1, out, progress=meanwhile)
+    assert not calls, "at once, and not when all is made"
+    assert os.listdir(out) == [name] and (out / name).is_symlink()
+
+
 @pytest.mark.parametrize("shown", [0, 1, 2])
 def test_an_export_from_which_its_claim_is_taken_shows_no_further_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shown: int

@@ -434,9 +434,10 @@ def write_card(
     Returns:
         a note if it is not written.
     """
-    if CARD in output.storage.names():
+    if (theirs := output.has_beside(CARD)) or CARD in output.storage.names():
         try:
-            old = output.storage.read(CARD, most=_MOST_OF_CARD).decode(errors="replace")
+            card = b"" if theirs else output.storage.read(CARD, most=_MOST_OF_CARD)
+            old = card.decode(errors="replace")
         except (CorruptCheckpointError, StorageError):  # a link, or too large
             old = ""
         if _OURS not in old:

@@ -8,6 +8,7 @@ the pickle.
 from __future__ import annotations
 
 import pickletools
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -187,8 +188,15 @@ def _members(m: _Machine, args: Any) -> set[Any]:
     return set(map(m.key, *args))
 
 
+def _counts(counted: Any) -> dict[Any, Any]:
+    if not isinstance(counted, dict):
+        raise ValueError("a Counter is made of what is no dict")
+    return counted
+
+
 _PLAIN: Mapping[str, Callable[[_Machine, Any], Any]] = MappingProxyType(
     {
+        "collections.Counter": lambda m, args: Counter(*map(_counts, args)),
         "collections.OrderedDict": lambda m, args: {},
         "collections.defaultdict": lambda m, args: {},
         "torch.Size": _size,

@@ -7,7 +7,7 @@ import os
 import pickle
 import subprocess
 import sys
-from collections import deque
+from collections import Counter, deque
 from pathlib import Path
 from typing import Any
 
@@ -256,6 +256,18 @@ def test_values_that_are_no_plain_data_are_refused_by_name(tmp_path):
     convert(tmp_path / "dcp", tmp_path / "back", to="smckpt")
     kind, keys, *rest = smckpt.load(checkpoint_id=tmp_path / "back")["rng"]
     assert (kind, *rest) == (state["rng"][0], *state["rng"][2:]) and (keys == state["rng"][1]).all()
+
+
+def test_counters_and_a_state_without_a_tensor_come_back_from_a_file_of_torch(tmp_path):
+    plain = {"none": Counter("aab"), "n": 3}
+    for number, state in enumerate(({**plain, "c": Counter(b=torch.ones(2), a=1)}, plain, {})):
+        saved, whole, back = (tmp_path / f"{name}{number}" for name in ("saved", "whole", "back"))
+        smckpt.save(state, checkpoint_id=saved)
+        convert(saved, whole, to="torch")
+        convert(whole, back, to="smckpt")
+        assert described(smckpt.load(checkpoint_id=back)) == described(
+            smckpt.load(checkpoint_id=saved)
+        )
 
 
 def test_weights_of_hugging_face_become_ours(tmp_path):

@@ -385,7 +385,7 @@ def _leaves_of_state(
     path: StatePath, stored: Any, value: Any, containers: dict[StatePath, str]
 ) -> Iterator[tuple[StatePath, Any, Any]]:
     """Tensors, and the largest subtrees without one: the place, what the archive has, and torch."""
-    if isinstance(stored, StoredTensor) or not _has_tensor(stored):
+    if path and (isinstance(stored, StoredTensor) or not _has_tensor(stored)):
         yield path, stored, value
         return
     if (kind := container_kind(value)) is not None:

@@ -245,10 +245,19 @@ def test_values_that_are_no_plain_data_are_refused_by_name(tmp_path):
     smckpt.save(state, checkpoint_id=tmp_path / "numpy")
     with pytest.raises(StateError, match="rng.1 hold objects that torch.load"):
         convert(tmp_path / "numpy", tmp_path / "b.pt", to="torch")
-    queues = {"q": deque([torch.ones(2), 1]), "p": deque([1]), "d": [deque([2])]}
+    queues = {
+        "q": deque([torch.ones(2), 1], 3), "p": deque([1]), "d": [deque([2])],
+        "t": {"m": (torch.zeros(2), [deque([torch.ones(1)]), torch.Size([3])])},
+    }  # fmt: skip
     smckpt.save(queues, checkpoint_id=tmp_path / "queue")
-    with pytest.raises(StateError, match="] p, d, q hold objects that torch.load"):
+    with pytest.raises(StateError, match="] p, d, q, t.m.1.0 hold objects that torch.load"):
         convert(tmp_path / "queue", tmp_path / "b.pt", to="torch")
+    convert(tmp_path / "queue", tmp_path / "queue-dcp", to="dcp")
+    dcp_to_torch_save(tmp_path / "queue-dcp", tmp_path / "queue.pt")
+    found = torch.load(tmp_path / "queue.pt", weights_only=False)
+    assert {key: described(found[key]) for key in queues} == {
+        key: described(value) for key, value in queues.items()
+    }
     convert(tmp_path / "numpy", tmp_path / "dcp", to="dcp")
     read = {"w": torch.zeros(2), "rng": ()}
     dcp.load(read, checkpoint_id=tmp_path / "dcp", no_dist=True)

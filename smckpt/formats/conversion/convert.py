@@ -199,7 +199,7 @@ class _Work:
         changed: tuple[str, ...] = ()
         with NewTarget(target, directory=to == "dcp") as new:
             if to == "dcp":
-                changed = whole.write_dcp(new.path(), whole.nested(held=whole.is_in_tuple))
+                changed = whole.write_dcp(new.path(), whole.nested())
             else:
                 state = whole.nested()
                 leaves = whole.leaves()

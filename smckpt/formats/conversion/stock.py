@@ -427,7 +427,7 @@ def _write_lightning(whole: WholeState, target: NewTarget) -> tuple[str, ...]:
 
 def _write_torchtitan(whole: WholeState, target: NewTarget) -> tuple[str, ...]:
     whole.add_values(whole.catalogue.object_ranks)  # the position of each rank in the data
-    return whole.write_dcp(target.path(), whole.nested(held=whole.is_in_tuple))
+    return whole.write_dcp(target.path(), whole.nested())
 
 
 STOCK = MappingProxyType(

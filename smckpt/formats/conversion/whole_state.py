@@ -196,37 +196,20 @@ class WholeState:
         """The first names of what was saved."""
         return {str(path[0]) for path in (*(one.path for one in self.tensors), *self.values)}
 
-    def leaves(
-        self, key: str | None = None, held: Callable[[LogicalTensor], bool] = lambda _: False
-    ) -> dict[Path, Any]:
+    def leaves(self, key: str | None = None, *, held: bool = False) -> dict[Path, Any]:
         """The values, and a placeholder for each tensor; of all, or what is below the first name
         `key`. Arrays of NumPy are in memory, because formats have them among the values.
 
         Args:
-            held: whether a tensor itself is wanted, in memory.
+            held: whether the tensors themselves are wanted, in memory.
         """
-
         leaves: dict[Path, Any] = {}
         for number, tensor in enumerate(self.tensors):
             if key not in (None, tensor.path[0]):
                 continue
             kind = (self.kinds or {}).get(tensor.path, "")
-            array = is_array(kind)
-            if array or held(tensor):
-                if tensor.nbytes > AT_ONCE:
-                    raise StateError(
-                        f"{tensor.name} has {tensor.nbytes} bytes, and torch keeps it among the "
-                        "values",
-                        remedy="save it as a tensor, outside of tuples", path=self.catalogue.url,
-                    )  # fmt: skip
-                import torch
-
-                dtype: torch.dtype = getattr(torch, tensor.dtype)
-                made = torch.empty(tensor.shape, dtype=dtype)
-                if tensor.nbytes:
-                    data: Any = made.reshape(-1).view(torch.uint8).numpy()
-                    self.read(tensor, Box.whole(tensor.shape), memoryview(data))
-                leaves[tensor.path] = made.numpy() if array else made
+            if held or is_array(kind):
+                leaves[tensor.path] = self._in_memory(tensor)
             else:
                 leaves[tensor.path] = Placeholder(number, tensor.dtype, tensor.shape, kind)
         for path, value in self.values.items():
@@ -234,20 +217,31 @@ class WholeState:
                 leaves.setdefault(path, value)
         return leaves
 
-    def nested(
-        self, key: str | None = None, held: Callable[[LogicalTensor], bool] = lambda _: False
-    ) -> Any:
+    def nested(self, key: str | None = None, *, held: bool = False) -> Any:
         """The state of those leaves, in its containers."""
-        state = nested(self.catalogue, self.leaves(key, held), self.kinds)
+        state = nested(self.catalogue, self.leaves(key, held=held), self.kinds)
         return state if key is None else state[key]
-
-    def is_in_tuple(self, tensor: LogicalTensor) -> bool:
-        path, kinds = tensor.path, self.kinds or {}
-        return any(kinds.get(path[:depth]) == "tuple" for depth in range(len(path)))
 
     def in_memory(self, key: str) -> Any:
         """What is under a first name, with its tensors."""
-        return self.nested(key, held=lambda _: True)
+        return self.nested(key, held=True)
+
+    def _in_memory(self, tensor: LogicalTensor) -> Any:
+        """A tensor or array that formats have among the values."""
+        if tensor.nbytes > AT_ONCE:
+            raise StateError(
+                f"{tensor.name} has {tensor.nbytes} bytes, and torch keeps it among the values",
+                remedy="save it as a tensor, in no container but dicts and lists",
+                path=self.catalogue.url,
+            )
+        import torch
+
+        dtype: torch.dtype = getattr(torch, tensor.dtype)
+        made = torch.empty(tensor.shape, dtype=dtype)
+        if tensor.nbytes:
+            data: Any = made.reshape(-1).view(torch.uint8).numpy()
+            self.read(tensor, Box.whole(tensor.shape), memoryview(data))
+        return made.numpy() if is_array((self.kinds or {}).get(tensor.path)) else made
 
     def read(self, tensor: LogicalTensor, box: Box, memory: memoryview) -> None:
         self._reads.read(tensor, box, memory)
@@ -310,18 +304,25 @@ class WholeState:
         write_archive(file, state, {**read, **kept})
 
     def write_dcp(self, directory: str, state: Mapping[str, Any]) -> tuple[str, ...]:
-        """Write a state as DCP flattens it. Gives the names whose form that changes."""
+        """Write a state as DCP flattens it. A tensor in what DCP takes for a value, such as a tuple
+        or a deque, is read with it. Gives the names whose form is changed."""
         import torch
 
         from smckpt.formats.conversion.new_target import write_dcp
 
         parts: dict[Path, LogicalTensor] = {}
         values: dict[Path, Any] = {}
+
+        def read(value: Any) -> Any:
+            if isinstance(value, Placeholder):
+                return self._in_memory(self.tensors[value.number])
+            return value
+
         for path, leaf in flattened((), state, (Placeholder, torch.Tensor)):
             if isinstance(leaf, Placeholder):
                 parts[path] = self.tensors[leaf.number]
             else:
-                values[path] = leaf
+                values[path] = _replaced(leaf, read)
         write_dcp(directory, parts, values, self.read)
         return tuple(sorted(set(_changed((), state))))
 

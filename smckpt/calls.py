@@ -8,15 +8,18 @@ state to undo.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import os
 import sys
+import traceback
 import weakref
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 from smckpt.errors import UsageError
 
-__all__ = ["alone", "changed", "checked", "while_alive"]
+__all__ = ["alone", "changed", "checked", "end_process", "undisturbed", "while_alive"]
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -44,6 +47,24 @@ def alone(name: str = "", *, outer: bool = False) -> Callable[[Callable[_P, _T]]
         return call
 
     return of
+
+
+def undisturbed(call: Callable[_P, object], *args: _P.args, **kwargs: _P.kwargs) -> None:
+    """Make a call in a thread of ours, and print what it raises. A handler of logging that raises
+    would end the thread, and whoever waits for the thread would wait for ever."""
+    try:
+        call(*args, **kwargs)
+    except BaseException:  # sys.exit too
+        with contextlib.suppress(Exception):
+            traceback.print_exc()
+
+
+def end_process(status: int) -> NoReturn:
+    """End the process at once, whatever became of its streams (closed, None, a broken pipe)."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit(status)
 
 
 def while_alive(method: Callable[[], None]) -> Callable[[], None]:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from smckpt.calls import undisturbed
 from smckpt.errors import CheckpointError
 
 __all__ = ["EVERY", "LoadEvent", "SaveEvent", "Sink", "Sinks", "telling"]
@@ -143,7 +144,7 @@ def telling(rank: int, text: Callable[[], str], every: float = EVERY) -> Iterato
 
     def tell() -> None:
         while not ended.wait(every):
-            log.info("%s, for %.0f s", text(), time.monotonic() - began)
+            undisturbed(log.info, "%s, for %.0f s", text(), time.monotonic() - began)
 
     thread = threading.Thread(target=tell, name="smckpt-telling", daemon=True)
     thread.start()

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from smckpt.calls import alone, while_alive
+from smckpt.calls import alone, end_process, undisturbed, while_alive
 from smckpt.engine.events import Sinks
 from smckpt.engine.load import Loader
 from smckpt.engine.saving.job import SaveHandle
@@ -261,14 +261,13 @@ def _end_with(failed: Sequence[SaveHandle]) -> None:
     if not failed:
         return
     for handle in failed:
-        print(f"smckpt: {handle.failure()}", file=sys.stderr)
-    print(
+        undisturbed(print, f"smckpt: {handle.failure()}", file=sys.stderr)
+    undisturbed(
+        print,
         "smckpt: a save was not committed, and the program did not see the error; exit status 1",
         file=sys.stderr,
     )
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(1)
+    end_process(1)
 
 
 def _drained(queue: Finalizable, deadline: float) -> list[SaveHandle]:
@@ -280,7 +279,8 @@ def _drained(queue: Finalizable, deadline: float) -> list[SaveHandle]:
         if now >= deadline:
             break
         if dying and brought is not None and now - brought > DYING_SECONDS:
-            print(
+            undisturbed(
+                print,
                 f"smckpt: the program ends by an exception, and save {flying.number} has waited "
                 f"{now - brought:.0f} s for other ranks: it is given up",
                 file=sys.stderr,

@@ -17,7 +17,6 @@ import os
 import select
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -25,7 +24,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any, NoReturn
 
-from smckpt.calls import while_alive
+from smckpt.calls import end_process, undisturbed, while_alive
 from smckpt.errors import UsageError
 from smckpt.meeting.group import Membership
 from smckpt.meeting.round import Meeting
@@ -291,7 +290,8 @@ class Watch:
     def _obey(self, notice: Notice) -> None:
         self.notice = notice
         self._start_grace(notice.grace)
-        log.log(
+        undisturbed(
+            log.log,
             logging.WARNING if self._membership.group.index == 0 else logging.INFO,
             "%s came to rank %d on %s: the ranks agree on a last step, save it and end with exit "
             "status %d within %.0f s",
@@ -321,7 +321,8 @@ class Watch:
         if self.save_seconds is None:
             return grace / 3
         if self.save_seconds > grace and self._membership.group.index == 0:
-            log.warning(
+            undisturbed(
+                log.warning,
                 "the run's last save took %.3g s until its commit, and %.3g s are left: the next "
                 "run may have to restore an older step. Pass signals=Signals(grace=) if your "
                 "scheduler gives more time",
@@ -332,14 +333,13 @@ class Watch:
 
     def _end(self, why: str) -> None:
         if not self._saved:
-            log.error(
+            undisturbed(
+                log.error,
                 "%s. The newest committed step is what the next run restores; exit status %d",
                 why,
                 self._status,
             )
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(self._status)
+        end_process(self._status)
 
 
 def _earliest_notice(meeting: Meeting, mine: dict[str, Any] | None) -> dict[str, Any] | None:

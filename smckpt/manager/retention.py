@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass
 from queue import SimpleQueue
 from typing import Any
 
+from smckpt.calls import undisturbed
 from smckpt.checkpoint.commits.discover import FoundCheckpoint, found_at
 from smckpt.checkpoint.commits.run_directory import RetentionPolicy, RunDirectory, Whole
 from smckpt.errors import CheckpointError, StorageError, UsageError
@@ -315,11 +316,11 @@ class Retention:
                 if looks and all(looks):  # an earlier one may be deleted already
                     self.tidy(subpaths[-1])
             except CheckpointError as error:
-                log.warning("old checkpoints stay for now: %s", error)
+                undisturbed(log.warning, "old checkpoints stay for now: %s", error)
             except Exception:  # if the thread died, the disk would fill silently
                 if self._ending or not threading.main_thread().is_alive():
                     return  # at its exit Python starts no more threads; the next run goes on
-                log.exception("old checkpoints stay for now")
+                undisturbed(log.exception, "old checkpoints stay for now")
 
     def tidy(self, newest: str) -> list[FoundCheckpoint]:
         """Delete the checkpoints that no policy keeps; returns those deleted.

@@ -102,3 +102,33 @@ def test_other_ranks_are_silent_and_a_short_one_too(hear: Any) -> None:
     with telling(0, lambda: "under way"):
         pass
     assert heard.lines == [] and EVERY == 30.0
+
+
+class Raising(logging.Handler):
+    """As one that sends lines over a connection that is down."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            raise RuntimeError(f"not sent: {record.getMessage()}")
+
+
+def test_a_handler_that_raises_ends_no_thread_and_no_save(tmp_path: Path, hear: Any) -> None:
+    handler, called = Raising(), []
+    (tmp_path / "file").touch()
+    options = smckpt.SaveOptions(queue="raising", on_commit=called.append)
+    logging.getLogger("smckpt").addHandler(handler)
+    hear("nothing")  # so that lines of all levels are made
+    try:
+        for name, committed in ("a", True), ("file/b", False), ("c", True):
+            handle = smckpt.async_save(
+                {"w": torch.ones(4)}, checkpoint_id=tmp_path / name, options=options
+            )
+            assert handle.ended(seconds(60))
+            if committed:
+                handle.wait()
+                continue
+            with pytest.raises(smckpt.errors.SaveFailedError, match="the path is a file"):
+                handle.wait()
+    finally:
+        logging.getLogger("smckpt").removeHandler(handler)
+    assert len(called) == 2

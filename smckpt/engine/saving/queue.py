@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 from uuid import uuid4
 
+from smckpt.calls import undisturbed
 from smckpt.engine.background.worker_client import Worker
 from smckpt.engine.events import SaveEvent, Sinks, telling
 from smckpt.engine.groups import Partition
@@ -311,9 +312,9 @@ class SaveQueue(SavesOfGroup):
         try:
             with telling(self.group.rank, job.activity):
                 committed = commit()
-            self._announce(job, committed)
+            undisturbed(self._announce, job, committed)
             self._done(job, None)
-            self._committer.sweep(job, committed)
+            undisturbed(self._committer.sweep, job, committed)
         except BaseException as error:  # the thread must survive any failure and report it
             ours = as_checkpoint_error(error, self.group.rank)
             behind = moment_read(ours.moment)
@@ -323,10 +324,9 @@ class SaveQueue(SavesOfGroup):
                 path = ours.path or job.request.directory
                 lost = SaveHandle(job.handle.number, path, None)
                 lost.error = ours
-                log.error("save %d was not committed: %s", lost.number, ours)
-                log.warning(
-                    "%s of this rank is brought again, as save %d", job.called, lost.number + 1
-                )
+                undisturbed(log.error, "save %d was not committed: %s", lost.number, ours)
+                again = "%s of this rank is brought again, as save %d"
+                undisturbed(log.warning, again, job.called, lost.number + 1)
                 self._skipped += 1
                 self._count_failure(job, lost)
                 return False
@@ -348,10 +348,11 @@ class SaveQueue(SavesOfGroup):
                 self._durable = job.began + job.waited + job.staged
         else:
             self._count_failure(job, job.handle)
-            log.error("save %d was not committed: %s", job.handle.number, error)
+            undisturbed(log.error, "save %d was not committed: %s", job.handle.number, error)
         job.finish(error)
         assert job.handle.timings is not None
-        self._sinks.deliver(
+        undisturbed(
+            self._sinks.deliver,
             SaveEvent(
                 directory=job.request.directory,
                 step=job.handle.step,
@@ -364,7 +365,7 @@ class SaveQueue(SavesOfGroup):
                 retries=job.retries,
                 age=None if self._durable is None else time.perf_counter() - self._durable,
                 alarms=job.handle.alarms,
-            )
+            ),
         )
 
     def _announce(self, job: SaveJob, committed: Committed) -> None:
@@ -375,7 +376,8 @@ class SaveQueue(SavesOfGroup):
         if job.request.coordinator != self.group.rank:
             return
         seconds = handle.timings.committed
-        log.info(
+        undisturbed(
+            log.info,
             "committed %s: %s in %.2f s, %s/s, to %s",
             job.called,
             bytes_text(committed.nbytes),

@@ -346,9 +346,6 @@ FACTS: Sequence[Fact] = (
           if isinstance(values.get("rotary_base"), tuple) else None),
     _fact("rotary_interleaved", "", lambda m: None if m.dims.family.name in _UNKNOWN_ORDER
           else m.dims.family.name in _SIDE_BY_SIDE),
-    _fact("multi_latent_attention (rows side by side)", "rope_interleave",
-          lambda m: m.config.get("rope_interleave") is not False if m.latent else None,
-          lambda values: values.get("multi_latent_attention") or None),  # Megatron knows no other
     _fact("use_rope_scaling", "rope_type",
           lambda m: None if m.rope is None else m.rope["rope_type"] == "llama3",
           lambda values: values.get("use_rope_scaling", "old_context_len" in values or None)),

@@ -23,7 +23,13 @@ from smckpt.translate.tables.dims import Dims
 from smckpt.translate.tables.families import find_family
 from smckpt.translate.tables.table import NORMS, TensorLayout
 
-__all__ = ["compare_configs", "compare_facts", "layout_of_facts", "refuse_other_ranks"]
+__all__ = [
+    "compare_configs",
+    "compare_facts",
+    "layout_of_facts",
+    "refuse_halves",
+    "refuse_other_ranks",
+]
 
 _DECISIVE = (
     "model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
@@ -196,6 +202,20 @@ def compare_facts(
 _UNKNOWN_TO_MEGATRON = ("residual_multiplier", "logit_scale", "clip_qkv", "attn_temperature_tuning")
 _TIED = "tie_word_embeddings"
 _TRAINED = ("mcore_", "te_")  # how the layouts of trainers that store such norms are called
+
+
+def refuse_halves(settings: ModelConfig, layout: TensorLayout, where: str) -> None:
+    """Raise UsageError for latent attention whose rows are turned as halves: Megatron-core and
+    torchtitan turn rows side by side there, and would compute another model."""
+    halves = text_values(settings.values).get("rope_interleave") is False
+    if halves and layout.name.startswith(("mcore_", "torchtitan")):
+        raise UsageError(
+            f"the config says rope_interleave=False, but in layout={layout.name!r} latent "
+            "attention turns rows side by side",
+            remedy="put the rows of the rotary parts in the other order first, with "
+            "rope_interleave=True in the config",
+            path=where,
+        )
 
 
 def layout_of_facts(

@@ -37,6 +37,7 @@ from smckpt.translate.cast import NonFinite, refuse_nonfinite
 from smckpt.translate.config import ModelConfig
 from smckpt.translate.exports.options import ImportOptions
 from smckpt.translate.exports.sidecars import read_settings
+from smckpt.translate.facts import refuse_halves
 from smckpt.translate.files import Output, OutputFile, refuse_into_source
 from smckpt.translate.models.model import model_dims, source_of_ranks, source_of_release, to_ranks
 from smckpt.translate.models.model_source import ModelSource, Parallel, open_model
@@ -243,6 +244,7 @@ def import_hf(
         family = model_dims(settings, os.fspath(files[0]) if files else read[0]).family
         assert settings is not None
         chosen = get_layout(ranks.layout, family)
+        refuse_halves(settings, chosen, os.fspath(out_dir))
         side, reader, predicting, left_out = _side_of(found, settings, family, options.mtp)
         chunks, made = to_ranks(reader, side, chosen, degrees, multiple)
         cleanup.callback(chunks.close)

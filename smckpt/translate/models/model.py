@@ -14,7 +14,7 @@ from smckpt.formats.source_facts import SourceFacts
 from smckpt.formats.tensors import Block, Holder, RankTensors, TensorKey, TensorReader
 from smckpt.translate.cast import CASTABLE
 from smckpt.translate.config import ModelConfig
-from smckpt.translate.facts import compare_facts, layout_of_facts
+from smckpt.translate.facts import compare_facts, layout_of_facts, refuse_halves
 from smckpt.translate.prediction import DROP, KEEP, further_layers, kept_layers, left_out_note
 from smckpt.translate.ranks.copied import refuse_equal_layers
 from smckpt.translate.ranks.pipeline import some
@@ -224,6 +224,8 @@ def _source_side(
     among the roles."""
     dims = model_dims(config, reader.url, predicting)
     chosen = choose_layout(reader.held, dims, layout, degrees.ep, reader.url)
+    assert config is not None
+    refuse_halves(config, chosen, reader.url)
     for one in facts:
         chosen = layout_of_facts(one, chosen, dims.family.zero_centred, given=layout is not None)
     tied_head = dims.tied and _head_of(chosen) in reader.held
@@ -233,7 +235,6 @@ def _source_side(
     rows = size = dims.sizes["V"]
     if trims:
         rows = check_rows(side.rows, size, degrees.tp, padded_vocab_size, reader.url)
-    assert config is not None
     notes = [note for one in facts for note in compare_facts(one, dims, config, chosen, rows)]
     fits = (
         [] if layout is None else [one.name for one in _fitting(reader.held, dims, degrees.ep)[0]]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import enum
+import json
 import re
 import shutil
 import sys
@@ -20,7 +21,7 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed import checkpoint as dcp
 
-from smckpt import Parallel, errors, export_hf
+from smckpt import Parallel, convert, errors, export_hf, import_hf
 from smckpt.formats.source_facts import SourceFacts
 from smckpt.translate.config import read_config
 from smckpt.translate.fact_table import FACTS
@@ -337,8 +338,6 @@ OF_FAMILIES: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = 
     ("deepseek_v3", {"norm_topk_prob": False}, {},
      {"moe_router_score_function (sum of the chosen)": "sigmoid"}),
     ("glm4_moe", {"norm_topk_prob": True}, {"moe_router_score_function": "sigmoid"}, {}),
-    ("deepseek_v3", {"rope_interleave": False}, {},
-     {"multi_latent_attention (rows side by side)": True}),
     ("llama4_text", {"attention_chunk_size": 16}, {"attention_chunk_size": 16},
      {"attention_chunk_size": 8}),
     ("gemma3_text", {"layer_types": ["sliding_attention", "full_attention"]},
@@ -376,6 +375,26 @@ def test_facts_of_a_family_are_compared(family, more, fits, wrong):
             continue
         with pytest.raises(errors.TensorMismatchError, match="they say"):
             compared({"num_layers": 2, **fits, name.partition(" ")[0]: value})
+
+
+def test_latent_attention_that_turns_halves_goes_into_no_layout_that_turns_pairs(tmp_path):
+    known = next_families if "deepseek_v3" in next_families.FAMILIES else families
+    model = known.model("deepseek_v3")
+    on_disk(model, tmp_path / "hub")
+    halves = {**model.config.to_dict(), "rope_interleave": False}
+    for layout in ("mcore_te", "torchtitan"):
+        to = Parallel(layout=layout)
+        import_hf(tmp_path / "hub", tmp_path / layout, to, config=model.config)
+        convert(tmp_path / layout, tmp_path / f"{layout}.pt", to="torch")
+        state = torch.load(tmp_path / f"{layout}.pt")
+        torch.save({"model": state["model"]}, tmp_path / f"{layout}.pt")  # and no config
+        export_hf(tmp_path / f"{layout}.pt", tmp_path / f"hf-{layout}", config=model.config)
+        with pytest.raises(errors.UsageError, match="rope_interleave=False, but in layout"):
+            export_hf(tmp_path / f"{layout}.pt", tmp_path / "no", config=halves)
+        (tmp_path / "hub" / "config.json").write_text(json.dumps(halves))
+        with pytest.raises(errors.UsageError, match="rope_interleave=False, but in layout"):
+            import_hf(tmp_path / "hub", tmp_path / "no", to, config=halves)
+        (tmp_path / "hub" / "config.json").write_text(json.dumps(model.config.to_dict()))
 
 
 def test_a_factor_that_megatron_does_not_have_is_noted():

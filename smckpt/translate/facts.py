@@ -68,7 +68,7 @@ _UNREAD = frozenset({
     "_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version",
     "use_cache", "initializer_range", "pretraining_tp", "id2label", "label2id", "problem_type",
     "router_aux_loss_coef", "router_z_loss_coef", "router_jitter_noise", "quantization_config",
-    "transformers_weights", "return_dict", "vocab_size", "chunk_size_feed_forward", "text_config",
+    "transformers_weights", "return_dict", "chunk_size_feed_forward", "text_config",
     "vision_config", "model_type", "rope_type", "rope_theta", "rope_scaling", "torchscript",
 })  # fmt: skip
 _UNREAD_ENDS = ("dropout", "pdrop", "dropout_rate", "_implementation")

@@ -260,6 +260,18 @@ def test_what_the_config_beside_says_of_a_tower_is_compared(tmp_path):
     assert any("the model in image_token_id:" in note for note in report.notes)
 
 
+def test_another_vocabulary_beside_the_model_is_noted(tmp_path, llama):
+    """Rows that a trainer has padded are cut at that number."""
+    model, state = llama
+    source = tmp_path / "run"
+    to = Parallel("mcore_te", tp=2)
+    smckpt.import_hf(hub(tmp_path / "hub", state, True), source, to, config=model.config)
+    report = export_hf(
+        source, tmp_path / "hf", config={**model.config.to_dict(), "vocab_size": 119}
+    )
+    assert any("the model in vocab_size:" in note for note in report.notes), report.notes
+
+
 def test_the_config_beside_may_have_older_keys(tmp_path):
     """GPT-2's heads are under n_head; no tensor's shape shows how many there are."""
     model = families.model("gpt2")

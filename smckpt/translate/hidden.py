@@ -9,7 +9,6 @@ gives its hidden directory a name for what is only to be removed.
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 import secrets
@@ -20,6 +19,8 @@ from contextlib import suppress
 from smckpt.errors import UsageError
 from smckpt.meeting.presence import has_ended, own_process
 from smckpt.storage.disk.directory import Directory
+from smckpt.storage.disk.linux import rename_exclusive
+from smckpt.storage.disk.posix_write import link_exclusive
 from smckpt.storage.faults import storage_error
 
 __all__ = ["begin", "clear", "discard", "is_hidden", "new_name", "show"]
@@ -28,7 +29,6 @@ CLAIM = ".smckpt-export"
 # of the process that made it: a name of its system, its number, and when it began
 _NAME = re.compile(r"\.smckpt-export-([0-9a-f]{16})-(\d{1,20})-(\d{1,20})-[0-9a-f]{8}", re.ASCII)
 _DONE = re.compile(r"\.smckpt-export-done-[0-9a-f]{8}", re.ASCII)
-_NO_LINK = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EMLINK)
 
 
 def is_hidden(name: str) -> bool:
@@ -84,11 +84,7 @@ def show(path: str, name: str, last: str, of_model: Callable[[str], object]) -> 
             out.rename(name, inside)
             made = hidden.names()
             if others := [n for n in out.names() if n in made or of_model(n)]:
-                raise UsageError(
-                    f"the directory held no model when the export began; now it holds {others[:8]}",
-                    remedy="choose another out_dir",
-                    path=path,
-                )
+                raise _taken(out, others)
             for each in sorted(made, key=lambda n: n == last):
                 if each == last:
                     out.sync()
@@ -127,14 +123,21 @@ def discard(path: str, name: str) -> None:
 
 def _show(out: Directory, inside: str, name: str) -> None:
     # by a path, which ends where CLAIM is taken away
-    try:
-        os.link(
-            f"{inside}/{name}", name, src_dir_fd=out.fd, dst_dir_fd=out.fd, follow_symlinks=False
-        )
-    except OSError as error:
-        if error.errno not in _NO_LINK:
-            raise
-        os.rename(f"{inside}/{name}", name, src_dir_fd=out.fd, dst_dir_fd=out.fd)
+    shown = link_exclusive(out, f"{inside}/{name}", name)
+    if shown is None:  # without hard links
+        shown = rename_exclusive(out.fd, f"{inside}/{name}", name)
+    if shown is None and out.status(name) is None:
+        out.rename(f"{inside}/{name}", name)
+    elif not shown:
+        raise _taken(out, [name])
+
+
+def _taken(out: Directory, names: list[str]) -> UsageError:
+    return UsageError(
+        f"the directory held no model when the export began; now it holds {names[:8]}",
+        remedy="choose another out_dir",
+        path=out.path,
+    )
 
 
 def new_name() -> str:

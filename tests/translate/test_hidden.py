@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,39 @@ def test_a_name_of_a_model_that_others_have_is_refused_and_left_alone(
         export(tmp_path, 1, out, progress=meanwhile)
     assert not calls, "at once, and not when all is made"
     assert os.listdir(out) == [name] and (out / name).is_symlink()
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_a_name_that_others_take_at_the_last_moment_stays_theirs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, links: bool
+) -> None:
+    out, link = tmp_path / "out", os.link
+
+    def late(source: str, name: str, **more: Any) -> None:
+        if name == "config.json":
+            (out / name).write_text("a user's")
+        if not links:
+            raise OSError(errno.EPERM, "a file system without hard links")
+        link(source, name, **more)
+
+    monkeypatch.setattr(os, "link", late)
+    with pytest.raises(UsageError, match=r"now it holds \['config.json'\]"):
+        export(tmp_path, 1, out)
+    assert files(out)["config.json"] == b"a user's" and not (out / "model.safetensors").exists()
+
+
+def test_a_link_whose_answer_was_lost_on_its_way_is_the_exports_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, link = tmp_path / "out", os.link
+
+    def twice(source: str, name: str, **more: Any) -> None:  # as NFS repeats a request
+        link(source, name, **more)
+        link(source, name, **more)
+
+    monkeypatch.setattr(os, "link", twice)
+    export(tmp_path, 1, out)
+    assert files(out).keys() == {"README.md", "config.json", "model.safetensors"}
 
 
 @pytest.mark.parametrize("shown", [0, 1, 2])

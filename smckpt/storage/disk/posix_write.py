@@ -17,6 +17,7 @@ from smckpt.storage.faults import refuse_incomplete, refuse_outside, storage_err
 __all__ = [
     "GUARD_SUFFIX",
     "PosixWriter",
+    "link_exclusive",
     "publish",
     "write_all",
 ]
@@ -199,13 +200,13 @@ def publish(directory: Directory, temporary: str, final: str) -> bool:
         StorageError: another process holds the guard, or died and left it.
         OSError: the file system refused.
     """
-    linked = _link(directory, temporary, final)
+    linked = link_exclusive(directory, temporary, final)
     if linked is None:
         linked = rename_exclusive(directory.fd, temporary, final)
     return _rename_guarded(directory, temporary, final) if linked is None else linked
 
 
-def _link(directory: Directory, temporary: str, final: str) -> bool | None:
+def link_exclusive(directory: Directory, temporary: str, final: str) -> bool | None:
     """True or False as `publish`; None if there are no hard links."""
     fd = directory.fd
     try:

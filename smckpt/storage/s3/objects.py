@@ -270,8 +270,9 @@ class Objects(Requests):
         tokens = {"NextKeyMarker": "KeyMarker", "NextUploadIdMarker": "UploadIdMarker"}
         for page in self._pages("list the uploads", "list_multipart_uploads", prefix, tokens):
             for each in page.get("Uploads", ()):
-                if "/" not in each["Key"][len(prefix) :]:  # a store may ignore the delimiter
-                    yield each["Key"], each["UploadId"]
+                key = each["Key"]  # a store may ignore the prefix, or the delimiter
+                if key.startswith(prefix) and "/" not in key[len(prefix) :]:
+                    yield key, each["UploadId"]
             if not page.get("IsTruncated"):  # S3 names its last upload as the next marker then, too
                 return
 

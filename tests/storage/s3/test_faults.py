@@ -373,6 +373,11 @@ def test_answers_that_lack_what_is_needed_are_told_and_end_nothing_endlessly(
     proxy.spoil("GET", f"says <IsTruncated> => {names}", path="uploads")
     asked = len(proxy.seen)
     assert store.list_unfinished() == [] and len(proxy.seen) == asked + 1 and proxy.left == 0
+    # and the store may list those of the whole bucket
+    prefix = store.url.split("/", 3)[3]
+    elsewhere = f"<Upload><Key>{'x' * len(prefix)}y</Key><UploadId>u</UploadId></Upload>"
+    proxy.spoil("GET", f"says <Prefix>{prefix}</Prefix> => {elsewhere}", path="uploads")
+    assert store.list_unfinished() == [] and proxy.left == 0
     for read in (lambda: store.read("data"), lambda: store.read("data", 1, 9)):
         proxy.spoil("GET", "without Content-Length", path="/data")
         with pytest.raises(StorageError, match="lacks Content-Length.*tried 1 times"):

@@ -18,13 +18,12 @@ import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from smckpt.checkpoint.commits.discover import FoundCheckpoint
 from smckpt.checkpoint.commits.run_directory import Damaged, RunDirectory, Template, Whole
 from smckpt.engine.api import leave_queue, maybe_finalize_async_calls, prewarm
-from smckpt.engine.background.worker_client import interpreter
+from smckpt.engine.background.worker_client import command_of
 from smckpt.engine.groups import ReplicationGroup
 from smckpt.engine.saving.job import SaveHandle, SaveOptions
 from smckpt.errors import (
@@ -56,10 +55,6 @@ log = logging.getLogger("smckpt")
 MEMORY_QUEUE = "manager-memory"
 MOST_LEFT_OUT = 64  # saves to memory, while they fail
 SERVICE = "SMCKPT_KEEPER"  # the name of the keepers that run as services (`smckpt keeper`)
-_PROGRAM = (
-    "import sys; sys.path.insert(0, sys.argv[1]); "
-    "from smckpt.storage.memory.keeper import main; main(sys.argv[2])"
-)
 
 
 @dataclass(frozen=True)
@@ -477,7 +472,10 @@ def _start_here(job: str, budget: int | None) -> None:
             "ends": [ends],
         }
         subprocess.Popen(
-            [interpreter(), "-c", _PROGRAM, str(Path(__file__).parents[2]), json.dumps(asked)],
+            [
+                *command_of("from smckpt.storage.memory.keeper import main; main(sys.argv[1])"),
+                json.dumps(asked),
+            ],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

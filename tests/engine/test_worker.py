@@ -314,15 +314,24 @@ def test_a_worker_that_cannot_start_is_named_with_the_limits(
 
 
 def test_programs_start_where_a_relative_path_led_to_python(tmp_path: Path) -> None:
-    """The shell's PATH is `bin:…`, and the script changes its directory: a save, and a keeper."""
+    """The shell's PATH is `bin:…`, and the script changes its directory: a save, and a keeper.
+    smckpt is in a folder that the script adds to the import path, beside modules of the standard
+    library's names."""
     if not Path(sys.prefix, "bin", "python").exists():
         pytest.skip("this Python has no bin/python")
-    script = tmp_path / "script.py"
+    script, vendored = tmp_path / "script.py", tmp_path / "vendored"
+    vendored.mkdir()
+    (vendored / "smckpt").symlink_to(child.ROOT / "smckpt")
+    for name in ("types", "socket", "selectors"):
+        (vendored / f"{name}.py").write_text("raise ImportError('not the library')")
     script.write_text(f"""if True:
-        import os, sys
+        import os, sys, torch
         assert not os.path.isabs(sys.executable), sys.executable
         os.chdir({str(tmp_path)!r})
-        import torch, smckpt
+        others = [at for at in sys.path if not os.path.exists(os.path.join(at, "smckpt"))]
+        sys.path[:] = [*others, {str(vendored)!r}]
+        import smckpt
+        assert smckpt.__file__.startswith({str(vendored)!r}), smckpt.__file__
         memory = smckpt.Memory(interval=1)
         with smckpt.CheckpointManager("run", interval=1, memory=memory) as manager:
             assert manager.should_save(1)
@@ -330,7 +339,8 @@ def test_programs_start_where_a_relative_path_led_to_python(tmp_path: Path) -> N
             from smckpt.storage.memory.store import asked_locally, job_of
             assert asked_locally(job_of(manager._memory.root), {{"do": "hello"}})["own"]
     """)
-    environment = {**os.environ, "PATH": "bin", "PYTHONPATH": str(child.ROOT)}
+    environment = {**os.environ, "PATH": "bin"}
+    environment.pop("PYTHONPATH", None)
     done = subprocess.run(
         ["python", str(script)], cwd=sys.prefix, env=environment, text=True,
         capture_output=True, timeout=seconds(120),

@@ -35,12 +35,7 @@ log = logging.getLogger("smckpt")
 
 A = TypeVar("A")
 
-# The worker gets the trainer's import path, without the current directory.
-# Without `site` (-S) it starts faster and runs no sitecustomize.
-_PROGRAM = (
-    "import sys; sys.path[:] = sys.argv.pop(1).split(chr(10)); "
-    "from smckpt.engine.background.worker import main; main()"
-)
+_PROGRAM = "from smckpt.engine.background.worker import main; main()"
 _DETACH_TIMEOUT = 10.0  # seconds; unmapping takes 0.1 s per GB
 _KILL_TIMEOUT = 2.0  # seconds; a killed process ends at once, unless a write hangs in the kernel
 _EXIT_GRACE = 0.5  # seconds from the end of the connection to the end of the process
@@ -324,17 +319,7 @@ def _spawn(niceness: int, threads: int) -> _Process:
             stderr = fd
             kept.callback(os.close, stderr)
             inherited = [theirs.fileno()] + ([] if trainer is None else [trainer])
-            # The trainer's absolute `sys.path` entries (Python skips what is no text), and the
-            # directory of smckpt. The standard library comes first: the trainer may have imported
-            # its modules before the user's, of the same names, were put on the path.
-            texts = [entry for entry in sys.path if isinstance(entry, str) and "\n" not in entry]
-            path = [entry for entry in texts if os.path.isabs(entry)]
-            root = str(Path(__file__).absolute().parents[3])
-            path = path if root in path else [root, *path]
-            library = os.path.dirname(os.__file__)
-            first = (library, os.path.join(library, "lib-dynload"))
-            path.sort(key=lambda entry: entry not in first)
-            command = [interpreter(), "-S", "-c", _PROGRAM, "\n".join(path)]
+            command = command_of(_PROGRAM)
             command += [str(theirs.fileno()), str(-1 if trainer is None else trainer)]
             command += [str(niceness), str(threads)]
             popen = subprocess.Popen(
@@ -357,22 +342,35 @@ def _spawn(niceness: int, threads: int) -> _Process:
     return _Process(popen, Channel(ours, pidfd), pidfd, stderr)
 
 
-def interpreter() -> str:
-    """The absolute path of this process's Python, for programs that start in another directory.
-    A relative PATH makes `sys.executable` relative to the directory in which Python was started,
-    which the script may have left; `sys.prefix` is absolute. Raises WorkerError if there is none.
+def command_of(program: str) -> list[str]:
+    """A command that runs Python code with this process's import path, but for the current
+    directory, which it may leave. Without `site` (-S) it starts faster and runs no sitecustomize.
+
+    Raises:
+        WorkerError: this process does not know its Python.
     """
-    name = sys.executable
-    if not name:
+    python = sys.executable
+    if not python:
         raise WorkerError(
             "this Python does not know its own executable (sys.executable), so it cannot start "
             "the worker",
             remedy="run a normal interpreter, or set sys.executable",
         )
-    of_prefix = os.path.join(sys.prefix, "bin", os.path.basename(name))
-    if os.path.isabs(name) or not os.path.exists(of_prefix):
-        return os.path.abspath(name)
-    return of_prefix
+    if not os.path.isabs(python):  # from a relative PATH, in a directory that the script has left
+        of_prefix = os.path.join(sys.prefix, "bin", os.path.basename(python))
+        python = of_prefix if os.path.exists(of_prefix) else os.path.abspath(python)
+    # The absolute `sys.path` entries (Python skips what is no text), and the directory of smckpt.
+    # The standard library comes first: this process may have imported its modules before the
+    # user's, of the same names, were put on the path.
+    texts = [entry for entry in sys.path if isinstance(entry, str) and "\n" not in entry]
+    path = [entry for entry in texts if os.path.isabs(entry)]
+    root = str(Path(__file__).absolute().parents[3])
+    path = path if root in path else [root, *path]
+    library = os.path.dirname(os.__file__)
+    first = (library, os.path.join(library, "lib-dynload"))
+    path.sort(key=lambda entry: entry not in first)
+    begin = "import sys; sys.path[:] = sys.argv.pop(1).split(chr(10)); "
+    return [python, "-S", "-c", begin + program, "\n".join(path)]
 
 
 def _pidfd(pid: int) -> int | None:

@@ -267,6 +267,21 @@ def test_values_that_are_no_plain_data_are_refused_by_name(tmp_path):
     assert (kind, *rest) == (state["rng"][0], *state["rng"][2:]) and (keys == state["rng"][1]).all()
 
 
+@pytest.mark.parametrize(
+    ("name", "state"),
+    [
+        ("d.1", {"d": {1: 5, "1": 6}}),
+        ("d.1.x", {"d": [torch.ones(2), {"x": 1}], "d.1.x": 7}),
+        ("a.b", {"a": {"b": torch.ones(2)}, "a.b": 2}),
+    ],
+)
+def test_two_values_of_one_name_in_dcp_are_refused_by_it(tmp_path, name, state):
+    smckpt.save({"w": torch.ones(2), **state}, checkpoint_id=tmp_path / "saved")
+    with pytest.raises(StateError, match=f"two values of the state have the name {name} in DCP"):
+        convert(tmp_path / "saved", tmp_path / "dcp", to="dcp")
+    assert os.listdir(tmp_path) == ["saved"]
+
+
 def test_counters_and_a_state_without_a_tensor_come_back_from_a_file_of_torch(tmp_path):
     plain = {"none": Counter("aab"), "n": 3}
     for number, state in enumerate(({**plain, "c": Counter(b=torch.ones(2), a=1)}, plain, {})):

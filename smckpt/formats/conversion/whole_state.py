@@ -305,7 +305,11 @@ class WholeState:
 
     def write_dcp(self, directory: str, state: Mapping[str, Any]) -> tuple[str, ...]:
         """Write a state as DCP flattens it. A tensor in what DCP takes for a value, such as a tuple
-        or a deque, is read with it. Gives the names whose form is changed."""
+        or a deque, is read with it. Gives the names whose form is changed.
+
+        Raises:
+            StateError: two values would have one name.
+        """
         import torch
 
         from smckpt.formats.conversion.new_target import write_dcp
@@ -318,7 +322,16 @@ class WholeState:
                 return self._in_memory(self.tensors[value.number])
             return value
 
+        names: set[str] = set()
         for path, leaf in flattened((), state, (Placeholder, torch.Tensor)):
+            if (name := dotted(path)) in names:
+                raise StateError(
+                    f"two values of the state have the name {name} in DCP, which keeps one of them",
+                    remedy="rename one: 'a.b' beside {'a': {'b': …}} cannot be told apart, nor 1 "
+                    'from "1"; or leave them out: ignore=[…]',
+                    path=self.catalogue.url,
+                )
+            names.add(name)
             if isinstance(leaf, Placeholder):
                 parts[path] = self.tensors[leaf.number]
             else:

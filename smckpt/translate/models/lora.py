@@ -241,7 +241,8 @@ class LoraConfig:
         weights = {name for name in matrices - {*saved} if name.endswith(".weight")}
         modules = {name.removesuffix(".weight") for name in weights}
         wanted = {module for module in modules if f".{module}".endswith(ends)}
-        if differ := sorted(wanted ^ {_WRAPPED.sub("", module) for module in pairs}):
+        paired = modules & {_WRAPPED.sub("", module) for module in pairs}
+        if differ := sorted(wanted ^ paired):
             raise TensorMismatchError(
                 f"the config has target_modules={named}, but not so the LoRA matrices of "
                 f"{differ[:8]}",

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, GptOssConfig
 
 from smckpt import Adapter, ExportOptions, Parallel, errors, export_hf
+from smckpt.translate.models import lora as our_lora
 from tests.support import child
 from tests.support.limits import seconds, within
 from tests.support.models import references as ref
@@ -467,6 +468,14 @@ def test_an_adapter_that_lacks_a_module_of_its_config_is_refused(tmp_path):
             continue
         with pytest.raises(errors.TensorMismatchError, match="not so the LoRA matrices of"):
             export_hf(checkpoint, tmp_path / "no", adapter=adapter)
+
+
+def test_what_is_no_matrix_is_not_compared_with_the_modules_of_a_config():
+    config = our_lora.LoraConfig({"target_modules": ["up", "patch"]})
+    shapes = {"up.weight": (2, 2), "patch.weight": (2, 2, 1, 1), "mlp.experts.0.up.weight": (2, 2)}
+    config.check_targets(["up", "patch", "mlp.experts.0.up"], shapes, [])
+    with pytest.raises(errors.TensorMismatchError, match="up"):
+        config.check_targets(["patch"], shapes, [])
 
 
 @pytest.mark.parametrize("start", ["pissa", "pissa_niter_4", "olora"])

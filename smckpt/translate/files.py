@@ -330,15 +330,15 @@ class Output:
     def refuse_absent(self) -> None:
         """
         Raises:
-            StorageError: files that other processes wrote are missing here.
+            StorageError: files that this process or others wrote are missing here.
         """
         sizes = {info.name: info.size for info in self.storage.list()}
         absent = [f.name for f in self._files if sizes.get(self._stored(f)) != f.size]
         if absent:
             raise StorageError(
-                f"this process does not see {len(absent)} files that other processes wrote: "
-                f"{absent[:8]}",
-                remedy="pass an out_dir on a file system that all hosts share, or in S3",
+                f"this process does not see {len(absent)} files that were written: {absent[:8]}",
+                remedy="pass an out_dir on a file system that all hosts share, or in S3, and from "
+                "which nobody removes files meanwhile",
                 path=self.url,
             )
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from smckpt import ExportOptions, export_hf
-from smckpt.errors import UsageError
+from smckpt.errors import StorageError, UsageError
 from smckpt.translate import hidden
 from smckpt.translate.exports.export import ExportReport
 from tests.support.saves import Group, hybrid, state_of
@@ -124,6 +125,13 @@ def test_a_link_whose_answer_was_lost_on_its_way_is_the_exports_own(
     monkeypatch.setattr(os, "link", twice)
     export(tmp_path, 1, out)
     assert files(out).keys() == {"README.md", "config.json", "model.safetensors"}
+
+
+def test_an_export_whose_files_are_removed_meanwhile_does_not_look_finished(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with pytest.raises(StorageError, match=r"does not see 1 files .*'model.safetensors'"):
+        export(tmp_path, 1, out, progress=lambda *_: shutil.rmtree(out, ignore_errors=True))
+    assert not out.exists()
 
 
 @pytest.mark.parametrize("shown", [0, 1, 2])

@@ -130,8 +130,8 @@ class Stages:
     def publish(self, bodies: dict[int, Body]) -> Body:
         """On the first process: check that everything is there, and make it loadable."""
         output, files = self.made.output, self.made.files
+        output.refuse_absent()
         if self.group.count > 1:
-            output.refuse_absent()
             total = sum(file.data_bytes for file in files)
             if self.options.progress is not None:
                 self.options.progress(total, total)

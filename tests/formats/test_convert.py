@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import subprocess
 import sys
 from collections import Counter, deque
@@ -250,8 +251,12 @@ def test_values_that_are_no_plain_data_are_refused_by_name(tmp_path):
         "t": {"m": (torch.zeros(2), [deque([torch.ones(1)]), torch.Size([3])])},
     }  # fmt: skip
     smckpt.save(queues, checkpoint_id=tmp_path / "queue")
-    with pytest.raises(StateError, match="] p, d, q, t.m.1.0 hold objects that torch.load"):
-        convert(tmp_path / "queue", tmp_path / "b.pt", to="torch")
+    left: list[str] = []
+    for name in ("p, d, q, t.m.1.0", "d, q, t.m.1.0", "q, t.m.1.0", "t.m.1.0"):
+        with pytest.raises(StateError, match=f"] {name} hold objects that torch.load") as refused:
+            convert(tmp_path / "queue", tmp_path / "b.pt", to="torch", ignore=left)
+        left += re.findall(r'"([^"]+)"', str(refused.value).partition("ignore=")[2])[:2]
+    convert(tmp_path / "queue", tmp_path / "b.pt", to="torch", ignore=left)
     convert(tmp_path / "queue", tmp_path / "queue-dcp", to="dcp")
     dcp_to_torch_save(tmp_path / "queue-dcp", tmp_path / "queue.pt")
     found = torch.load(tmp_path / "queue.pt", weights_only=False)

@@ -207,7 +207,8 @@ class _Work:
                 if unsafe := [*unsafe, *_unsafe_containers((), state, leaves)]:
                     self._refuse(
                         unsafe, "hold objects that torch.load(weights_only=True) does not read",
-                        'leave them out: ignore=[…]; or pass to="dcp", which holds them',
+                        f'leave each out, with what is in it: ignore=["{unsafe[0]}", '
+                        f'"{unsafe[0]}.*"]; or pass to="dcp", which holds them',
                     )  # fmt: skip
                 with new.file() as file:
                     whole.write_torch(file, state)

@@ -362,7 +362,7 @@ class LoadingRank:
         return {
             path
             for path, value in self.objects(self.saved).values()
-            if value != {} or not self.is_of_optimizer(path)
+            if not isinstance(value, dict) or value or not self.is_of_optimizer(path)
         }
 
     def _holders(self, rows: Iterable[tuple[Entry, str]]) -> list[int]:

@@ -355,6 +355,19 @@ def test_values_that_other_ranks_saved_are_of_the_lowest_of_them(tmp_path: Path)
         assert plain(torch.load(file)["late"]) == late
 
 
+def each_its_part(folder: str) -> None:
+    rank = dist.get_rank()
+    state: dict[str, Any] = {"w": torch.ones(2)}
+    smckpt.save(state | {f"of{rank}": {"t": T, "n": rank}}, checkpoint_id=folder)
+
+
+def test_parts_of_several_ranks_come_with_their_values(tmp_path: Path) -> None:
+    run_ranks(each_its_part, 4, str(tmp_path))
+    state: dict[str, Any] = {f"of{rank}": {"t": torch.zeros(2), "n": -1} for rank in range(4)}
+    smckpt.load({"w": torch.zeros(2), **state}, checkpoint_id=tmp_path)
+    assert [part["n"] for part in state.values()] == [0, 1, 2, 3]
+
+
 def test_keys_that_one_rank_has_load_beside_a_damaged_part_of_another(tmp_path: Path) -> None:
     run_ranks(values_of_late_ranks, 3, str(tmp_path))
     (part,) = (tmp_path / "0").glob("part-*-r00001.json")

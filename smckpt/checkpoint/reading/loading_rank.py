@@ -205,7 +205,7 @@ class LoadingRank:
             asked = {*saved} - {self.saved} if every else {min(saved), *known}
             ranks = sorted(asked, key=lambda r: (r not in near, r))
         read: set[int] = set()
-        for some in (ranks, known):
+        for some, only_until_owned in ((ranks, around is not None), (known, False)):
             for rank in self._with_objects([r for r in some if r not in read]):
                 read.add(rank)
                 for key, (path, value) in self.objects(rank).items():
@@ -216,7 +216,7 @@ class LoadingRank:
                         owners[at] = rank
                     if owners.get(at) == rank and self._numbers_alike(path, rank):
                         yield at, rank, key, path, value
-                if some is ranks and around is not None and None not in owners.values():
+                if only_until_owned and None not in owners.values():
                     break
 
     @cached_property

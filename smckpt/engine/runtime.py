@@ -246,9 +246,9 @@ class Runtime:
         _end_with(self.close(_exit_timeout()))
 
     def wait_in_handler(self, handle: SaveHandle) -> None:
-        """In an exit handler, wait for a save at once: ours may have run before."""
-        main = threading.main_thread()
-        if threading.get_ident() != main.ident or main.is_alive():
+        """Wait for a save at once in an exit handler that runs after those of multiprocessing, as
+        one that was registered before torch was imported: nothing of ours runs any more."""
+        if not multiprocessing.util.is_exiting():
             return
         limit = _exit_timeout()
         if not handle.ended(limit):

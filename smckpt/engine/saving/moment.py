@@ -392,10 +392,10 @@ def refuse_different(
             since = {}
             if last and last.keys() >= went.keys():
                 since = {who: n - last[who].signs.get(field_name, 0) for who, n in went.items()}
-            held = [set(moments[who].of_parameters.get(field_name, ())) for who in went]
+            steps = {who: moments[who].of_parameters.get(field_name, {}) for who in went}
             if len(set(since.values())) > 1:
                 behind = [who for who, n in since.items() if n == min(since.values())]
-            elif not any(held) or set.intersection(*held):  # else the steps have no common scale
+            elif not any(steps.values()) or _first_different(steps) is not None:  # else no scale
                 behind = [who for who, n in went.items() if n == min(went.values())]
     message = "; ".join(differences)
     if len(directories) < 2:

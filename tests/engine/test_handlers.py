@@ -155,9 +155,14 @@ def test_a_handler_may_wait_for_the_save_whose_wait_it_interrupts(tmp_path: Path
     nothing = Timings(0, 0, 0, 0, 0, 0)
     waited: list[bool] = []
     later = threading.Timer(0.5, handle.finish, (nothing, UsageError("told")))
-    later.start()
     ended = handle.ended
-    with interrupted(lambda: waited.append(ended(0.001))), pytest.raises(CheckpointError):
+
+    def look() -> None:
+        if not waited:
+            later.start()
+        waited.append(ended(0.001))
+
+    with interrupted(look), pytest.raises(CheckpointError):
         handle.wait()
     later.join()
     assert len(waited) > 10 and waited[0] is False

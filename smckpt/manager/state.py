@@ -170,24 +170,23 @@ def optimizer_state(
     """What stands for an optimizer in a state: its state dict, within the block of its model.
 
     One that trains tensors of several models, or of none, has no names for all of them. It stands
-    there itself, and they are numbered, as in torch's own dict.
+    there itself, and they are numbered, as in torch's own dict. `LOCAL` numbers them too, so that
+    one of a single model and of others stays within its block, as in older checkpoints.
 
     Raises:
         StateError: it trains tensors of a model under FSDP1, and others: the part of a tensor needs
             the name that has its shape.
     """
     trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    owner = None
-    for model in models:
-        held = set(map(id, model.parameters()))
-        if trained <= held:
-            owner = model
-            break
-        if not trained.isdisjoint(held) and Fsdp1View.sees(model):
-            owner = model
-    if owner is None:
+    held = [(model, set(map(id, model.parameters()))) for model in models]
+    within = [model for model, of in held if trained <= of]
+    if not within:
+        owners = [model for model, of in held if not trained.isdisjoint(of)]
+        alone = len(owners) == 1 and kind is SMStateDictType.SM_LOCAL_STATE_DICT
+        within = owners if alone or any(map(Fsdp1View.sees, owners)) else []
+    if not within:
         return optimizer
-    with sm_state_dict_type(owner, kind):
+    with sm_state_dict_type(within[0], kind):
         return optimizer.state_dict()
 
 

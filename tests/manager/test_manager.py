@@ -18,6 +18,7 @@ import torch
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 from smckpt import (
+    LOCAL,
     CheckpointManager,
     ParallelState,
     SaveFailedError,
@@ -32,6 +33,7 @@ from smckpt.errors import (
     UsageError,
 )
 from smckpt.manager.retention import Best, Every
+from smckpt.manager.state import taken
 from tests.support.launch import run_ranks
 
 
@@ -140,6 +142,8 @@ def test_an_optimizer_comes_back_in_a_new_process_whatever_it_trains(
     tmp_path: Path, of: str
 ) -> None:
     state, other = trains(of, 1), trains(of, 2)
+    kept = taken(state, LOCAL)["optim"] is state["optim"]
+    assert kept == (of != "a model and none")  # the form that older checkpoints have
     stepped(state)
     with CheckpointManager(tmp_path, interval=1) as manager:
         manager.save(1, state)

@@ -49,6 +49,7 @@ __all__ = ["Committed", "Committer", "Written"]
 
 LEASES_KEPT = 64  # directories whose lease is remembered
 PROBES_SOUGHT = 8  # directories in which a rank looks for a probe
+PROBE_SECONDS = 10.0  # the ranks wait for the verdict while a probe of a refused save is written
 
 log = logging.getLogger("smckpt")
 
@@ -146,10 +147,11 @@ class Committer:
             try:
                 return of_moment(job.moment, lambda: self._decide(meeting, job, written))
             except (StorageError, WorkerError) as error:
-                if error.rank != self.group.rank:
+                if error.rank not in (None, self.group.rank):
                     # It may be that rank's first save, and the probe be gone when it looks again.
+                    access, most = job.as_coordinator(), min(job.timeout, PROBE_SECONDS)
                     with suppress(CheckpointError):
-                        self._look(meeting, job, job.as_coordinator(), create=True)
+                        self._look(meeting, job, access, create=True, timeout=most)
                 raise
 
         return meeting.round(
@@ -250,9 +252,10 @@ class Committer:
         create: bool,
         leave: bool = True,
         directory: str = "",
+        timeout: float | None = None,
     ) -> bool:
         probe = Probe(directory or job.request.directory, meeting.id, create, leave)
-        answer = self.worker.call(probe, timeout=job.timeout, access=access)
+        answer = self.worker.call(probe, timeout=timeout or job.timeout, access=access)
         if answer.remark is not None:
             log.warning("%s", answer.remark)
         return answer.seen

@@ -95,7 +95,8 @@ def async_save(
         UsageError, StateError: this call's arguments or state are wrong. Nothing is saved under
             this number.
         SaveFailedError: an *earlier* save was not committed. This call's save is nevertheless under
-            way, on every rank.
+            way, on every rank. Or this one was not: in an exit handler that was registered before
+            torch was imported, the call waits for it.
     """
     group = group_of(process_group, no_dist)
     if group is None:

@@ -247,13 +247,17 @@ class Runtime:
 
     def wait_in_handler(self, handle: SaveHandle) -> None:
         """Wait for a save at once in an exit handler that runs after those of multiprocessing, as
-        one that was registered before torch was imported: nothing of ours runs any more."""
+        one that was registered before torch was imported: nothing of ours runs any more.
+
+        Raises:
+            SaveFailedError: it was not committed.
+        """
         if not multiprocessing.util.is_exiting():
             return
         limit = _exit_timeout()
         if not handle.ended(limit):
-            handle = handle.given_up(limit)
-        _end_with([] if handle.error is None else [handle])
+            raise handle.given_up(limit).failure()
+        handle.result()
 
 
 def _end_with(failed: Sequence[SaveHandle]) -> None:

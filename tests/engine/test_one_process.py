@@ -490,6 +490,32 @@ def test_a_save_in_an_exit_handler_is_waited_for_too(tmp_path: Path) -> None:
         assert smckpt.latest_checkpoint(folder / "1") is not None, (earlier, later)
 
 
+@pytest.mark.parametrize("call", ["async_save", "save"])
+def test_an_exit_handler_hears_of_its_failed_save_and_saves_elsewhere(
+    tmp_path: Path, call: str
+) -> None:
+    (tmp_path / "file").write_text("")
+    done = run_script(
+        f"""
+        import atexit, sys
+        atexit.register(print, "an earlier handler")
+        def last():
+            import smckpt
+            state = {{"a": torch.ones(2)}}
+            try:
+                smckpt.{call}(state, checkpoint_id=sys.argv[1] + "/file/1").wait()
+            except smckpt.SaveFailedError:
+                smckpt.{call}(state, checkpoint_id=sys.argv[1] + "/elsewhere")
+        atexit.register(last)
+        import torch
+        """,
+        str(tmp_path),
+    )
+    assert done.returncode == 0, done.stderr
+    assert "an earlier handler" in done.stdout
+    assert smckpt.latest_checkpoint(tmp_path / "elsewhere") is not None
+
+
 def test_a_child_of_multiprocessing_drains_the_save_in_flight_too(tmp_path: Path) -> None:
     child = multiprocessing.get_context("forkserver").Process(target=leave_early, args=(tmp_path,))
     child.start()

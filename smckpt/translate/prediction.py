@@ -20,6 +20,7 @@ __all__ = [
     "DROP",
     "KEEP",
     "PREDICTION_LAYERS",
+    "beyond_model",
     "check_mtp",
     "further_layers",
     "kept_layers",
@@ -30,6 +31,8 @@ __all__ = [
 PREDICTION_LAYERS = "num_nextn_predict_layers"  # of the config: how many there are
 DROP, KEEP = "drop", "keep"
 _MTP = re.compile(r"mtp\.(?:layers\.(\d+)\.)?")  # Megatron's names, and Qwen3-Next's
+_NAMED_MTP = re.compile(r"(?:^|\.)mtp[._]")
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _JOIN = "eh_proj.weight"  # which a layer of the model itself does not have
 
 
@@ -59,6 +62,16 @@ def further_layers(
         if number >= 0 and any(rest == _JOIN for _, rest in own):
             out |= {name: number for name, _ in own}
     return out
+
+
+def beyond_model(name: str, settings: ModelConfig | None) -> bool:
+    """Whether a released name is of such a layer, also of a family without a table. There a layer
+    is `mtp`, or a number that the model itself does not have."""
+    layers = settings.values.get("num_hidden_layers") if settings is not None else None
+    if _NAMED_MTP.search(name) is not None:
+        return True
+    number = _LAYER.search(name)
+    return number is not None and isinstance(layers, int) and int(number.group(1)) >= layers
 
 
 def kept_layers(

@@ -46,6 +46,7 @@ from smckpt.translate.models.merged import (
 )
 from smckpt.translate.models.model_source import Parallel, open_model
 from smckpt.translate.models.quantized import dequantized
+from smckpt.translate.prediction import beyond_model
 from smckpt.translate.ranks.pipeline import JoinedTensors
 from smckpt.translate.ranks.translated import Translated, TranslatedSource
 from smckpt.translate.stream import read_elements, tied_names
@@ -226,7 +227,7 @@ def _merged_here(
             remedy="pass base= the Hugging Face directory of the base model",
         )
     base = {name: replace(tensor, name=name) for name, tensor in stored.items()}
-    changes = changes_of(adapters, {n: t.shape for n, t in base.items()})
+    changes = changes_of(adapters, {n: t.shape for n, t in base.items()}, settings)
     hub: Sequence[HubTensor] | None = None
     notes: tuple[str, ...] = ()
     if naming == HUB:
@@ -355,18 +356,20 @@ def _merged_there(
     # transformers tells them.
     stored = {target.name: target for target in whole_tensors(directory)}
     shapes = {name: target.shape for name, target in stored.items()}
+    further = frozenset(name for name in stored if beyond_model(name, settings))
+    own = [target for name, target in stored.items() if name not in further]
     hub: Mapping[str, HubTensor] = {}
     known = whole.keys() <= shapes.keys() and all(
         len(config.weights(parts.pairs, shapes)) == len(parts.pairs) for parts, config in adapters
     )
     if not known:
-        found = comparison.names([*stored.values()], url, memory=True)
+        found = comparison.names(own, url, memory=True)
         if not isinstance(found, str) and found is not None and found.memory:
             shapes = {**shapes, **found.memory}
             hub = {tensor.name: tensor for tensor in found.hub or ()}
     else:
-        comparison.names([*stored.values()], url)
-    changes = changes_of(adapters, shapes)
+        comparison.names(own, url)
+    changes = changes_of(adapters, shapes, settings)
     saved = {name: replace(tensor, name=name) for name, tensor in whole.items()}
     moved = [t for t in hub.values() if all(name in saved for name, _ in t.parts)]
     stored |= {t.name: t for t in (renamed(moved, [*saved.values()]) if moved else saved.values())}
@@ -392,14 +395,20 @@ def _merged_there(
         f"{other} has other values in the checkpoint than in base=, with the adapter and without: "
         "base= was taken; leave it out to take the checkpoint's",
     )
+    unadapted = (
+        f"{len(further)} tensors of layers that predict further tokens are the base's, which no "
+        "adapter changes",
+    )
     notes = (
         *head_notes([*directory.held], settings),
         *(made.notes if settings is not None else ()),
         *(differs if other else ()),
+        *(unadapted if further else ()),
     )
     return ExportContents(
-        MergedSource(_both(reader, directory)), made.targets, (), notes, made.naming
-    )
+        MergedSource(_both(reader, directory)), made.targets, (), notes, made.naming,
+        further=further,
+    )  # fmt: skip
 
 
 def _refuse_both(whole: Mapping[str, Translated], made: _ToWrite) -> None:

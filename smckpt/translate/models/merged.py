@@ -23,8 +23,10 @@ from smckpt.layout.entries import DTYPES
 from smckpt.layout.mesh import Shape
 from smckpt.layout.strided import Box, Copy, row_major_strides
 from smckpt.translate.cast import CASTABLE, cast, stored_type
+from smckpt.translate.config import ModelConfig
 from smckpt.translate.files import Chunk, Range, Target, aligned, nbytes_of
 from smckpt.translate.models.lora import LoraConfig, PeftTensors
+from smckpt.translate.prediction import beyond_model
 from smckpt.translate.ranks.translated import Translated, TranslatedSource
 from smckpt.translate.stream import CHUNK
 
@@ -277,7 +279,9 @@ def _by_rows(change: Change) -> bool:
 Adapters: TypeAlias = "Sequence[tuple[PeftTensors[Translated], LoraConfig]]"
 
 
-def changes_of(adapters: Adapters, shapes: Mapping[str, Shape]) -> dict[str, tuple[Change, ...]]:
+def changes_of(
+    adapters: Adapters, shapes: Mapping[str, Shape], settings: ModelConfig | None
+) -> dict[str, tuple[Change, ...]]:
     """What the adapters change, by the model's names in memory, whose `shapes` these are; the
     changes of a weight in the adapters' order.
 
@@ -286,6 +290,8 @@ def changes_of(adapters: Adapters, shapes: Mapping[str, Shape]) -> dict[str, tup
         UsageError: DoRA would come after another adapter.
     """
     made: dict[str, tuple[Change, ...]] = {}
+    # PEFT adapts what transformers builds
+    built = {name: each for name, each in shapes.items() if not beyond_model(name, settings)}
     for parts, config in adapters:
         weights = config.weights(parts.pairs, shapes)
         if lost := sorted(parts.pairs.keys() - set(weights.values())):
@@ -294,7 +300,7 @@ def changes_of(adapters: Adapters, shapes: Mapping[str, Shape]) -> dict[str, tup
                 remedy="pass base= the Hugging Face directory of the base model, and config= if "
                 "that has none",
             )
-        config.check_targets(parts.pairs, shapes, parts.saved)
+        config.check_targets(parts.pairs, built, parts.saved)
         own = {
             name: change_of_pair(parts, config, module, name, shapes[name])
             for name, module in weights.items()

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 import smckpt
-from smckpt import ExportOptions, ImportOptions, Parallel, errors, export_hf
+from smckpt import Adapter, ExportOptions, ImportOptions, Parallel, errors, export_hf
 from smckpt.cli.app import app
 from smckpt.translate import import_hf, verify_hf
 from tests.support.launch import run_ranks
@@ -210,6 +210,29 @@ def test_layers_whose_experts_are_packed_come_out_one_by_one(tmp_path, release):
     smckpt.save({"model": {**model.state_dict(), **packed}}, checkpoint_id=str(tmp_path / "saved"))
     export_hf(tmp_path / "saved", tmp_path / "hf", config=folder, options=ExportOptions(mtp="keep"))
     assert same(load_file(tmp_path / "hf" / "model.safetensors"), {**state, **more})
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_adapter_which_has_none_of_them_is_merged(tmp_path, release, family):
+    """transformers builds none of these layers, so PEFT adapts none."""
+    import peft
+    from transformers import AutoModelForCausalLM
+
+    *_, more, folder = release(family)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    config = peft.LoraConfig(r=2, target_modules=["o_proj"], init_lora_weights=False)
+    adapted = peft.get_peft_model(model, config)
+    adapted.save_pretrained(tmp_path / "adapter")
+    report = export_hf(
+        tmp_path / "adapter", tmp_path / "hf", adapter=Adapter(lora="merge", base=folder)
+    )
+    assert any(f"{len(more)} tensors of layers that predict" in note for note in report.notes)
+    stored = load_file(tmp_path / "hf" / "model.safetensors")
+    assert same({name: stored[name] for name in more}, more)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").state_dict()
+    wanted = adapted.merge_and_unload().state_dict()
+    assert merged.keys() == wanted.keys()
+    assert all(torch.allclose(merged[n], wanted[n].float(), atol=1e-6) for n in wanted)
 
 
 def test_pipeline_stages_have_them_at_the_end(tmp_path, release):

@@ -218,3 +218,25 @@ def test_values_without_a_tensor_go_by_the_names_of_parameters_too(
         assert not strict and after == "object" and not any(found.values())
     else:
         assert found == {name: [number] for name, number in NUMBERS.items()}
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_the_order_of_parameters_without_a_state_is_free(tmp_path: Path, kind: Any) -> None:
+    """Rates go to the groups by the names of their parameters."""
+
+    def state(names: str, *rates: float) -> dict[str, Any]:
+        model = net(0)
+        weights, biases = (
+            [p for n, p in model.named_parameters() if e in n] for e in names.split()
+        )
+        groups = [
+            {"params": some, "lr": rate}
+            for some, rate in zip((weights, biases), rates, strict=True)
+        ]
+        with smckpt.sm_state_dict_type(model, smckpt.LOCAL):
+            return {"model": model.state_dict(), "optimizer": kind(groups).state_dict()}
+
+    smckpt.save(state("weight bias", 0.1, 0.2), checkpoint_id=tmp_path)
+    target = state("bias weight", 0.5, 0.6)
+    smckpt.load(target, checkpoint_id=tmp_path)
+    assert [group["lr"] for group in target["optimizer"]["param_groups"]] == [0.2, 0.1]

@@ -230,7 +230,12 @@ def number_as_saved(
         binding = bound(tree) if is_optimizer_dict(tree) else None
         block = binding is not None and bool(binding.held)
         state = (*path, "state")
-        by_values = not any(t.path[: len(state)] == state for t in catalogue.logical.values())
+        by_values = not any(
+            t.path[: len(state)] == state for t in catalogue.logical.values()
+        ) and any(
+            at[: len(state)] == state and (not isinstance(value, dict) or value)
+            for at, value in catalogue.objects(rank, unmade=True).values()
+        )
         if "names" not in record and (
             record.get("form") != "id" or ((strict or not block) and not by_values)
         ):

@@ -215,11 +215,7 @@ def whole_state(
         asked = only is None or str(path[0]) in only
         if asked and (inside or path in above) and not me.takes(name):
             raise _of_two_forms(path, me)
-    wanted = set(only or ())
-    values = me.values(every=only is None)
-    if not wanted <= {str(path[0]) for path in (*leaves, *(path for path, _ in values.values()))}:
-        values = me.values()  # a rank that has no tensors for this one may have saved a key alone
-    for path, saved_value in values.values():
+    for path, saved_value in me.values(only=only).values():
         if only is None or str(path[0]) in only:
             value = made_again(saved_value)
             if value is not saved_value and (path not in leaves):
@@ -230,7 +226,7 @@ def whole_state(
                 )
             for named, renamed in under_names(catalogue.optimizers, path, value):
                 leaves.setdefault(named, renamed)
-    if lacking := wanted - {str(path[0]) for path in leaves}:
+    if lacking := {*(only or ())} - {str(path[0]) for path in leaves}:
         had = sorted({str(t.path[0]) for t in catalogue.logical.values()})
         raise KeysMismatchError(
             f"LoadOptions(only=) names {sorted(lacking)}, which was not saved; the saved keys are "

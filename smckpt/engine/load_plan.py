@@ -225,7 +225,7 @@ def plan_of(
         assert selection is not None  # otherwise all ranks have raised
         if number_as_saved(state_dict, catalogue, me.saved, strict=request.strict):
             selection = target.selector.select(state_dict)
-        objects = _values(me, selection, state_dict, request.strict)
+        objects = _values(me, selection, state_dict)
         renewed, settled = prepare_optimizers(state_dict, me, objects, strict=request.strict)
         made, read = make_read(state_dict, me, objects, grows=request.keys is True)
         renewed, settled = renewed or made, settled | read
@@ -383,7 +383,6 @@ def _values(
     me: LoadingRank,
     selection: Selection,
     state_dict: MutableMapping[str, Any],
-    strict: bool,
 ) -> dict[str, tuple[Path, Any]]:
     """The saved values, by the target's keys, with those in them made that are known by their
     classes. What the followed rank lacks comes from another one, because one rank may save a value
@@ -391,7 +390,7 @@ def _values(
     own = me.objects(me.saved)
     tensors = {entry.key for entry in selection.entries}
     lacking = [leaf.path for leaf in selection.objects if leaf.key not in own]
-    objects = me.values(lacking, every=strict)
+    objects = me.values(lacking)
     objects = {key: one for key, one in objects.items() if key in own or key not in tensors}
     objects = named_as_target(state_dict, objects, me.catalogue.optimizers)
     tops = {*map(str, state_dict)}  # what is asked for; only that is made

@@ -363,3 +363,31 @@ def test_objects_in_another_order_on_another_rank_do_not_wait_for_each_other(two
         assert told["order"] == [
             f"{do} {name}" for do in ("take", "take", "give") for name in ("a", "long name")
         ]
+
+
+def one_has_more(folder: str) -> None:
+    rank = dist.get_rank()
+    trainer: dict[str, Any] = {"scale": torch.ones(1), "rank": rank}
+    if rank == 2:
+        trainer["position"] = 1234
+    smckpt.save({"model": {"w": torch.ones(2)}, "trainer": trainer}, checkpoint_id=folder)
+
+
+def test_a_load_reads_records_of_ranks_with_values_at_other_paths_alone(tmp_path: Path) -> None:
+    """The manifest tells which. So each key that is asked for is whole, and others cost nothing."""
+    run_ranks(one_has_more, 3, str(tmp_path))
+    [of_one] = tmp_path.glob("part-*-r00001.json")
+    [of_two] = tmp_path.glob("part-*-r00002.json")
+    of_one.unlink()  # as rank 0's
+    trainer = {"scale": torch.ones(1), "rank": 0, "position": 1234}
+    assert equal(smckpt.load(checkpoint_id=tmp_path)["trainer"], trainer)
+    found = smckpt.load(checkpoint_id=tmp_path, options=smckpt.LoadOptions(only=["trainer"]))
+    assert equal(found, {"trainer": trainer})
+    target = {"trainer": {"scale": torch.zeros(1), "rank": -1, "position": -1}}
+    smckpt.load(target, checkpoint_id=tmp_path)
+    assert equal(target["trainer"], trainer)
+    of_two.unlink()
+    found = smckpt.load(checkpoint_id=tmp_path, options=smckpt.LoadOptions(only=["model"]))
+    assert found["model"]["w"].tolist() == [1, 1]
+    with pytest.raises(errors.CorruptCheckpointError, match="r00002"):
+        smckpt.load(checkpoint_id=tmp_path)

@@ -111,6 +111,7 @@ class _Group:
         self._first: dict[str, bytes] = {}
         self._hosts: dict[int, str] = {}
         self._files: dict[int, tuple[FileRecord, ...]] = {}
+        self._value_paths: dict[int, dict[str, str]] = {}
         self._optimizers: dict[bytes, None] = {}
         self._parsed: dict[bytes, Any] = {}
         self._alike: dict[bytes, bytes] = {}
@@ -126,6 +127,7 @@ class _Group:
             self._first = sections
         self._check_same(rank, sections)
         self._files[rank] = found.files
+        self._value_paths[rank] = self.value(sections["value_paths"])
         self.classes[rank] = self.value(sections["classes"])
         if found.table_of is not None:
             self._tables_of[rank] = found.table_of
@@ -170,7 +172,14 @@ class _Group:
             optimizers,
             self._merger.merged(),
             tuple(
-                PartRecord(rank, self._hosts[rank], listed["part"], listed["crc64"], files)
+                PartRecord(
+                    rank,
+                    self._hosts[rank],
+                    listed["part"],
+                    listed["crc64"],
+                    files,
+                    self._value_paths[rank],
+                )
                 for rank, files in self._files.items()
                 for listed in (parts[str(rank)],)
             ),
@@ -220,7 +229,9 @@ def _read(storage: Storage, rank: int, listed: Mapping[str, str]) -> _Read | str
     try:
         data = sound(storage, read)
         sections = open_sections(data, path)
+        paths = sections.get("value_paths", b"null")  # a repair commits older parts too
         sections = {key: sections[key] for key in _NEEDED}  # not the objects, which may be large
+        sections["value_paths"] = paths
         files = decode(tuple[FileRecord, ...], json.loads(sections["files"]), newer=True)
         for file in files:
             for name, size in file.sizes.items():

@@ -37,6 +37,8 @@ __all__ = ["PartWriter", "SummedFile", "part_body", "table_of", "tables_digest"]
 
 log = logging.getLogger("smckpt")
 
+_MOST_KEYS = 32  # top keys of a state whose values a part tells apart
+
 
 def part_body(
     layout: Layout,
@@ -68,6 +70,7 @@ def part_body(
         "classes": layout.classes,
         "layout": rows,
         "objects": objects or {},
+        "value_paths": value_paths(objects or {}),
         "optimizers": optimizers or {},
         "topology": topology,
         "versions": {
@@ -77,6 +80,20 @@ def part_body(
         },
         "step": step,
         "metadata": metadata or {},
+    }
+
+
+def value_paths(objects: Mapping[str, Any]) -> dict[str, str]:
+    """As of a `format.PartRecord`: of ranks with equal ones none has a value that another lacks, so
+    that a load need not read the parts of all."""
+    paths: dict[str, list[str]] = {}
+    for saved in objects.values():
+        paths.setdefault(str(saved["path"][0]), []).append(json.dumps(saved["path"]))
+    if len(paths) > _MOST_KEYS:
+        paths = {"": [path for below in paths.values() for path in below]}
+    return {
+        top: hashlib.sha256("".join(sorted(below)).encode()).hexdigest()[:16]
+        for top, below in sorted(paths.items())
     }
 
 

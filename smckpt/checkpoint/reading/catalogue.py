@@ -339,6 +339,10 @@ class Catalogue(ABC):
     def part_url(self, rank: int) -> str:
         """The file of that, for errors."""
 
+    def value_paths(self, rank: int) -> dict[str, str] | None:
+        """As of a `PartRecord`; None if it is not known."""
+        return None
+
     def optimizers_of(self, rank: int) -> dict[str, Any]:
         """The same, as saved rank `rank` has it. Ranks may number other parameters under one path:
         pipeline stages do, and `optimizers` has those of the lowest rank."""

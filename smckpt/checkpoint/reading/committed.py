@@ -124,6 +124,9 @@ class CommittedCatalogue(Catalogue):
             for part in group.manifest.parts
         }
 
+    def value_paths(self, rank: int) -> dict[str, str] | None:
+        return self.parts[rank][1].value_paths
+
     @property
     def files(self) -> list[SavedFile]:
         return [file for rank in self.object_ranks for file in self._files_of(rank)]

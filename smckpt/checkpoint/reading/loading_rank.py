@@ -9,7 +9,7 @@ parts, each from one other rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -177,33 +177,40 @@ class LoadingRank:
         """The values of a saved rank, unmade (`Catalogue.objects`), read once."""
         return self.catalogue.objects(rank, unmade=True)
 
-    def values(self, around: Iterable[Path] | None = None, *, every: bool = True) -> Values:
+    def values(
+        self, around: Iterable[Path] | None = None, *, only: Collection[str] | None = None
+    ) -> Values:
         """The values of the followed rank and of the parts, unmade; see `values_of_others`."""
         found = dict(self.objects(self.saved))
-        for _, _, key, path, value in self.values_of_others(around, every=every):
+        for _, _, key, path, value in self.values_of_others(around, only=only):
             found.setdefault(key, (path, value))
         return found
 
     def values_of_others(
-        self, around: Iterable[Path] | None = None, *, every: bool = True
+        self, around: Iterable[Path] | None = None, *, only: Collection[str] | None = None
     ) -> Iterator[tuple[Path, int, str, Path, Any]]:
         """The values of parts: part, the saved rank of which it is, key, path, and value, unmade.
 
         Args:
             around: the parts that have these paths are enough; None: all.
-            every: a part without tensors may be of any rank, and not of the lowest one alone.
+            only: the top keys of which parts are asked for; None: all.
         """
         wanted = [self.part(path, self.saved) for path in around or ()]
         parts = {at for at in wanted if at is not None}
-        if around is not None and not parts:
-            return
-        owners = {at: self.whose(at) for at in (self.parts if around is None else parts)}
+        if around is not None:
+            only = {str(at[0]) for at in parts}
+        owners = {
+            at: self.whose(at)
+            for at in (self.parts if around is None else parts)
+            if only is None or str(at[0]) in only
+        }
         known = sorted({rank for rank in owners.values() if rank is not None})
-        ranks, saved = known, self.catalogue.object_ranks
+        ranks = known
         if around is None or None in owners.values():
+            saved = self.catalogue.object_ranks
             near = {*self.of_own(saved)}
-            asked = {*saved} - {self.saved} if every else {min(saved), *known}
-            ranks = sorted(asked, key=lambda r: (r not in near, r))
+            others = sorted({*saved} - {self.saved}, key=lambda r: (r not in near, r))
+            ranks = self._with_other_paths(others, only)
         read: set[int] = set()
         for some, only_until_owned in ((ranks, around is not None), (known, False)):
             for rank in self._with_objects([r for r in some if r not in read]):
@@ -212,7 +219,9 @@ class LoadingRank:
                     at = self.part(path, rank)
                     if at is None or (around is not None and at not in parts):
                         continue
-                    if owners.get(at) is None and (every or rank == min(saved)):
+                    if only is not None and str(at[0]) not in only:
+                        continue
+                    if owners.get(at) is None:
                         owners[at] = rank
                     if owners.get(at) == rank and self._numbers_alike(path, rank):
                         yield at, rank, key, path, value
@@ -372,6 +381,26 @@ class LoadingRank:
             saved.update(row.ranks)
             filled |= pieces.filled(row, fqn)
         return self.of_own(saved & filled or saved)
+
+    def _with_other_paths(self, ranks: Sequence[int], only: Collection[str] | None) -> list[int]:
+        """The ranks that may have values, below the keys `only`, where neither the followed rank
+        has any, nor one before it."""
+
+        def paths(rank: int) -> frozenset[tuple[str, str]] | None:
+            known = self.catalogue.value_paths(rank)
+            if known is None:
+                return None
+            return frozenset(
+                (top, digest) for top, digest in known.items() if only is None or top in (*only, "")
+            )
+
+        seen, found = {paths(self.saved)}, []
+        for rank in ranks:
+            own = paths(rank)
+            if own is None or own not in seen:
+                found.append(rank)
+                seen.add(own)
+        return found
 
     def _with_objects(self, ranks: Sequence[int]) -> Iterator[int]:
         """These ranks, after their values were read, of several ranks at once."""

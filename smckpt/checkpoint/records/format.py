@@ -236,7 +236,8 @@ class SavedOptimizer(_ParameterNames, total=False):
 class Part:
     """The part file: what one rank wrote. `layout` is what `rows.encode_rows` returns, or names the
     rank of the attempt whose part has that table (`part.table_of`); `classes` are the digests that
-    replicas compare. rank_runs: the ranks of the group as runs, or in older parts as ranks."""
+    replicas compare. rank_runs: the ranks of the group as runs, or in older parts as ranks.
+    value_paths: as of a `PartRecord`."""
 
     checkpoint_id: str
     kind: Kind | None
@@ -256,6 +257,7 @@ class Part:
     topology: dict[str, Any] | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
+    value_paths: dict[str, str] | None = None
     format: tuple[int, int] = FORMAT_VERSION
 
     def __post_init__(self) -> None:
@@ -276,13 +278,16 @@ class Part:
 
 @dataclass(frozen=True)
 class PartRecord:
-    """One rank's share, as the manifest names it. `crc64` covers all bytes of the part file."""
+    """One rank's share, as the manifest names it. `crc64` covers all bytes of the part file.
+    value_paths: top key of the state → a digest of the paths below it at which the rank has values;
+    under "" one of all, if there are many keys; None: an older writer recorded none."""
 
     rank: Rank
     host: str
     name: str
     crc64: Checksum
     files: tuple[FileRecord, ...]
+    value_paths: dict[str, str] | None = None
 
 
 @dataclass(frozen=True)

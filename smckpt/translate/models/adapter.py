@@ -18,6 +18,7 @@ from smckpt.formats.degrees import refuse_given, refuse_store
 from smckpt.formats.names import ADAPTER_WEIGHTS, ADAPTER_WEIGHTS_BIN
 from smckpt.formats.readers.rank_files import open_directory
 from smckpt.formats.tensors import TensorReader
+from smckpt.layout.mesh import Shape
 from smckpt.layout.strided import Copy
 from smckpt.storage import Access
 from smckpt.storage.urls import disk_path
@@ -227,7 +228,8 @@ def _merged_here(
             remedy="pass base= the Hugging Face directory of the base model",
         )
     base = {name: replace(tensor, name=name) for name, tensor in stored.items()}
-    changes = changes_of(adapters, {n: t.shape for n, t in base.items()}, settings)
+    shapes = {n: t.shape for n, t in base.items()}
+    changes = changes_of(adapters, shapes, shapes)
     hub: Sequence[HubTensor] | None = None
     notes: tuple[str, ...] = ()
     if naming == HUB:
@@ -358,6 +360,7 @@ def _merged_there(
     shapes = {name: target.shape for name, target in stored.items()}
     further = frozenset(name for name in stored if beyond_model(name, settings))
     own = [target for name, target in stored.items() if name not in further]
+    built: Mapping[str, Shape] = {target.name: target.shape for target in own}
     hub: Mapping[str, HubTensor] = {}
     known = whole.keys() <= shapes.keys() and all(
         len(config.weights(parts.pairs, shapes)) == len(parts.pairs) for parts, config in adapters
@@ -365,11 +368,11 @@ def _merged_there(
     if not known:
         found = comparison.names(own, url, memory=True)
         if not isinstance(found, str) and found is not None and found.memory:
-            shapes = {**shapes, **found.memory}
+            shapes, built = {**shapes, **found.memory}, found.memory
             hub = {tensor.name: tensor for tensor in found.hub or ()}
     else:
         comparison.names(own, url)
-    changes = changes_of(adapters, shapes, settings)
+    changes = changes_of(adapters, shapes, built)
     saved = {name: replace(tensor, name=name) for name, tensor in whole.items()}
     moved = [t for t in hub.values() if all(name in saved for name, _ in t.parts)]
     stored |= {t.name: t for t in (renamed(moved, [*saved.values()]) if moved else saved.values())}

@@ -23,10 +23,8 @@ from smckpt.layout.entries import DTYPES
 from smckpt.layout.mesh import Shape
 from smckpt.layout.strided import Box, Copy, row_major_strides
 from smckpt.translate.cast import CASTABLE, cast, stored_type
-from smckpt.translate.config import ModelConfig
 from smckpt.translate.files import Chunk, Range, Target, aligned, nbytes_of
 from smckpt.translate.models.lora import LoraConfig, PeftTensors
-from smckpt.translate.prediction import beyond_model
 from smckpt.translate.ranks.translated import Translated, TranslatedSource
 from smckpt.translate.stream import CHUNK
 
@@ -280,18 +278,19 @@ Adapters: TypeAlias = "Sequence[tuple[PeftTensors[Translated], LoraConfig]]"
 
 
 def changes_of(
-    adapters: Adapters, shapes: Mapping[str, Shape], settings: ModelConfig | None
+    adapters: Adapters, shapes: Mapping[str, Shape], built: Mapping[str, Shape]
 ) -> dict[str, tuple[Change, ...]]:
     """What the adapters change, by the model's names in memory, whose `shapes` these are; the
     changes of a weight in the adapters' order.
+
+    Args:
+        built: of the tensors that transformers builds, which are all that PEFT adapts.
 
     Raises:
         KeysMismatchError, TensorMismatchError: weights are missing or do not fit the adapter.
         UsageError: DoRA would come after another adapter.
     """
     made: dict[str, tuple[Change, ...]] = {}
-    # PEFT adapts what transformers builds
-    built = {name: each for name, each in shapes.items() if not beyond_model(name, settings)}
     for parts, config in adapters:
         weights = config.weights(parts.pairs, shapes)
         if lost := sorted(parts.pairs.keys() - set(weights.values())):

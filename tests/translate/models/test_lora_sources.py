@@ -19,6 +19,7 @@ from peft import (
 )
 from safetensors.torch import load_file, save_file
 from torch.distributed import checkpoint as dcp
+from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
 from smckpt import Adapter, Parallel, errors, export_hf
 from smckpt.cli.app import app
@@ -222,3 +223,31 @@ def test_an_adapter_of_another_kind_is_named_at_once_with_its_config_and_without
             export_hf(
                 tmp_path / "model.pt", tmp_path / "out", config=base().config, adapter=adapter
             )
+
+
+def test_a_base_under_other_names_than_those_in_memory_is_merged(tmp_path: Path) -> None:
+    """The adapter has names in memory, the directory those of the release."""
+    torch.manual_seed(0)
+    text = {
+        "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2,
+        "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4},
+    }  # fmt: skip
+    vision = {"depth": 1, "embed_dim": 32, "hidden_size": 32, "num_heads": 4}
+    config = Qwen2VLConfig(text_config=text, vision_config=vision, image_token_id=60)
+    model = Qwen2VLForConditionalGeneration(config)
+    model.save_pretrained(tmp_path / "base")
+    assert {*load_file(tmp_path / "base/model.safetensors")} != {*model.state_dict()}
+    adapted = get_peft_model(
+        model, LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    )
+    adapted.save_pretrained(tmp_path / "adapter")
+    given = Adapter(lora="merge", base=tmp_path / "base")
+    export_hf(tmp_path / "adapter", tmp_path / "hf", adapter=given)
+    merged = Qwen2VLForConditionalGeneration.from_pretrained(tmp_path / "hf").state_dict()
+    wanted = adapted.merge_and_unload().state_dict()
+    assert all(torch.allclose(merged[name], wanted[name], atol=1e-6) for name in wanted)
+    config_of = tmp_path / "adapter/adapter_config.json"
+    config_of.write_text(config_of.read_text().replace('"v_proj"', '"o_proj"'))
+    with pytest.raises(errors.TensorMismatchError, match="target_modules"):
+        export_hf(tmp_path / "adapter", tmp_path / "other", adapter=given)

@@ -11,7 +11,7 @@ import gc
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -43,6 +43,7 @@ from smckpt.engine.load_rounds import (
     unless,
 )
 from smckpt.engine.load_share import for_all, glance, open_chosen, share
+from smckpt.engine.saving.moment import loaded_steps
 from smckpt.errors import (
     CheckpointError,
     CheckpointReplacedError,
@@ -62,7 +63,7 @@ from smckpt.storage import Storage
 
 if TYPE_CHECKING:
     from smckpt.engine.passing import Passing
-    from smckpt.layout.entries import Entry
+    from smckpt.layout.entries import Entry, Path
 
 __all__ = ["Loader"]
 
@@ -85,10 +86,21 @@ class _Clock:
 
 
 class Loader:
-    """Makes the loads of one group and counts them, so that rounds of different loads do not
-    mix."""
+    """Makes the loads of one group and counts them, so that rounds of different loads do not mix.
 
-    def __init__(self, group: Group, membership: Membership, sinks: Sinks) -> None:
+    Args:
+        note: called with the steps of parameters in each load, for the group's next saves.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        membership: Membership,
+        sinks: Sinks,
+        note: Callable[[Mapping[Path, float]], None] = lambda _: None,
+    ) -> None:
+        self.loaded: dict[Path, float] = {}  # the steps of parameters in all loads
+        self._note = note
         self.group = group
         self.membership = membership
         self._sinks = sinks
@@ -113,6 +125,10 @@ class Loader:
                 tree, request = state_dict, replace(request, refusal=request.refusal or failed)
             with _without_collections():  # the plan's objects are freed inside the block
                 planned = self._fill(tree, request, clock)
+                with neutral():
+                    steps = loaded_steps(planned.state_dict, planned.selection)
+            self.loaded.update(steps)
+            self._note(steps)
             if state_dict is None:
                 return joined(planned.state_dict)  # type: ignore[no-any-return]
             opened.memory.left(unread(planned, request))

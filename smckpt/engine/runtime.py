@@ -12,7 +12,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Protocol
 
 from smckpt.calls import alone, end_process, undisturbed, while_alive
@@ -21,6 +22,7 @@ from smckpt.engine.load import Loader
 from smckpt.engine.saving.job import SaveHandle
 from smckpt.engine.saving.queue import LEAVE_SECONDS, SaveQueue
 from smckpt.errors import UsageError
+from smckpt.layout.entries import Path
 from smckpt.meeting.group import Group, Membership, inherited_store
 from smckpt.meeting.keys import Clients
 from smckpt.meeting.presence import began, start_of
@@ -85,6 +87,9 @@ class Runtime:
             membership = self._membership(group, f"save/{name}")
             fresh = SaveQueue(membership, name, self._since, self.sinks, self.overlap)
             self._queues[key] = fresh
+            loader = self._loaders.get(group.ranks)
+            if loader is not None and loader.group.same_life(group):
+                fresh.note_loaded(loader.loaded)
         if old is not None:
             log.info("the process group is new; waiting for the saves of the earlier one")
             fresh.inherit(old.close(_exit_timeout()))
@@ -127,9 +132,16 @@ class Runtime:
             if old is None or not old.group.same_life(group):
                 self._since = self._since if old is None else time.time_ns()
                 membership = self._membership(group, "load")
-                self._loaders[group.ranks] = Loader(group, membership, self.sinks)
+                note = partial(self._note_loaded, group.ranks)
+                self._loaders[group.ranks] = Loader(group, membership, self.sinks, note)
                 self._watch()
             return self._loaders[group.ranks]
+
+    def _note_loaded(self, ranks: tuple[int, ...], steps: Mapping[Path, float]) -> None:
+        with self._lock:
+            queues = [queue for (_, of), queue in self._queues.items() if of == ranks]
+        for queue in queues:
+            queue.note_loaded(steps)
 
     def membership(self, group: Group, name: str) -> Membership:
         """What meets in the group for another purpose than a save or a load."""

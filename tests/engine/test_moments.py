@@ -115,7 +115,8 @@ def test_a_skipped_save_fails_alone_by_name_on_all_ranks(
         assert len(failed) == 1, failed
         [text] = failed.values()
         assert f"rank {rank} skipped the save that rank {1 - rank} made" in text
-        assert "2 on rank" in text and "3 on rank" in text
+        first, second = (1, 2) if how == "optimizer" else (2, 3)  # steps since the last save
+        assert f"{first} on rank" in text and f"{second} on rank" in text
         assert value == STEPS
     assert [step for step, text in told[1 - rank][0] if text] == [2]
     assert [step for step, text in told[rank][0] if text] == [3]  # the next call raises it
@@ -269,6 +270,57 @@ def test_ranks_that_hold_other_parameters_may_differ_in_step(tmp_path: Path) -> 
             assert "different steps as one" in text and "pass step=" in text
         # Before a first save nothing tells who is behind, if anybody is.
         assert "skipped the save" in told[-4][0] and "skipped" not in str(told[-2:])
+
+
+def stages_go_on(folder: str, turns: list[str], life: int) -> list[list[str]]:
+    """Saves of pipeline stages, of which rank 0's trains from step 3 on, and nothing but the
+    optimizer's steps tells one from the next. The second life loads what the first saved."""
+    rank, heard = dist.get_rank(), []
+    for turn, how in enumerate(turns):
+        name = "layer" if "alike" in how else f"layer{rank}"
+        stage = nn.ModuleDict({name: nn.Linear(2, 2, bias=False)})
+        optimizer = torch.optim.AdamW(stage.parameters(), lr=0.1)
+        kind = smckpt.SHARDED if "shards" in how else smckpt.LOCAL
+
+        def taken(
+            model: nn.Module = stage, optimizer: Any = optimizer, kind: Any = kind
+        ) -> dict[str, Any]:
+            with smckpt.sm_state_dict_type(model, kind):
+                return {"optimizer": optimizer.state_dict(), "model": model.state_dict()}
+
+        if life and "whole" in how:
+            whole = smckpt.load(checkpoint_id=f"{folder}/{turn}-")
+            optimizer.load_state_dict(whole["optimizer"])
+        elif life:
+            smckpt.load(taken(), checkpoint_id=f"{folder}/{turn}-")
+        errors_of: list[str] = []
+        for step in range(1 + 4 * life, 5 + 4 * life):
+            if rank == 1 or step >= 3:
+                next(stage.parameters()).grad = torch.ones(2, 2)
+                optimizer.step()
+            if "skips" in how and (rank, step) == (1, 6):
+                continue
+            if "catches up" in how and step in ((5, 6), (7, 8))[rank]:  # steps as large as rank 1's
+                continue
+            try:
+                options = smckpt.SaveOptions(timeout=seconds(60), queue=str(turn))
+                smckpt.async_save(taken(), checkpoint_id=f"{folder}/{turn}-", options=options)
+                smckpt.maybe_finalize_async_calls(queue=str(turn))
+            except errors.SaveFailedError as error:
+                errors_of.append(str(error))
+        heard.append(errors_of)
+    return heard
+
+
+def test_stages_that_train_late_save_again_after_a_restart(tmp_path: Path) -> None:
+    fine = ["", "whole alike", "shards"]
+    turns = [*fine, "skips alike", "catches up", "catches up alike"]
+    assert run_ranks(stages_go_on, 2, str(tmp_path), turns, 0) == [[[]] * len(turns)] * 2
+    for heard in run_ranks(stages_go_on, 2, str(tmp_path), turns, 1):
+        assert heard[: len(fine)] == [[]] * len(fine)
+        for texts, turn in zip(heard[len(fine) :], turns[len(fine) :], strict=True):
+            assert texts and "different steps as one" in texts[0], turn
+            assert "optimizer.step since the last save" in texts[0], turn
 
 
 class Loader:

@@ -25,14 +25,14 @@ from smckpt.engine.background.commands import (
 from smckpt.engine.background.worker_client import Worker
 from smckpt.engine.saving.alarms import Observed, judge
 from smckpt.engine.saving.commit_groups import GroupSave, Steps, Ticket, refuse_unequal
-from smckpt.engine.saving.job import SaveJob
-from smckpt.engine.saving.moment import (
-    Moment,
+from smckpt.engine.saving.differing import (
     of_moment,
     ranks_text,
     refuse_different,
     tells_nothing,
 )
+from smckpt.engine.saving.job import SaveJob
+from smckpt.engine.saving.moment import Moment
 from smckpt.errors import (
     CheckpointError,
     PeerError,

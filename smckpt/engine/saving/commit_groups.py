@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from smckpt.engine.saving.differing import of_moment, refuse_different
 from smckpt.engine.saving.job import SaveJob
-from smckpt.engine.saving.moment import Moment, of_moment, refuse_different
+from smckpt.engine.saving.moment import Moment
 from smckpt.errors import CheckpointError, PeerError, UsageError
 from smckpt.meeting.group import Membership
 from smckpt.meeting.round import Meeting

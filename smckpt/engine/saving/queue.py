@@ -18,6 +18,7 @@ from smckpt.engine.background.worker_client import Worker
 from smckpt.engine.events import SaveEvent, Sinks, telling
 from smckpt.engine.groups import Partition
 from smckpt.engine.saving.commit import Committed, Committer, Written
+from smckpt.engine.saving.differing import ranks_text, refuse_different
 from smckpt.engine.saving.job import (
     SaveHandle,
     SaveJob,
@@ -26,9 +27,10 @@ from smckpt.engine.saving.job import (
     SavesOfGroup,
     bytes_text,
 )
-from smckpt.engine.saving.moment import Moment, moment_read, ranks_text, refuse_different
+from smckpt.engine.saving.moment import Moment, moment_read
 from smckpt.engine.saving.save import Saver
 from smckpt.errors import CheckpointError, UsageError, as_checkpoint_error
+from smckpt.layout.entries import Path
 from smckpt.meeting.group import Membership
 from smckpt.meeting.round import Round
 from smckpt.staging.arena import beside_captures
@@ -243,6 +245,10 @@ class SaveQueue(SavesOfGroup):
         if (flying is None or flying.done()) and idle:
             self._saver.close()
         return failed
+
+    def note_loaded(self, steps: Mapping[Path, float]) -> None:
+        """The group loaded these steps of parameters, from which the next save counts."""
+        self._saver.loaded = {**self._saver.loaded, **steps}
 
     def inherit(self, failed: list[SaveHandle]) -> None:
         """Take over the failures of the queue that this one replaces. The next call raises them."""

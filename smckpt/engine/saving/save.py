@@ -29,6 +29,7 @@ from smckpt.engine.saving.commit import Committed, Committer, Written
 from smckpt.engine.saving.job import SaveJob, SaveOptions, SaveRequest
 from smckpt.engine.saving.moment import moment_of
 from smckpt.errors import StateError, UsageError, as_checkpoint_error
+from smckpt.layout.entries import Path
 from smckpt.layout.image import Layout, compile_layout
 from smckpt.meeting.group import Group
 from smckpt.meeting.round import Meeting
@@ -98,6 +99,8 @@ class Saver:
         self._observer: Observer | None = None
         self._warned: set[str] = set()  # of what, about tensors that a load makes
         self._last: Last | None = None  # the last committed save
+        # path of a parameter's state → its step in a load that came after that
+        self.loaded: Mapping[Path, float] = {}
         self._claimed: list[str] = []  # keys of the job's store, of the last save
 
     def save(
@@ -119,6 +122,7 @@ class Saver:
         """
         staged: Staged | None = None
         failed: BaseException | None = None
+        loaded = self.loaded
         try:
             job.partition = self._expected(job, refusal)
             if refusal is not None:
@@ -132,6 +136,7 @@ class Saver:
                 request.options.metadata or {},
                 selection,
                 request.options.per_rank,
+                loaded,
             )
             compiled = self.compile(job, selection)
             staged = self.stage(job, selection, compiled)
@@ -150,6 +155,8 @@ class Saver:
         def commit() -> Committed:
             committed = self._committer.publish(job, write)
             self._last = job.last
+            if self.loaded is loaded:  # no load came meanwhile
+                self.loaded = {}
             return committed
 
         return commit, failed

@@ -40,13 +40,8 @@ from smckpt.checkpoint.records.prefixes import spread_of
 from smckpt.checkpoint.records.rows import encode_rows
 from smckpt.engine.background.commands import ArenaFile
 from smckpt.engine.background.worker_write import write_part
-from smckpt.engine.saving.moment import (
-    Moment,
-    moment_of,
-    moment_read,
-    ranks_text,
-    refuse_different,
-)
+from smckpt.engine.saving.differing import ranks_text, refuse_different
+from smckpt.engine.saving.moment import Moment, moment_of, moment_read
 from smckpt.errors import CheckpointError, StateError, UsageError
 from smckpt.integrations.dcp.reader import WHOLE_VALUES
 from smckpt.layout.containers import joined

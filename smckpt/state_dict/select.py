@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,6 +32,7 @@ from smckpt.state_dict.model_views import names_in_state
 from smckpt.state_dict.modes import neutral
 from smckpt.state_dict.of_optimizers.bindings import (
     Binding,
+    bound,
     is_optimizer_dict,
     optimizer_dicts,
     placed_in,
@@ -45,7 +46,9 @@ from smckpt.state_dict.tags import (
     RememberingDict,
     StatefulStateDict,
     Tag,
+    is_parameter,
     is_stateful,
+    is_stepped,
     local_of,
     tag_of,
 )
@@ -122,6 +125,14 @@ class _Walk:
     unmade: list[tuple[str, str, str]] = field(default_factory=list)
     bare: list[str] = field(default_factory=list)
     optimizers: dict[str, Any] = field(default_factory=dict)  # as in a `Selection`
+    numbered: list[Path] = field(default_factory=list)  # optimizers' states from outside a block
+
+    def tag_at(self, path: Path, tensor: torch.Tensor) -> Tag | None:
+        """Its tag. A dict from outside a block holds live tensors, which an earlier block tagged:
+        numbers are the names there."""
+        tag = tag_of(tensor)
+        numbered = tag is not None and any(path[: len(at)] == at for at in self.numbered)
+        return None if numbered else tag
 
 
 class Selector:
@@ -191,7 +202,7 @@ class Selector:
     def _selected(self, state_dict: Mapping[str, Any], walk: _Walk) -> Selection:
         kinds, entries, tensors, tags = walk.kinds, [], [], []
         for path, tensor in walk.tensors:
-            tag = tag_of(tensor)
+            tag = walk.tag_at(path, tensor)
             if tag is not None and tag.kind is not None:
                 kinds.add(tag.kind)
             try:
@@ -227,7 +238,7 @@ class Selector:
         depths = sorted({len(path) for path in states})
         for path, tensor in walk.tensors:  # a load may have to make it
             # A block's own tensors, unless an optimizer keeps them, are their model's.
-            flags = flags_of(tensor) if tag_of(tensor) is None else ""
+            flags = flags_of(tensor) if walk.tag_at(path, tensor) is None else ""
             for depth in depths:
                 if len(path) <= depth:
                     break
@@ -245,8 +256,8 @@ class Selector:
             cut = {e.path for e, tag in pairs if tag is not None and tag.geometry is not None}
             found = zip(entries, tensors, strict=True)
             self._tied = first_overlap((e.key, t) for e, t in found if e.path in walk.made - cut)
-            self._parameters = frozenset(e.key for e, tag in pairs if _is_parameter(e, tag))
-            self._stepped = frozenset(e.key for e, tag in pairs if _is_stepped(e, tag, {*states}))
+            self._parameters = frozenset(e.key for e, tag in pairs if is_parameter(e, tag))
+            self._stepped = frozenset(e.key for e, tag in pairs if is_stepped(e, tag, {*states}))
         kind = "LOCAL" if "LOCAL" in kinds else min(kinds, default=None)
         owned = [e.optimizer for _, e in walk.owners if e]
         swapped_by = next((type(o).__name__ for o in owned if swaps_parameters(o)), "")
@@ -329,6 +340,9 @@ class Selector:
         had_value = mixed = False  # a value stands before a tensor
         odd: list[Any] = []  # keys that no path can hold
         of_optimizer = is_optimizer_dict(value)
+        in_block = of_optimizer and getattr(bound(value), "held", None)
+        if of_optimizer and not in_block and any(isinstance(key, int) for key in value["state"]):
+            walk.numbered.append((*path, "state"))
         for key, child in items:
             if of_optimizer:
                 walk.fresh = True
@@ -365,7 +379,7 @@ class Selector:
                 walk.unmade.append((dotted(path), *parts.unregistered(type(value))))
         elif walk.inside == "object" and not is_made(value):
             walk.unmade.append((dotted(path), *parts.of_own_class(type(value))))
-        mixed &= walk.inside in ("", "object") and not isinstance(value, RememberingDict)
+        mixed &= walk.inside != "module" and not isinstance(value, RememberingDict)
         if mixed and path and isinstance(value, Mapping):
             kind = in_sequence([k if type(k) in (str, int) else repr(k) for k in value], kind)
         if kind is not None:
@@ -477,22 +491,3 @@ class Selector:
                 self._rules[rule] = MeshGeometry(fqns[0], tuple(shape), self._meshes[mesh], ours)
             return self._rules[rule]
         return PerRankGeometry(fqns, tuple(local.shape), (self._rank,))
-
-
-def _is_parameter(entry: Entry, tag: Tag | None) -> bool:
-    """Whether it is known to be a parameter: a shard or replica that is not an optimizer's state;
-    or a plain tensor that is tagged so."""
-    if entry.geometry.per_rank:
-        return tag is not None and tag.parameter
-    return tag is None or not tag.after
-
-
-def _is_stepped(entry: Entry, tag: Tag | None, states: Set[Path]) -> bool:
-    """Whether it is an optimizer's state, or a parameter. In a block the tag of a DTensor tells a
-    parameter from a buffer, which a forward may change."""
-    path = entry.path
-    if any(path[:depth] in states for depth in range(1, len(path))):
-        return True
-    if tag is not None and tag.geometry is None:
-        return tag.parameter
-    return _is_parameter(entry, tag)

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import functools
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from smckpt.layout.entries import Path
+from smckpt.layout.entries import Entry, Path
 from smckpt.layout.geometry import Geometry
 from smckpt.state_dict.tensors import (
     cuts_itself,
@@ -36,7 +36,9 @@ __all__ = [
     "StatefulStateDict",
     "Tag",
     "clear_tag",
+    "is_parameter",
     "is_stateful",
+    "is_stepped",
     "local_of",
     "model_of",
     "plain_tag",
@@ -303,3 +305,22 @@ def local_of(tensor: Any, path: Path, rank: int) -> tuple[torch.Tensor, Any]:
         local, mesh, placements, shape = dtensor_parts(tensor)
         return unwrapped(local), (mesh, placements, shape)
     return unwrapped(tensor.detach() if tensor.requires_grad else tensor), None
+
+
+def is_parameter(entry: Entry, tag: Tag | None) -> bool:
+    """Whether it is known to be a parameter: a shard or replica that is not an optimizer's state;
+    or a plain tensor that is tagged so."""
+    if entry.geometry.per_rank:
+        return tag is not None and tag.parameter
+    return tag is None or not tag.after
+
+
+def is_stepped(entry: Entry, tag: Tag | None, states: Set[Path]) -> bool:
+    """Whether it is an optimizer's state, or a parameter. In a block the tag of a DTensor tells a
+    parameter from a buffer, which a forward may change."""
+    path = entry.path
+    if any(path[:depth] in states for depth in range(1, len(path))):
+        return True
+    if tag is not None and tag.geometry is None:
+        return tag.parameter
+    return is_parameter(entry, tag)

@@ -464,3 +464,67 @@ def test_one_rank_may_save_an_optimizer_for_all(tmp_path: Path, held: bool) -> N
         other_states, 2, str(tmp_path), "object", held, False, True
     )
     assert first == other == saved
+
+
+class Keeper:
+    """A program's own object, which gives its optimizer's dict within one of its own."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"optimizer": self.optimizer.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state["optimizer"])
+
+
+class Counted(torch.optim.AdamW):
+    """An optimizer whose own dict has more in it, and which keeps a value before its tensors."""
+
+    count = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.count += 1
+        loss = super().step(closure)
+        for parameter, slots in self.state.items():
+            self.state[parameter] = {"seen": self.count, **slots} | {"seen": self.count}
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "count": self.count}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.count = state_dict.pop("count")
+        super().load_state_dict(state_dict)
+
+
+@pytest.mark.parametrize("block", ["LOCAL", "SHARDED", "FULL"])
+def test_a_block_leaves_no_names_for_later_saves_outside(tmp_path: Path, block: str) -> None:
+    ways: dict[str, Callable[[Any], Any]] = {
+        "object": lambda optimizer: optimizer,
+        "dict": lambda optimizer: optimizer.state_dict(),
+        "own object": Keeper,
+        "list": lambda optimizer: {"of": [optimizer]},
+    }
+    for build in (torch.optim.AdamW, Counted):
+        for how, put in ways.items():
+            model, optimizer = made(build, 0)
+            step(model, optimizer, 0)
+            with smckpt.sm_state_dict_type(model, getattr(smckpt, block)):
+                optimizer.state_dict()
+            folder = tmp_path / f"{build.__name__} {how}"
+            smckpt.save({"model": model, "optimizer": put(optimizer)}, checkpoint_id=folder)
+            other, resumed = made(build, 1)
+            if how == "dict":  # one without state leads to no optimizer
+                step(other, resumed, 1)
+            smckpt.load({"model": other, "optimizer": put(resumed)}, checkpoint_id=folder)
+            assert same(resumed.state_dict(), optimizer.state_dict()), how
+            slots, again = (one.state_dict()["state"][0] for one in (optimizer, resumed))
+            assert [*slots] == [*again], how
+            whole = smckpt.load(checkpoint_id=folder)["optimizer"]
+            if how in ("object", "dict"):
+                assert [*whole["state"]] == [*optimizer.state_dict()["state"]], how
+            for one in ((model, optimizer), (other, resumed)):
+                step(*one, 2)
+            assert same(model.state_dict(), other.state_dict()), how

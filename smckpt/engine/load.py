@@ -380,7 +380,7 @@ class Loader:
             opened.append(found)
             return Choice(found.identity, found.name, for_all(found, rounds.group.count))
 
-        commit = rounds.choose(partial(unless, failure, "load"), look)
+        commit = rounds.choose(partial(unless, failure, f"load of {request.directory}"), look)
         return commit, opened[0] if opened else None
 
     # -- the plan ----------------------------------------------------------------------------

@@ -162,8 +162,8 @@ def refuse_other_calls(calls: Mapping[int, str], name: Callable[[int], str]) -> 
         made = (f"{call} on {', '.join(map(name, who[:8]))}" for call, who in by_call.items())
         raise UsageError(
             f"the ranks made different calls: {' and '.join(made)}",
-            remedy="make the same call of smckpt, with the same planner= and reader, on all ranks "
-            "of process_group",
+            remedy="make the same call of smckpt, with the same checkpoint_id, planner= and "
+            "reader, on all ranks of process_group",
         )
 
 

@@ -528,3 +528,26 @@ def test_ranks_meet_again_after_one_gave_up_a_load_that_the_others_did_not_make(
     for rank, texts in enumerate(heard):
         assert len(texts) == (met or rank == who)
         assert all(f"rank {1 - who} did not" in text for text in texts), texts
+
+
+def each_another(folder: str) -> list[str]:
+    """Loads in which each rank passes another checkpoint_id."""
+    rank, heard = dist.get_rank(), []
+    for step in (1, 2):
+        smckpt.save({"w": torch.full((2,), step)}, checkpoint_id=f"{folder}/{step}", step=step)
+    for name in ("1", "2") if rank else ("2", "none"):
+        target = {"w": torch.zeros(2, dtype=torch.int64)}
+        with pytest.raises(errors.UsageError) as caught:
+            smckpt.load(target, checkpoint_id=f"{folder}/{name}")
+        assert not target["w"].any()
+        heard.append(str(caught.value))
+    smckpt.load(target, checkpoint_id=f"{folder}/2")
+    assert target["w"].tolist() == [2, 2]
+    return heard
+
+
+def test_ranks_that_load_from_different_places_are_named(tmp_path: Path) -> None:
+    for heard in run_ranks(each_another, 2, str(tmp_path)):
+        for text, (first, second) in zip(heard, (("2", "1"), ("none", "2")), strict=True):
+            assert f"load of {tmp_path}/{first} on rank 0" in text
+            assert f"load of {tmp_path}/{second} on rank 1" in text

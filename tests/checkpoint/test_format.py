@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import threading
+import zlib
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import Any
 
@@ -10,6 +14,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from smckpt.checkpoint.records import sealed as sealing
 from smckpt.checkpoint.records.crc import crc64, hex64
 from smckpt.checkpoint.records.files import decode_body
 from smckpt.checkpoint.records.format import (
@@ -33,7 +38,8 @@ from smckpt.checkpoint.records.format import (
 )
 from smckpt.checkpoint.records.sealed import (
     FORMAT_VERSION,
-    PART_VERSION,
+    PACKED_VERSION,
+    Known,
     open_json,
     open_sections,
     seal_json,
@@ -185,6 +191,57 @@ def test_long_tables_have_a_row_per_line():
     assert any(line.startswith('"layout":') for line in lines)
 
 
+LONG = {"rows": [{"path": ["model", f"layers.{n}.weight"], "shape": [n]} for n in range(5000)]}
+
+
+def test_a_long_table_is_packed_and_is_what_it_was_for_every_reader(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    body = {"format": [1, 1], "step": 5, "layout": LONG, "optimizers": {"o": LONG}}
+    sealed = seal_json(body)
+    assert len(sealed) < len(json.dumps(body)) / 8
+    there = json.loads(sealed)["body"]
+    assert (there["format"], there["packed"]) == ([4, 0], ["layout", "optimizers"])
+    body["format"] = [4, 0]
+    assert open_json(sealed, "m") == body
+    assert {key: json.loads(text) for key, text in open_sections(sealed, "m").items()} == body
+    assert seal_json(body) == sealed
+
+    calls: list[bytes] = []
+    another, unpack, known = threading.Event(), sealing._unpacked, Known()
+
+    def unpacked(text: bytes, path: str) -> bytes:
+        calls.append(text)
+        if len(calls) > 2:
+            another.set()
+        another.wait(0.2)
+        return unpack(text, path)
+
+    monkeypatch.setattr(sealing, "_unpacked", unpacked)
+    with ThreadPoolExecutor(4) as pool:
+        assert [*pool.map(lambda _: open_json(sealed, "m", known), range(4))] == [body] * 4
+    assert len(calls) == 2  # once each, though four threads read at once
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"packed": ["format"]}, {"packed": ["layout", "optimizers"]}, {"packed": "layout"},
+        {"layout": {}}, {"layout": "#"}, {"layout": "QUJD"},
+        {"layout": base64.b64encode(zlib.compress(b"{}" * 99)[:-5]).decode()},
+        {"layout": base64.b64encode(zlib.compress(b"{}") + b"more").decode()},
+        {"layout": base64.b64encode(zlib.compress(b"[" + b" " * (1 << 24) + b"]")).decode()},
+    ],
+)  # fmt: skip
+def test_a_packed_table_that_is_forged_is_refused_with_its_path(wrong: dict[str, Any]):
+    text = json.dumps({"format": [4, 0], "packed": ["layout"], "layout": "", **wrong}).encode()
+    sealed = b'{"crc64":"%s","body":%s}\n' % (hex64(crc64(text)).encode(), text)
+    for read in (open_json, open_sections):
+        with pytest.raises(CorruptCheckpointError) as caught:
+            read(sealed, "/ckpt/m.json")
+        assert caught.value.path == "/ckpt/m.json"
+
+
 @given(st.data())
 def test_no_changed_byte_of_a_json_file_goes_unnoticed(data):
     sealed = bytearray(seal_json(manifest().to_json()))
@@ -204,8 +261,8 @@ def test_no_cut_of_a_json_file_goes_unnoticed(data):
 
 
 def test_a_newer_major_version_is_refused_by_number():
-    sealed = seal_json({"format": [PART_VERSION[0] + 1, 3]})
-    with pytest.raises(FormatVersionError, match=r"4\.3.*newer smckpt"):
+    sealed = seal_json({"format": [PACKED_VERSION[0] + 1, 3]})
+    with pytest.raises(FormatVersionError, match=r"5\.3.*newer smckpt"):
         open_json(sealed, "m")
 
 
@@ -338,7 +395,7 @@ def test_sections_are_the_values_as_they_stand(body, padding):
 
 def test_sections_of_a_newer_or_damaged_file_are_refused():
     with pytest.raises(FormatVersionError):
-        open_sections(seal_json({"format": [4, 0], "pad": "x" * 200}), "p")
+        open_sections(seal_json({"format": [9, 0], "pad": "x" * 200}), "p")
     sealed = seal_json({"format": [1, 0], "pad": "x" * 200})
     with pytest.raises(CorruptCheckpointError):
         open_sections(sealed.replace(b"xx", b"xy", 1), "p")

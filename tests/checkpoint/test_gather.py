@@ -184,7 +184,7 @@ def test_parts_of_version_3_load_and_are_verified() -> None:
 def test_an_older_reader_refuses_such_a_part_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sealed, "PART_VERSION", (2, 1))
+    monkeypatch.setattr(sealed, "PACKED_VERSION", (2, 1))  # the highest that it knows
     with pytest.raises(FormatVersionError, match="install a newer smckpt"):
         smckpt.load(checkpoint_id=make_fixture.ROOT / "parts-3.0")
 

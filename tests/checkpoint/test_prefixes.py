@@ -292,8 +292,8 @@ def test_a_newer_format_than_ours_is_refused_still(step: str) -> None:
 
     store = open_storage(step)
     [name] = [info.name for info in store.list("manifest-")]
-    body = {**open_json(store.read(name), name), "format": [4, 0]}
+    body = {**open_json(store.read(name), name), "format": [9, 0]}
     store.delete(name)
     store.put(name, seal_json(body))
-    with pytest.raises(FormatVersionError, match=r"4\.0"):
+    with pytest.raises(FormatVersionError, match=r"9\.0"):
         open_catalogue(open_storage(step))

@@ -318,7 +318,7 @@ def test_a_manifest_of_a_newer_format_is_refused_in_one_line(step7):
 
     (manifest,) = step7.glob("manifest-*")
     body = open_json(manifest.read_bytes(), str(manifest))
-    manifest.write_bytes(seal_json({**body, "format": [4, 0]}))
+    manifest.write_bytes(seal_json({**body, "format": [9, 0]}))
     text = run("show", step7, status=2)
     assert "newer smckpt" in text
     assert len(text.splitlines()) == 1

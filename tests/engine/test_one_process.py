@@ -74,6 +74,18 @@ def files(folder: Path, prefix: str) -> list[Path]:
     return sorted(folder.glob(f"{prefix}*"))
 
 
+def test_a_state_of_many_tensors_comes_back_from_its_packed_table(tmp_path: Path) -> None:
+    state = {f"layers.{n}.weight": torch.full((2,), float(n)) for n in range(600)}
+    smckpt.save({"model": state}, checkpoint_id=tmp_path)
+    packed = [path.name for path in tmp_path.glob("*.json") if b'"packed":' in path.read_bytes()]
+    assert sorted(name.partition("-")[0] for name in packed) == ["manifest", "part"]
+    loaded = smckpt.load(checkpoint_id=tmp_path)
+    assert loaded is not None
+    assert [*loaded["model"]] == [*state]
+    assert all(torch.equal(loaded["model"][name], state[name]) for name in state)
+    assert smckpt.verify_checkpoint(tmp_path).ok
+
+
 def test_a_run_goes_on_bit_for_bit_after_a_load(tmp_path: Path) -> None:
     model, optimizer, scheduler = trained()
     smckpt.save(state_of(model, optimizer, scheduler), checkpoint_id=tmp_path / "c")

@@ -25,6 +25,7 @@ from smckpt.checkpoint.records.format import (
     manifest_name,
     ours_among,
 )
+from smckpt.checkpoint.records.sealed import Known
 from smckpt.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -221,7 +222,7 @@ def _by_record(storage: Storage, file: ParsedName) -> Commit:
     name = file.name
     record = read_file(Record, storage, name)
     strict = storage.reading_from(storage.url)
-    known: dict[bytes, Any] = {}
+    known = Known()
 
     def one(group: GroupManifest) -> tuple[str, Manifest]:
         here = strict.at(join_url(storage.url, group.directory))

@@ -46,6 +46,7 @@ from smckpt.checkpoint.records.prefixes import open_spread
 from smckpt.checkpoint.records.sealed import (
     FORMAT_VERSION,
     PREFIX_SHARDING_VERSION,
+    Known,
     seal_json,
 )
 from smckpt.decoding import decode
@@ -274,7 +275,7 @@ def publish_record(
             "PP and shard coordinates that distinguish them into the path",
             path=storage.url,
         )
-    known: dict[bytes, Any] = {}
+    known = Known()
 
     def read(here: Storage, group: GroupManifest) -> Manifest:
         try:

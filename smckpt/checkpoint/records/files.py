@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from smckpt.checkpoint.records.crc import crc64, hex64
 from smckpt.checkpoint.records.format import KEYS, parse_name
-from smckpt.checkpoint.records.sealed import MAX_JSON_BYTES, open_json, sound
+from smckpt.checkpoint.records.sealed import MAX_JSON_BYTES, Known, open_json, sound
 from smckpt.decoding import decode
 from smckpt.errors import CorruptCheckpointError
 from smckpt.storage import Storage
@@ -44,7 +44,7 @@ def read_file(
     *,
     most: int = MAX_JSON_BYTES,
     remedy: str = OLDER,
-    known: dict[bytes, Any] | None = None,
+    known: Known | None = None,
 ) -> Body:
     """Read a file, and compare it with its own checksum, its name and, if given, the checksum in
     the file that names it.
@@ -70,7 +70,7 @@ def read_body(
     crc: str | None = None,
     *,
     most: int = MAX_JSON_BYTES,
-    known: dict[bytes, Any] | None = None,
+    known: Known | None = None,
 ) -> tuple[dict[str, Any], bytes]:
     """The body of a file, and its bytes. The arguments and errors are those of `read_file`."""
     path = storage.path_of(name)

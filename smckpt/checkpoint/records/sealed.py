@@ -6,11 +6,14 @@ the body's bytes in the file, so a changed byte is found before anything is pars
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import json
 import os
 import re
 import stat
+import threading
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -24,8 +27,10 @@ if TYPE_CHECKING:
 __all__ = [
     "FORMAT_VERSION",
     "MAX_JSON_BYTES",
+    "PACKED_VERSION",
     "PART_VERSION",
     "PREFIX_SHARDING_VERSION",
+    "Known",
     "at_once",
     "open_json",
     "open_sections",
@@ -42,7 +47,13 @@ FORMAT_VERSION = (1, 1)  # (major, minor); a reader refuses a newer major versio
 PREFIX_SHARDING_VERSION = (2, 1)
 # of parts, whose table the part of another rank may have; a reader of 2.x would miss it
 PART_VERSION = (3, 0)
+# of files in which a table is packed
+PACKED_VERSION = (4, 0)
 MAX_JSON_BYTES = 1 << 30  # a manifest of a million tensors takes 200 MB
+
+_TABLES = ("layout", "optimizers")  # what grows with the tensors, and is packed if it is long
+_PACKED = 1 << 16  # bytes from which on
+_RATIO = 200  # a table that packs better is not packed: a reader refuses it as a forged one
 
 _KEY = re.compile(rb"[a-z0-9_]+")
 _OPENING, _MARKER, _CLOSING = b'{"crc64":"', b'","body":', b"}\n"
@@ -62,29 +73,48 @@ def sound(storage: Storage, read: Callable[[], Result]) -> Result:
 
 def seal_json(body: dict[str, Any]) -> bytes:
     """The bytes of a JSON file with its own checksum. `body` holds JSON values with text keys,
-    without NaN or infinity."""
+    without NaN or infinity. A long table is packed, since each group of a step has it."""
+    packed = {key: short for key in _TABLES if (short := _packed(body.get(key))) is not None}
+    if packed:
+        version = max(list(PACKED_VERSION), body["format"])
+        body = {**body, "format": version, "packed": list(packed), **packed}
     text = _lines(body, 0).encode()
     return _OPENING + hex64(crc64(text)).encode() + _MARKER + text + _CLOSING
 
 
-def open_json(data: bytes, path: str, known: dict[bytes, Any] | None = None) -> dict[str, Any]:
+def open_json(data: bytes, path: str, known: Known | None = None) -> dict[str, Any]:
     """The body of a sealed file.
 
     Args:
-        known: the values of other files by their JSON text. What is the same in many files, such as
-            the table of the groups of a step, is then parsed once, and is one object in all.
+        known: what other files hold. What is the same in many files, such as the table of the
+            groups of a step, is then parsed once, and is one object in all.
 
     Raises:
         CorruptCheckpointError: the bytes differ from what was written.
         FormatVersionError: a newer major version wrote it.
     """
-    if known is None:
-        return _checked_version(_parsed(_sealed(data, path), path), path)
-    sections = open_sections(data, path)
-    for text in sections.values():
-        if text not in known:
-            known.setdefault(text, _parsed(text, path))  # another thread may be as far
-    return {key: known[text] for key, text in sections.items()}
+    sections, packed = _sections(data, path)
+    value = _value if known is None else known.value
+    return {key: value(text, key in packed, path) for key, text in sections.items()}
+
+
+class Known:
+    """Values by their text in a file. Threads that read many files parse each value once."""
+
+    def __init__(self) -> None:
+        self._values: dict[tuple[bytes, bool], Any] = {}
+        self._lock = threading.Lock()
+
+    def value(self, text: bytes, packed: bool, path: str) -> Any:
+        key = text, packed
+        with self._lock:  # all threads come to the table of a step at once
+            if key not in self._values:
+                self._values[key] = _value(text, packed, path)
+            return self._values[key]
+
+
+def _value(text: bytes, packed: bool, path: str) -> Any:
+    return _parsed(_unpacked(text, path) if packed else text, path)
 
 
 def open_sections(data: bytes, path: str) -> dict[str, bytes]:
@@ -94,6 +124,12 @@ def open_sections(data: bytes, path: str) -> dict[str, bytes]:
     Raises:
         CorruptCheckpointError, FormatVersionError: as `open_json`.
     """
+    sections, packed = _sections(data, path)
+    return {k: _unpacked(text, path) if k in packed else text for k, text in sections.items()}
+
+
+def _sections(data: bytes, path: str) -> tuple[dict[str, bytes], list[str]]:
+    """The body's values as they are in the file, and the keys of those that are packed."""
     text = _sealed(data, path)
     # In a body of several lines, each line with a key of the outermost object begins with a quote.
     # Deeper lines begin with a space, and no text contains a raw line break.
@@ -108,7 +144,34 @@ def open_sections(data: bytes, path: str) -> dict[str, bytes]:
         named = {key: json.dumps(value).encode() for key, value in whole.items()}
     version = {key: _parsed(named[key], path) for key in ("format",) if key in named}
     _checked_version(version, path)
-    return named
+    packed = _parsed(named.pop("packed", b"[]"), path)
+    if not isinstance(packed, list) or not all(key in _TABLES and key in named for key in packed):
+        raise _damaged(f"what is packed in it is {str(packed)[:200]}", path)
+    return named, packed
+
+
+def _packed(table: Any) -> str | None:
+    """A long table as text: base64 of its JSON, as zlib compresses it."""
+    if not table:
+        return None
+    text = json.dumps(table, separators=(",", ":"), allow_nan=False).encode()
+    short = zlib.compress(text) if len(text) >= _PACKED else b""
+    return base64.b64encode(short).decode() if len(text) <= _RATIO * len(short) else None
+
+
+def _unpacked(text: bytes, path: str) -> bytes:
+    """The JSON of a table, from the JSON of its packed text."""
+    try:
+        short = base64.b64decode(_parsed(text, path), validate=True)
+        most = min(_RATIO * len(short), MAX_JSON_BYTES)
+        unpacking = zlib.decompressobj()
+        plain = unpacking.decompress(short, most + 1)
+        if unpacking.eof and not unpacking.unused_data and len(plain) <= most:
+            return plain
+        reason = f"it is cut short, or has more than {most} bytes"
+    except (TypeError, ValueError, zlib.error) as error:
+        reason = str(error)
+    raise _damaged(f"a table cannot be unpacked: {reason}", path)
 
 
 def _sealed(data: bytes, path: str) -> bytes:
@@ -139,10 +202,10 @@ def _checked_version(body: Any, path: str) -> dict[str, Any]:
     version = body.get("format") if isinstance(body, dict) else None
     if not (isinstance(version, list) and [type(n) for n in version] == [int, int]):
         raise _damaged(f"its format version is {version!r}, not [major, minor]", path)
-    if version[0] > PART_VERSION[0]:
+    if version[0] > PACKED_VERSION[0]:
         raise FormatVersionError(
             f"the file has format {version[0]}.{version[1]}; this smckpt reads up to "
-            f"{PART_VERSION[0]}.x",
+            f"{PACKED_VERSION[0]}.x",
             remedy="install a newer smckpt",
             path=path,
         )

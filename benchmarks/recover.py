@@ -20,6 +20,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Generator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from smckpt.checkpoint.records.crc import crc64
 from smckpt.storage.memory.store import asked_locally
 
 TENSOR = 8 << 20  # elements of float32: 32 MiB
+PIECE = 256 << 10  # bytes that are read and summed at a time, as smckpt does
 
 
 def seconds(run: Callable[[], object], repeats: int) -> list[float]:
@@ -73,8 +75,10 @@ def main() -> None:
     copies = seconds(copy, options.repeats)
     limit = statistics.median(copies)
     nbytes = 4 * TENSOR * options.tensors
+    bare = bare_restores(other, options.repeats)
     print(f"{nbytes / 2**30:.2f} GiB, medians of {options.repeats} (spread), ÷ a plain copy")
     print(f"{'plain copy':60}{text(copies, limit)}")
+    print(f"{'bare calls of a restore: preadv and a checksum, two threads':60}{text(bare, limit)}")
     kinds: tuple[tuple[str, dict[str, Any]], ...] = (
         ("memory", {"memory": Memory(interval=1, replicas=0, budget=4 * nbytes + (1 << 20))}),
         ("disk, through the page cache", {"interval": 1}),
@@ -207,6 +211,23 @@ def bare_calls(nbytes: int) -> float:
             at += os.pwrite(copy.fileno(), piece, at)
 
         return took + sent(nbytes, received)
+
+
+def bare_restores(other: dict[str, torch.Tensor], repeats: int) -> list[float]:
+    """What a restore from the own keeper cannot do without: `preadv` of memory that has a file,
+    into tensors, and the checksum of each block while it is in the cache."""
+    views = [memoryview(tensor.view(torch.uint8).numpy()) for tensor in other.values()]
+    with open(os.memfd_create("image"), "r+b") as image, ThreadPoolExecutor(2) as pool:
+        for view in views:
+            os.write(image.fileno(), view)
+
+        def read(number: int) -> None:
+            for at in range(0, len(views[number]), PIECE):
+                block = views[number][at : at + PIECE]
+                os.preadv(image.fileno(), [block], number * len(views[number]) + at)
+                crc64(block)
+
+        return seconds(lambda: list(pool.map(read, range(len(views)))), repeats)
 
 
 def fill(fd: int, data: memoryview) -> None:

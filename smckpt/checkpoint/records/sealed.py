@@ -53,7 +53,9 @@ MAX_JSON_BYTES = 1 << 30  # a manifest of a million tensors takes 200 MB
 
 _TABLES = ("layout", "optimizers")  # what grows with the tensors, and is packed if it is long
 _PACKED = 1 << 16  # bytes from which on
-_RATIO = 200  # a table that packs better is not packed: a reader refuses it as a forged one
+# A table that packs better is not packed. A reader refuses it, since a small file could hold it up.
+_RATIO = 50  # bytes for each packed one; real tables have 25 to 30,
+_ITEMS = 3  # and values; real tables have 2
 
 _KEY = re.compile(rb"[a-z0-9_]+")
 _OPENING, _MARKER, _CLOSING = b'{"crc64":"', b'","body":', b"}\n"
@@ -155,8 +157,13 @@ def _packed(table: Any) -> str | None:
     if not table:
         return None
     text = json.dumps(table, separators=(",", ":"), allow_nan=False).encode()
-    short = zlib.compress(text) if len(text) >= _PACKED else b""
-    return base64.b64encode(short).decode() if len(text) <= _RATIO * len(short) else None
+    short = zlib.compress(text, 1) if len(text) >= _PACKED else b""
+    return base64.b64encode(short).decode() if _is_bounded(text, short) else None
+
+
+def _is_bounded(text: bytes, short: bytes) -> bool:
+    items = sum(map(text.count, (b",", b"[", b"{")))
+    return len(text) <= _RATIO * len(short) and items <= _ITEMS * len(short)
 
 
 def _unpacked(text: bytes, path: str) -> bytes:
@@ -166,9 +173,9 @@ def _unpacked(text: bytes, path: str) -> bytes:
         most = min(_RATIO * len(short), MAX_JSON_BYTES)
         unpacking = zlib.decompressobj()
         plain = unpacking.decompress(short, most + 1)
-        if unpacking.eof and not unpacking.unused_data and len(plain) <= most:
+        if unpacking.eof and not unpacking.unused_data and _is_bounded(plain, short):
             return plain
-        reason = f"it is cut short, or has more than {most} bytes"
+        reason = f"it is cut short, or has more than {most} bytes or {_ITEMS * len(short)} values"
     except (TypeError, ValueError, zlib.error) as error:
         reason = str(error)
     raise _damaged(f"a table cannot be unpacked: {reason}", path)

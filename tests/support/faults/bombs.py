@@ -7,23 +7,26 @@ seconds of the processor and the memory that it took.
 
 from __future__ import annotations
 
+import base64
 import io
 import json
 import os
 import pickle
+import random
 import resource
 import struct
 import sys
 import tarfile
 import traceback
 import zipfile
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from smckpt.checkpoint.records.crc import crc64, hex64
-from smckpt.checkpoint.records.sealed import seal_json
+from smckpt.checkpoint.records.sealed import open_json, seal_json
 from smckpt.errors import CheckpointError
 from tests.support.faults.forge import reforge
 from tests.support.limits import seconds
@@ -84,6 +87,18 @@ def _deep(folder: Path) -> None:
     path = _group(folder)
     body = b"[" * 1_000_000 + b"]" * 1_000_000
     path.write_bytes(b'{"crc64":"' + hex64(crc64(body)).encode() + b'","body":' + body + b"}\n")
+
+
+def _packed(folder: Path) -> None:
+    """A table that is as long as its packed bytes allow, of as many values."""
+    noise = base64.b64encode(random.Random(0).randbytes(SMALL // 3)).decode()
+    values = "[]," * (SMALL // 2)
+    table = zlib.compress(f'{{"rows": [{values}"{noise}"]{" " * (18 * SMALL)}}}'.encode(), 1)
+    path = _group(folder)
+    body = open_json(path.read_bytes(), str(path))
+    packed = {"format": [4, 0], "packed": ["layout"], "layout": base64.b64encode(table).decode()}
+    data = json.dumps({**body, **packed}).encode()
+    path.write_bytes(b'{"crc64":"' + hex64(crc64(data)).encode() + b'","body":' + data + b"}\n")
 
 
 def _sparse(kind: str) -> Callable[[Path], None]:
@@ -318,6 +333,7 @@ BOMBS: dict[str, Callable[[Path], None]] = {
     "countless chunks": _chunks,
     "countless ranks": _many_ranks,
     "deep JSON": _deep,
+    "packed table": _packed,
     **{f"sparse {kind}": _sparse(kind) for kind in ("part-*", "*.crc", "manifest-*")},
     **{f"header: {what}": _header(head) for what, head in HEADERS.items()},
     **{f"safetensors: {what}": _plain_header(head) for what, head in HEADERS.items()},

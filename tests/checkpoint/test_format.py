@@ -175,6 +175,7 @@ def test_what_a_cut_short_creation_leaves_is_recognised():
 
 @given(st.dictionaries(st.text(), json_values))
 @example({"format": None})
+@example({"packed": ["layout"]})
 def test_a_sealed_file_is_plain_json_and_reads_back(body):
     body = {**body, "format": [1, 0]}  # a body may be anything that says its format
     sealed = seal_json(body)

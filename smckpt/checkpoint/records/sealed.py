@@ -145,7 +145,8 @@ def _sections(data: bytes, path: str) -> tuple[dict[str, bytes], list[str]]:
         whole = _checked_version(_parsed(text, path), path)
         named = {key: json.dumps(value).encode() for key, value in whole.items()}
     version = {key: _parsed(named[key], path) for key in ("format",) if key in named}
-    _checked_version(version, path)
+    if _checked_version(version, path)["format"][0] < PACKED_VERSION[0]:
+        return named, []
     packed = _parsed(named.pop("packed", b"[]"), path)
     if not isinstance(packed, list) or not all(key in _TABLES and key in named for key in packed):
         raise _damaged(f"what is packed in it is {str(packed)[:200]}", path)

@@ -194,12 +194,20 @@ def _counts(counted: Any) -> dict[Any, Any]:
     return counted
 
 
+def _bytes(text: Any, code: Any) -> bytes:
+    """As protocol 2 has them."""
+    if not isinstance(text, str) or code != "latin1":
+        raise ValueError("bytes are made of what is no text")
+    return text.encode("latin1")
+
+
 _PLAIN: Mapping[str, Callable[[_Machine, Any], Any]] = MappingProxyType(
     {
         "collections.Counter": lambda m, args: Counter(*map(_counts, args)),
         "collections.OrderedDict": lambda m, args: {},
         "collections.defaultdict": lambda m, args: {},
         "torch.Size": _size,
+        "_codecs.encode": lambda m, args: _bytes(*args),
         "builtins.set": _members,
         "__builtin__.set": _members,
     }

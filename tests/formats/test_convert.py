@@ -204,13 +204,13 @@ def odd_state() -> State:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("source", ["pt", "dcp", "ours"])
+@pytest.mark.parametrize("source", ["pt", "pt before 1.6", "dcp", "ours"])
 @pytest.mark.parametrize("to", ["dcp", "torch", "smckpt"])
 def test_dtypes_strides_and_values_survive_every_way(tmp_path, source, to):
     state = odd_state()
     at = tmp_path / "source"
-    if source == "pt":
-        torch.save(state, at)
+    if source.startswith("pt"):
+        torch.save(state, at, _use_new_zipfile_serialization=source == "pt")
     elif source == "dcp":
         dcp.save(state, checkpoint_id=at, no_dist=True)
     else:

@@ -193,8 +193,13 @@ def test_other_formats_are_named(tmp_path, name, alone):
     else:
         path.write_bytes(begins + bytes(64))
     (tmp_path / "model" / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(errors.CheckpointError, match=f"{named}.* does not read. What to do: "):
-        export_hf(path if alone else path.parent, tmp_path / "hf")
+    readers = [lambda at: export_hf(at, tmp_path / "hf")]
+    if alone:
+        readers += [lambda at: smckpt.load(None, checkpoint_id=str(at), no_dist=True),
+                    lambda at: smckpt.convert(at, tmp_path / "out", to="dcp")]  # fmt: skip
+    for read in readers:
+        with pytest.raises(errors.CheckpointError, match=f"{named}.* does not read. What to do: "):
+            read(path if alone else path.parent)
 
 
 @pytest.mark.parametrize("nested", [True, False])

@@ -62,7 +62,7 @@ class _Inert:
 def load_inert(path: Path) -> Any:
     """What `torch.save` wrote, tensors mapped. torch's restricted unpickler reads it. A placeholder
     replaces an object of a class that it does not know (argparse.Namespace, a trainer's own). No
-    class is imported. The tensors of a file of a torch before 1.6 are in memory instead.
+    class is imported.
 
     Raises:
         UsageError: it is not such a file.
@@ -72,11 +72,7 @@ def load_inert(path: Path) -> Any:
 
     try:
         with path.open("rb") as file:
-            archive = is_archive(file.read(4))
-            if archive:
-                refuse_inflating(file, os.fstat(file.fileno()).st_size)
-        if not archive:  # of a torch before 1.6; such a file cannot be mapped
-            return torch.load(path, map_location="cpu", weights_only=True)
+            refuse_inflating(file, os.fstat(file.fileno()).st_size)
         foreign = [(_Inert, name) for name in get_unsafe_globals_in_checkpoint(path)]
         with safe_globals(foreign):  # type: ignore[arg-type]
             return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
@@ -337,43 +333,40 @@ def _opened(source: SourceFiles, file: ArchiveRecord) -> ForeignCheckpoint:
         whole = {name: whole_tensor((name,), stored) for name, stored in tensors.items()}
         sizes = {_name(file): file.nbytes}
         return ForeignCheckpoint(file.path, "safetensors", whole, source, files=sizes)
-    if is_archive(source.read(file, 0, min(4, file.nbytes))):
-        # torch says what the state is, with tensors that are mapped and not read. The archive, read
-        # in the same order, says where their bytes are. In a store the archive says both.
-        root = state = open_archive(source, file).root
-        if is_local(file.path) and file == source.whole(file.path):
-            try:
-                state = plain_load(file.path, mmap=True)
-            except Exception:  # torch, zip and pickle raise many kinds
-                state = load_inert(Path(file.path))
-        if not isinstance(state, Mapping) or not isinstance(root, dict):
+    # torch says what the state is, with tensors that are mapped and not read. The archive, read in
+    # the same order, says where their bytes are. In a store, and of a torch before 1.6, the file
+    # says both.
+    root = state = torch_root(source, file)
+    mapped = is_archive(source.read(file, 0, min(4, file.nbytes))) and is_local(file.path)
+    if mapped and file == source.whole(file.path):
+        try:
+            state = plain_load(file.path, mmap=True)
+        except Exception:  # torch, zip and pickle raise many kinds
+            state = load_inert(Path(file.path))
+    if not isinstance(state, Mapping) or not isinstance(root, dict):
+        raise UsageError(
+            f"the file holds {_kind(root)}",
+            remedy="pass a file of a state dict: model.state_dict(), not the model",
+            path=file.path,
+        )
+    saved: dict[str, SavedTensor] = {}
+    values: dict[str, SavedValue] = {}
+    containers: dict[StatePath, str] = {}
+    for path, stored, value in _leaves_of_state((), root, state, containers):
+        name = dotted(path)
+        if name in saved or name in values:
             raise UsageError(
-                f"the file holds {_kind(root)}",
-                remedy="pass a file of a state dict: model.state_dict(), not the model",
+                f"two entries of the state have the dotted name {name}",
+                remedy="rename one: 'a.b' beside {'a': {'b': …}} cannot be told apart",
                 path=file.path,
-            )  # fmt: skip
-        saved: dict[str, SavedTensor] = {}
-        values: dict[str, SavedValue] = {}
-        containers: dict[StatePath, str] = {}
-        for path, stored, value in _leaves_of_state((), root, state, containers):
-            name = dotted(path)
-            if name in saved or name in values:
-                raise UsageError(
-                    f"two entries of the state have the dotted name {name}",
-                    remedy="rename one: 'a.b' beside {'a': {'b': …}} cannot be told apart",
-                    path=file.path,
-                )
-            if isinstance(stored, StoredTensor):
-                saved[name] = whole_tensor(path, stored)
-            else:
-                values[name] = SavedValue(path, partial(_plain, name, value, file))
-        return ForeignCheckpoint(
-            file.path, "torch.save", saved, source, tuple(values), {_name(file): file.nbytes},
-            values=values, containers=containers,
-        )  # fmt: skip
-    raise UsageError(
-        "the file is neither safetensors nor of today's torch.save",
-        remedy="load it with the torch that wrote it, and save it again", path=file.path,
+            )
+        if isinstance(stored, StoredTensor):
+            saved[name] = whole_tensor(path, stored)
+        else:
+            values[name] = SavedValue(path, partial(_plain, name, value, file))
+    return ForeignCheckpoint(
+        file.path, "torch.save", saved, source, tuple(values), {_name(file): file.nbytes},
+        values=values, containers=containers,
     )  # fmt: skip
 
 

@@ -118,7 +118,8 @@ def publish(
         )
     access = access_to(source, out, storage=storage)
     with ExitStack() as cleanup:
-        model, root = access.open(source).with_links(), access.open(out).without_links()
+        model = access.open(source).of_one_version().with_links()
+        root = access.open(out).without_links()
         cleanup.callback(model.close)
         cleanup.callback(root.close)
         scanned = _scanned(model)

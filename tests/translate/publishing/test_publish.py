@@ -253,6 +253,32 @@ def test_it_works_through_s3(tmp_path: Path, s3_root: str) -> None:
     served.assert_same()
 
 
+def test_an_object_that_is_replaced_while_it_is_scanned_is_refused(
+    tmp_path: Path, s3_root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the last publish has is not read again: half of one version would be taken for it."""
+    served, url = Served(tmp_path, root=f"{s3_root}/published"), f"{s3_root}/model"
+    name = "model-1.safetensors"
+    store, old = open_storage(url), contents(served.model)
+    for each, data in old.items():
+        store.overwrite(each, data)
+    assert publish(url, served.root).number == 0
+    code = import_module("smckpt.translate.publishing.publish")
+    header_of = code.header_of
+
+    def replaced(model: Any, file: str, size: int) -> Any:
+        header = header_of(model, file, size)
+        if file == name:
+            store.overwrite(name, old[name][:-4] + b"new!")
+        return header
+
+    with monkeypatch.context() as patch:
+        patch.setattr(code, "header_of", replaced)
+        with pytest.raises(errors.CorruptCheckpointError, match="changed since its reading began"):
+            publish(url, served.root)
+    assert publish(url, served.root).number == 1
+
+
 @settings(max_examples=10)
 @given(data=st.data())
 def test_any_changes_in_any_order_give_the_directory_again(

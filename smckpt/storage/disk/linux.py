@@ -10,7 +10,7 @@ import os
 import platform
 import sys
 
-__all__ = ["fallocate", "lower_priority", "open_beneath", "rename_exclusive"]
+__all__ = ["ends_with_us", "fallocate", "lower_priority", "open_beneath", "rename_exclusive"]
 
 _RENAME_NOREPLACE = 1
 _OPENAT2 = {"x86_64": 437, "aarch64": 437}  # the number of the system call
@@ -18,6 +18,21 @@ _NO_LINKS_BENEATH = 0x04 | 0x08  # RESOLVE_NO_SYMLINKS, RESOLVE_BENEATH of linux
 _IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
 _ONE_PROCESS, _CLASS_SHIFT = 1, 13  # linux/ioprio.h
 _UNSUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EPERM)
+
+_ENDS_WITH_US = """
+import ctypes, os, sys
+_, parent, *command = sys.argv
+if sys.platform.startswith("linux"):
+    ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL: it outlives the exec
+    os.getppid() == int(parent) or os._exit(1)
+os.execvp(command[0], command)
+"""
+
+
+def ends_with_us() -> tuple[str, ...]:
+    """What stands before a command of others that is to end with the calling thread, also where
+    that is killed. A function that runs between fork and exec would do, were there no threads."""
+    return sys.executable, "-I", "-S", "-c", _ENDS_WITH_US, str(os.getpid())
 
 
 def fallocate(fd: int, size: int) -> bool:

@@ -28,6 +28,7 @@ from smckpt.errors import CorruptCheckpointError, StorageError, UsageError
 from smckpt.formats.names import CONFIG
 from smckpt.storage import Access, Storage
 from smckpt.storage.disk.directory import Directory
+from smckpt.storage.disk.linux import ends_with_us
 from smckpt.storage.faults import temporary_error
 from smckpt.storage.urls import disk_path, is_plain_name, local_path, path_on_disk
 from smckpt.translate.beside import (
@@ -391,8 +392,8 @@ class GgufConverter:
         ):
             try:
                 done = subprocess.run(
-                    [*self.command, at, "--outfile", f"{made.path_for_others()}/{name}",
-                     "--outtype", self.kind],
+                    [*ends_with_us(), *self.command, at,
+                     "--outfile", f"{made.path_for_others()}/{name}", "--outtype", self.kind],
                     stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
                     env=environment, check=False,
                 )  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import shlex
 import subprocess
 import sys
@@ -116,10 +117,16 @@ def test_the_converter_is_found_and_its_file_appears_whole(tmp_path, saved, scri
 
 
 def test_what_a_kill_within_the_converter_leaves_goes_with_the_next_export(tmp_path, saved, script):
-    """It was half a GGUF file in a hidden directory, for ever."""
+    """It was half a GGUF file in a hidden directory, for ever; and the converter ran on."""
     model, place = saved
     model.config.save_pretrained(tmp_path / "model")
-    script.write_text(f"import os\n{STAND_IN}\nos.kill(os.getppid(), 9)\n")
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reads = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    script.write_text(
+        f"import os, signal\n{STAND_IN}\nheld = open({str(pipe)!r}, 'w')\n"
+        "os.kill(os.getppid(), 9)\nsignal.pause()\n"
+    )
     export = (
         "import sys; from smckpt import ExportOptions, export_hf; c, o, m, s = sys.argv[1:]; "
         "export_hf(c, o, config=m, options=ExportOptions(gguf='f16', gguf_converter=s))"
@@ -128,6 +135,10 @@ def test_what_a_kill_within_the_converter_leaves_goes_with_the_next_export(tmp_p
     given = [place, str(out), str(tmp_path / "model"), str(script)]
     killed = subprocess.run([sys.executable, "-c", export, *given], timeout=seconds(120))
     assert killed.returncode == -9
+    ended = select.poll()
+    ended.register(reads, 0)
+    assert ended.poll(1000 * seconds(30)), "the converter runs on"
+    os.close(reads)
     assert [name for name in os.listdir(out) if name.startswith(".")]
     assert load_file(out / "model.safetensors").keys() == model.state_dict().keys()
     script.write_text(STAND_IN)

@@ -26,6 +26,9 @@ _LAYER_TYPES = frozenset(
 )  # fmt: skip
 _ABOVE_ZERO = re.compile(r"rope_theta|rope_local_base_freq|rotary_emb_base|factor")
 _NOT_BELOW = re.compile(r"\w*(_eps|_epsilon)")
+# of what names and modules are made one by one: the largest models have some 200 and 500
+_COUNTS = re.compile(r"\w*layers?|depth|\w*(num|n)_(\w+_)?experts")
+_MOST = 1 << 14
 # what a model computes with; infinity has a meaning in other keys
 _FINITE = re.compile(
     r"\w*(_eps|_epsilon|theta|base|freq|factor|multiplier|scaling|scale|scalar|capping|limit)"
@@ -41,6 +44,8 @@ def refuse_impossible(config: Mapping[str, Any], where: str | None) -> None:
     known = find_family(str(config["model_type"])) is not None
     own_code = bool(config.get("auto_map"))
     for path, value in _leaves(config, ()):
+        if isinstance(value, (int, float)) and value > _MOST and _COUNTS.fullmatch(path[-1]):
+            raise _impossible(".".join(path), value, "more than any model has", where)
         if known or value != value:
             problem = _problem(path[-1], value, own_code)
             if problem is not None:

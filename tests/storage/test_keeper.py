@@ -212,6 +212,34 @@ def test_other_hosts_may_not_ask_for_what_is_this_hosts(
         assert receive(to)["error"][0] == errno.EINVAL
 
 
+@pytest.mark.parametrize(
+    "request_",
+    [b'{"do": "finish"}', b'{"do": "join", "peers": [], "replicas": 1}', b"[" * 100_000,
+     b'{"do": "create", "size": Infinity}', b'{"do": "silent", "peer": 1e999}',
+     b'{"do": "join", "peers": 3}', b'{"do": {}}', b'{"do": 1' + b"0" * 5000 + b"}"],
+    ids=lambda request_: request_[:30].decode(),
+)  # fmt: skip
+def test_what_is_no_request_costs_its_own_connection_alone(
+    running: Running, store: Storage, request_: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ended the keeper's thread, and the memory of a file under way was taken for ever."""
+    raised: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", raised.append)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as to:
+        to.settimeout(seconds(20))
+        to.connect(local_name(running.job))
+        send(to, {"do": "create", "size": 1000})
+        os.close(socket.recv_fds(to, 1, 1)[1][0])
+        for text in (request_, b'{"do": "hello"}'):
+            with contextlib.suppress(OSError):
+                to.sendall(len(text).to_bytes(4, "big") + text)
+                receive(to)
+    until = time.monotonic() + seconds(20)
+    while running.keeper._held and time.monotonic() < until:
+        store.list()
+    assert not running.keeper._held and not raised
+
+
 @pytest.mark.skipif(os.getuid() != 0, reason="takes the rights of root")
 def test_the_socket_of_another_user_is_no_keeper(job: str) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as theirs:

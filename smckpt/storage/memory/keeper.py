@@ -115,10 +115,12 @@ class Keeper:
                 made.settimeout(IDLE)
                 try:
                     self._answer(made, asked, local, begun)
-                except (KeyError, TypeError, ValueError) as error:
-                    send(made, {"error": [errno.EINVAL, f"no request of smckpt: {error!r}"]})
                 except KeeperRefusal as error:
                     send(made, {"error": [error.errno, error.strerror]})
+                except OSError:
+                    raise
+                except Exception as error:  # whatever a value of another type makes
+                    send(made, {"error": [errno.EINVAL, f"no request of smckpt: {error!r}"]})
                 made.settimeout(None if local else IDLE)
         for fd, size in begun:  # never finished
             self._release(fd, size)

@@ -100,7 +100,7 @@ def receive(source: socket.socket, most: int = MOST) -> dict[str, Any]:
         raise ConnectionError(f"a header of {length} bytes")
     try:
         header = json.loads(bytes(_exactly(source, length)))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConnectionError("a header that is no JSON") from error
     if not isinstance(header, dict):
         raise ConnectionError("a header that is no object")

@@ -14,7 +14,7 @@ import re
 import secrets
 import stat
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 from smckpt.errors import UsageError
 from smckpt.meeting.presence import has_ended, own_process
@@ -78,7 +78,7 @@ def show(path: str, name: str, last: str, of_model: Callable[[str], object]) -> 
             export shows its own.
     """
     try:
-        with Directory.open(path) as out, out.below(name) as hidden:
+        with Directory.open(path) as out, out.below(name) as hidden, ExitStack() as on_failure:
             inside = f"{CLAIM}/{name}"
             out.make(CLAIM).close()
             out.rename(name, inside)
@@ -89,15 +89,16 @@ def show(path: str, name: str, last: str, of_model: Callable[[str], object]) -> 
                 if each == last:
                     out.sync()
                 if not hidden.is_directory(each):
-                    _show(out, inside, each)
+                    _show(out, inside, each, on_failure)
                     continue
                 out.make(each).close()
                 with hidden.below(each) as deeper:
                     for one in deeper.names():
-                        _show(out, inside, f"{each}/{one}")
+                        _show(out, inside, f"{each}/{one}", on_failure)
             out.sync()
             done = f"{CLAIM}-done-{secrets.token_hex(4)}"
             out.rename(inside, done)  # it fails if another export has taken it away
+            on_failure.pop_all()
             with suppress(OSError):
                 out.remove_directory(CLAIM)
             with suppress(OSError):
@@ -121,15 +122,26 @@ def discard(path: str, name: str) -> None:
         _discard(out, name)
 
 
-def _show(out: Directory, inside: str, name: str) -> None:
-    # by a path, which ends where CLAIM is taken away
-    shown = link_exclusive(out, f"{inside}/{name}", name)
-    if shown is None:  # without hard links
-        shown = rename_exclusive(out.fd, f"{inside}/{name}", name)
-    if shown is None and out.status(name) is None:
-        out.rename(f"{inside}/{name}", name)
-    elif not shown:
+def _show(out: Directory, inside: str, name: str, on_failure: ExitStack) -> None:
+    hidden = f"{inside}/{name}"  # a path, which ends where CLAIM is taken away
+    shown = link_exclusive(out, hidden, name)
+    if shown is None:  # without hard links; where the show fails, it goes back
+        mine = out.status(hidden)
+        shown = rename_exclusive(out.fd, hidden, name)
+        if shown is None and out.status(name) is None:
+            out.rename(hidden, name)
+            shown = True
+        if shown:
+            on_failure.callback(_move_back, out, hidden, name, mine)
+    if not shown:
         raise _taken(out, [name])
+
+
+def _move_back(out: Directory, hidden: str, name: str, mine: os.stat_result | None) -> None:
+    with suppress(OSError):
+        there = out.status(name)
+        if mine is not None and there is not None and os.path.samestat(mine, there):
+            out.rename(name, hidden)
 
 
 def _taken(out: Directory, names: list[str]) -> UsageError:

@@ -18,6 +18,7 @@ from typing import Any, Generic, TypeVar
 from smckpt.checkpoint.records.sealed import read_json
 from smckpt.errors import TensorMismatchError, UsageError
 from smckpt.layout.mesh import Shape
+from smckpt.translate.tables.families import find_family
 
 __all__ = [
     "ADAPTER_CONFIG",
@@ -224,7 +225,7 @@ class LoraConfig:
     def check_targets(
         self, pairs: Iterable[str], shapes: Mapping[str, Shape], saved: Iterable[str]
     ) -> None:
-        """Compare the modules that have a pair with those that a list of `target_modules` names.
+        """Compare what has a pair, and is saved whole, with lists of the config.
 
         Args:
             saved: what is not adapted because the adapter saves it whole.
@@ -232,19 +233,26 @@ class LoraConfig:
         Raises:
             TensorMismatchError: they differ.
         """
-        named = self.values.get("target_modules")
-        less = ("target_parameters", "exclude_modules", "layers_to_transform")
-        if not isinstance(named, list) or any(self.values.get(key) for key in less):
-            return
-        ends = tuple(f".{target}" for target in named)
         matrices = {n for n, shape in shapes.items() if len(shape) == 2 and ".experts." not in n}
         weights = {name for name in matrices - {*saved} if name.endswith(".weight")}
         modules = {name.removesuffix(".weight") for name in weights}
-        wanted = {module for module in modules if f".{module}".endswith(ends)}
+        whole = self.values.get("modules_to_save") or ()
+        if lost := sorted(module for module in modules if _ends_with(module, whole)):
+            raise TensorMismatchError(
+                f"the config has modules_to_save={whole}, but the state has not {lost[:8]}",
+                remedy="pass lora_config= of this adapter, and a checkpoint of the whole adapter",
+            )
+        named, without = (self.values.get(k) for k in ("target_modules", "exclude_modules"))
+        less = ("target_parameters", "layers_to_transform")
+        lists = isinstance(named, list) and isinstance(without or [], list)
+        if not lists or any(self.values.get(key) for key in less):
+            return
+        wanted = {m for m in modules if _ends_with(m, named) and not _ends_with(m, without or ())}
         paired = modules & {_WRAPPED.sub("", module) for module in pairs}
         if differ := sorted(wanted ^ paired):
+            more = f" and exclude_modules={without}" if without else ""
             raise TensorMismatchError(
-                f"the config has target_modules={named}, but not so the LoRA matrices of "
+                f"the config has target_modules={named}{more}, but not so the LoRA matrices of "
                 f"{differ[:8]}",
                 remedy="pass lora_config= of this adapter, and a checkpoint of the whole adapter",
             )
@@ -307,10 +315,11 @@ class LoraConfig:
 
     def transposes(self, module: str) -> bool:
         """Whether a module has its weight transposed, as Conv1D has. PEFT finds it out for each,
-        but its config has one value for all: that of the last."""
+        but its config has one value for all: that of the last, or of somebody's hand."""
         if self.model_type in _CONV1D_FAMILIES:
             return _WRAPPED.sub("", module).rpartition(".")[2] in _CONV1D
-        return bool(self.values.get("fan_in_fan_out"))
+        own = find_family(self.model_type or "")
+        return own is None and bool(self.values.get("fan_in_fan_out"))
 
     def refuse_unmerged(self) -> None:
         """Raise UsageError if merging is more than adding the product."""
@@ -359,6 +368,10 @@ class LoraConfig:
             if re.match(rf"(.*\.)?({pattern})$", module):
                 return value
         return self.values[default]
+
+
+def _ends_with(module: str, ends: Iterable[str]) -> bool:
+    return f".{module}".endswith(tuple(f".{end}" for end in ends))
 
 
 def _fits(shape: Shape, sides: Mapping[str, Any]) -> bool:

@@ -460,14 +460,31 @@ def test_an_adapter_that_lacks_a_module_of_its_config_is_refused(tmp_path):
     module = next(name for name in state if "q_proj.lora_A" in name).partition(".lora_A")[0]
     lost = {name: tensor for name, tensor in state.items() if not name.startswith(module)}
     fewer = {**config, "target_modules": sorted({*config["target_modules"]} - {"q_proj"})}
-    for number, (tensors, values) in enumerate(((state, config), (lost, config), (state, fewer))):
+    without = {**config, "exclude_modules": ["layers.1.self_attn.q_proj"]}
+    whole = {**config, "modules_to_save": ["lm_head"]}
+    cases = ((state, config), (lost, config), (state, fewer), (state, without), (state, whole))
+    for number, (tensors, values) in enumerate(cases):
         adapter = Adapter(lora="merge", lora_config=values, base=tmp_path / "base")
         checkpoint = saved(tmp_path / str(number), tensors)
         if not number:
             export_hf(checkpoint, tmp_path / "hf", adapter=adapter)
             continue
-        with pytest.raises(errors.TensorMismatchError, match="not so the LoRA matrices of"):
+        text = "the state has not" if values is whole else "not so the LoRA matrices of"
+        with pytest.raises(errors.TensorMismatchError, match=text):
             export_hf(checkpoint, tmp_path / "no", adapter=adapter)
+
+
+def test_a_turned_adapter_of_a_model_without_conv1d_is_merged_as_peft_does(tmp_path):
+    """PEFT sets fan_in_fan_out aside for a Linear; a square weight got the product turned."""
+    model = llama()
+    base().save_pretrained(tmp_path / "base")
+    config = {**model.peft_config["default"].to_dict(), "fan_in_fan_out": True}
+    export_hf(
+        saved(tmp_path, get_peft_model_state_dict(model)),
+        tmp_path / "hf",
+        adapter=Adapter(lora="merge", lora_config=config, base=tmp_path / "base"),
+    )
+    assert_merged(tmp_path / "hf", model)
 
 
 def test_what_is_no_matrix_is_not_compared_with_the_modules_of_a_config():

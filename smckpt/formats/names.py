@@ -81,6 +81,7 @@ _VALUE_HEAD = re.compile(
     r"\.(?:(?:summary|dense|fc|linear|head|out|out_proj|\d+)\.)*(?:weight|bias)"
 )
 _HEADS = ("v_head", "value_head", "critic_head", "reward_head")  # of no other model
+_MOST_OUTER = 64  # modules around a model: all names are read again for each
 _CHUNK = re.compile(r"\d+\..+")
 _OPTIMIZER = re.compile(r"(?:^|(.*?)\.)param_groups(?:\.|$)")
 
@@ -295,10 +296,14 @@ def unwrapped(found: Mapping[str, T], among: Collection[str] = ()) -> dict[str, 
     # wrappers and trainers' modules may be in any order: DDP of a trainer's module, a compiled DDP
     names = {".".join(_bare(name)) for name in among if not _VALUE_HEAD.fullmatch(name)}
     outer = 0
-    while names and (
-        all(name.startswith(f"{_DDP}.") for name in names)
-        or (all(name.startswith("model.") for name in names) and any(map(_INNER.match, names)))
-        or _is_attribute(names)
+    while (
+        names
+        and outer < _MOST_OUTER
+        and (
+            all(name.startswith(f"{_DDP}.") for name in names)
+            or (all(name.startswith("model.") for name in names) and any(map(_INNER.match, names)))
+            or _is_attribute(names)
+        )
     ):
         names = {name.partition(".")[2] for name in names}
         outer += 1

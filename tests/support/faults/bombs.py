@@ -162,6 +162,7 @@ HEADERS = {
     "deep": b"[" * 1_000_000,
     "a key twice, many times": b"{" + b",".join([b'"a":1'] * 400_000) + b"}",
     "an int of many digits": b'{"a":' + b"9" * 1_000_000 + b"}",
+    "a name of countless wrappers": b'{"%s":%s}' % (b"module." * 500_000 + b"w", _SLOT),
 }
 
 

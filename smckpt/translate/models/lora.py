@@ -242,12 +242,13 @@ class LoraConfig:
                 f"the config has modules_to_save={whole}, but the state has not {lost[:8]}",
                 remedy="pass lora_config= of this adapter, and a checkpoint of the whole adapter",
             )
-        named, without = (self.values.get(k) for k in ("target_modules", "exclude_modules"))
-        less = ("target_parameters", "layers_to_transform")
-        lists = isinstance(named, list) and isinstance(without or [], list)
-        if not lists or any(self.values.get(key) for key in less):
+        named = self.values.get("target_modules")
+        without = self.values.get("exclude_modules") or []
+        if not isinstance(named, list) or not isinstance(without, list):
             return
-        wanted = {m for m in modules if _ends_with(m, named) and not _ends_with(m, without or ())}
+        if any(map(self.values.get, ("target_parameters", "layers_to_transform"))):
+            return
+        wanted = {m for m in modules if _ends_with(m, named) and not _ends_with(m, without)}
         paired = modules & {_WRAPPED.sub("", module) for module in pairs}
         if differ := sorted(wanted ^ paired):
             more = f" and exclude_modules={without}" if without else ""
@@ -318,8 +319,7 @@ class LoraConfig:
         but its config has one value for all: that of the last, or of somebody's hand."""
         if self.model_type in _CONV1D_FAMILIES:
             return _WRAPPED.sub("", module).rpartition(".")[2] in _CONV1D
-        own = find_family(self.model_type or "")
-        return own is None and bool(self.values.get("fan_in_fan_out"))
+        return not find_family(self.model_type or "") and bool(self.values.get("fan_in_fan_out"))
 
     def refuse_unmerged(self) -> None:
         """Raise UsageError if merging is more than adding the product."""

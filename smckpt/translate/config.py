@@ -153,7 +153,8 @@ def read_config(source: Any) -> ModelConfig | None:
             f"config= is a {type(source).__name__}",
             remedy="pass a directory, a JSON file, a dict, or a transformers config",
         )
-    if not isinstance(values, dict) or not values.get("model_type"):
+    kind = values.get("model_type") if isinstance(values, dict) else None
+    if not kind or not isinstance(kind, str):
         raise UsageError(
             "the config has no model_type, so from_pretrained could not tell the model",
             remedy="pass the model's own config (model.config)",

@@ -160,7 +160,9 @@ def test_a_directory_a_file_a_dict_and_an_object_are_all_taken(tmp_path: Path):
     assert read_config(None) is None
 
 
-@pytest.mark.parametrize("source", [{}, {"hidden_size": 3}, "/nowhere/at/all", 7])
+@pytest.mark.parametrize(
+    "source", [{}, {"hidden_size": 3}, "/nowhere/at/all", 7, {"model_type": ["llama"]}]
+)
 def test_what_is_no_config_is_refused(source):
     with pytest.raises(UsageError):
         read_config(source)

@@ -447,11 +447,13 @@ def _put_calls(provided: Provided, calls: ModuleType, effects: Mapping[str, str]
 def put_hyperpod(provided: Provided, shadow: bool) -> None:
     """Provide the names of the absent `amzn_sagemaker_checkpointing`, and have DCP's save and load
     take its writer and reader."""
-    from smckpt.integrations.hyperpod import calls, tiered
+    from smckpt.integrations import hyperpod
 
     top = "amzn_sagemaker_checkpointing"
     _refuse_shadow(top, shadow)
-    names = {name: getattr(tiered, name) for name in tiered.__all__}
+    effect = "a writer or reader of tiers goes to smckpt, others as before"
+    calls = dict.fromkeys(("async_save", "load", "save"), effect)
+    names = {name: getattr(hyperpod, name) for name in hyperpod.__all__ if name not in calls}
     files = f"{top}.checkpointing.filesystem"
     paths = [f"{top}.config.{name}" for name in ("sagemaker_checkpoint_config", "s3_path_strategy")]
     paths += [
@@ -459,8 +461,7 @@ def put_hyperpod(provided: Provided, shadow: bool) -> None:
         *(f"{files}.{name}" for name in ("exceptions", "filesystem", "reader", "writer")),
     ]
     _put_modules(provided, dict.fromkeys(paths, names))
-    effect = "a writer or reader of tiers goes to smckpt, others as before"
-    _put_calls(provided, calls, dict.fromkeys(calls.__all__, effect))
+    _put_calls(provided, hyperpod, calls)
 
 
 def put_storage(provided: Provided) -> None:

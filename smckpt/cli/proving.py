@@ -56,7 +56,7 @@ def _directory(out: str | None, chdir: bool, command: str) -> Iterator[TrialsDir
         UsageError: there is something in it.
     """
     from smckpt.run import ending
-    from smckpt.storage.urls import is_local, local_path
+    from smckpt.storage.urls import disk_path
 
     ending.watch()
     # steps may be saved and deleted meanwhile, and what a kill leaves is no news here
@@ -73,7 +73,7 @@ def _directory(out: str | None, chdir: bool, command: str) -> Iterator[TrialsDir
             else:
                 made.say(f"the runs' checkpoints stay in {made.root}")
         return
-    if not is_local(out):
+    if (there := disk_path(out)) is None:
         from smckpt.checkpoint.commits.discover import find_checkpoints
 
         if chdir:
@@ -84,7 +84,7 @@ def _directory(out: str | None, chdir: bool, command: str) -> Iterator[TrialsDir
             )
         yield TrialsDirectory(out, command)
         return
-    path = Path(local_path(out)).absolute()
+    path = Path(there)
     if path.exists() and any(path.iterdir()):
         raise UsageError("the directory is not empty", remedy="pass a new --out", path=out)
     path.mkdir(parents=True, exist_ok=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from smckpt.errors import UsageError
-from smckpt.storage.urls import is_local
+from smckpt.storage.urls import path_on_disk
 
 __all__ = ["Degrees", "check_counts", "check_flags", "check_paths", "refuse_given", "refuse_store"]
 
@@ -106,8 +106,6 @@ def refuse_given(when: str, **given: Any) -> None:
 def refuse_store(**given: Any) -> None:
     """Raise UsageError for a URL of a store where a directory on a disk is read."""
     for name, value in given.items():
-        if isinstance(value, str) and not is_local(value):
-            raise UsageError(
-                f"{name}= is in a store, but is read from a disk only",
-                remedy="copy the directory to a disk, and pass its path there", path=value,
-            )  # fmt: skip
+        if isinstance(value, str) and value:
+            why = f"{name}= is in a store, but is read from a disk only"
+            path_on_disk(value, why, "copy the directory to a disk, and pass its path there")

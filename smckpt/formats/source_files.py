@@ -50,6 +50,10 @@ class ArchiveRecord:
     nbytes: int
     crc: int | None = None
 
+    @property
+    def on_disk(self) -> bool:
+        return is_local(self.path)
+
     def part(self, offset: int, nbytes: int, crc: int | None = None) -> ArchiveRecord:
         """
         Raises:
@@ -83,7 +87,7 @@ class SourceFiles:
             UsageError: it cannot be read, or is no regular file.
             CheckpointNotFoundError: a store has no such file.
         """
-        if not is_local(path):
+        if not ArchiveRecord(path, 0, 0).on_disk:
             storage, name = self._store(path)
             return ArchiveRecord(path, 0, storage.size(name))
         if os.path.exists(path) and not os.path.isfile(path):  # to open a pipe would wait for ever
@@ -108,7 +112,7 @@ class SourceFiles:
             StorageError: they cannot be read.
         """
         wanted = record.part(start, (record.nbytes if stop is None else stop) - start)
-        if not is_local(record.path):
+        if not record.on_disk:
             storage, name = self._store(record.path)
             return storage.read(name, wanted.offset, wanted.nbytes) if wanted.nbytes else b""
         data = bytearray(wanted.nbytes)
@@ -122,7 +126,7 @@ class SourceFiles:
         def read(start: int) -> bytes:
             return self.read(record, start, start + nbytes)
 
-        if is_local(record.path):  # the file is opened once for all
+        if record.on_disk:  # the file is opened once for all
             with self._opened(record) as fill:
                 found = [bytearray(record.part(start, nbytes).nbytes) for start in starts]
                 for start, data in zip(starts, found, strict=True):
@@ -151,7 +155,7 @@ class SourceFiles:
         to = elements(target, itemsize)
         if not sample:
             self.check(record)
-        if not is_local(record.path):
+        if not record.on_disk:
             fetch = self.read if sample else self._range
             for part in _parts(copy, itemsize, _WINDOW):
                 low = part.source.start * itemsize
@@ -185,7 +189,7 @@ class SourceFiles:
             if self._checked[record] is None:
                 return
             found = 0
-            if is_local(record.path):
+            if record.on_disk:
                 with self._opened(record) as fill:
                     for low in range(0, record.nbytes, _STEP):
                         data = self._buffer(min(_STEP, record.nbytes - low))

@@ -25,7 +25,7 @@ from urllib.parse import urlsplit
 
 from smckpt.errors import UsageError
 from smckpt.run import traced
-from smckpt.storage.urls import is_local, local_path
+from smckpt.storage.urls import disk_path
 
 __all__ = ["Moments"]
 
@@ -115,14 +115,14 @@ class Moments:
     def __init__(
         self, root: str, stop_at: int | None = None, on_stop: Callable[[], None] | None = None
     ) -> None:
-        local = is_local(root)
+        there = disk_path(root)  # None: in a store
         self.count = 0
         self.stopped = ""  # the call before which the run was stopped
         self._on_stop = on_stop
         self._stop_at = stop_at
-        self._calls, self._audit, self.seccomp = _calls(_FILES if local else _MESSAGES)
+        self._calls, self._audit, self.seccomp = _calls(_FILES if there else _MESSAGES)
         self._described: Callable[[_Notice], str] = (
-            _FileCalls(local_path(root)).described if local else _Messages(os.environ).described
+            _FileCalls(there).described if there else _Messages(os.environ).described
         )
         self._ours, self._theirs = socket.socketpair()
         self._wake = os.pipe()

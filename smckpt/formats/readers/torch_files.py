@@ -30,7 +30,6 @@ from smckpt.layout.containers import container_kind
 from smckpt.layout.entries import DTYPES, dotted
 from smckpt.layout.entries import Path as StatePath
 from smckpt.layout.strided import row_major_strides
-from smckpt.storage.urls import is_local
 
 __all__ = [
     "StoredState",
@@ -337,7 +336,7 @@ def _opened(source: SourceFiles, file: ArchiveRecord) -> ForeignCheckpoint:
     # the same order, says where their bytes are. In a store, and of a torch before 1.6, the file
     # says both.
     root = state = torch_root(source, file)
-    mapped = is_archive(source.read(file, 0, min(4, file.nbytes))) and is_local(file.path)
+    mapped = is_archive(source.read(file, 0, min(4, file.nbytes))) and file.on_disk
     if mapped and file == source.whole(file.path):
         try:
             state = plain_load(file.path, mmap=True)

@@ -33,7 +33,7 @@ from smckpt.integrations.replaced import (
 from smckpt.manager.room import get_memory
 from smckpt.manager.state import optimizer_state
 from smckpt.meeting.round import over_group
-from smckpt.storage.urls import is_local
+from smckpt.storage.urls import disk_path, parent_url
 
 __all__ = ["SmckptAccelerator", "is_committed", "load_state", "prepare_optimizer", "save_state"]
 
@@ -157,7 +157,8 @@ def save_state(
             )
     elif not directory:
         raise UsageError("save_state has no directory", remedy="pass output_dir")
-    before = stock_files(directory) if is_local(directory) and accelerator.is_main_process else {}
+    there = disk_path(directory) if accelerator.is_main_process else None
+    before = stock_files(there) if there else {}
     # before the rest, as accelerate does: a hook may draw random numbers
     models, hooked = _saved_by_hooks(accelerator, directory, arguments)
     with _rest_alone(accelerator), tempfile.TemporaryDirectory() as folder:
@@ -217,8 +218,8 @@ def _saved_by_hooks(
     seen: dict[str, tuple[int, int]] = {}
 
     def ready() -> None:
-        local = is_local(directory)
-        if not local or is_committed(directory, arguments) or _is_of_accelerate(directory):
+        there = disk_path(directory)
+        if not there or is_committed(there, arguments) or _is_of_accelerate(there):
             raise UsageError(
                 "hooks of register_save_state_pre_hook write to a path, and a file at a time: they "
                 "have no URL, and no directory with a whole checkpoint",
@@ -424,6 +425,7 @@ def _to_load(accelerator: Any, input_dir: Any) -> tuple[str, bool]:
             nothing from a URL. The message names the newest whole checkpoint beside it.
     """
     at = os.path.expanduser(input_dir or "")
+    at_store = bool(at) and disk_path(at) is None
     if not at and accelerator.project_configuration.automatic_checkpoint_naming:
         run = _run(accelerator)
         newest = run.newest()
@@ -434,7 +436,8 @@ def _to_load(accelerator: Any, input_dir: Any) -> tuple[str, bool]:
         number = max([*committed, *stock], default=None)
         if number is None:
             number = directories[0][0] if directories else None
-        if number is None and is_local(folder):
+        at_store = disk_path(folder) is None
+        if number is None and not at_store:
             return "", False
         at = f"{folder}/checkpoint_{number or 0}"
     if at and is_committed(at, _arguments(accelerator)):
@@ -443,9 +446,8 @@ def _to_load(accelerator: Any, input_dir: Any) -> tuple[str, bool]:
     names = os.listdir(at) if os.path.isdir(at) else []
     ours = [name.startswith(".") or parse_name(name) is not None for name in names]
     begun = os.path.isdir(at) and (all(ours) or (any(ours) and not _is_of_accelerate(at)))
-    if at and (not is_local(at) or begun):
-        above = os.path.dirname(at.rstrip("/") if not is_local(at) else os.path.abspath(at))
-        beside = smckpt.find_checkpoints(above, sure=True, **_arguments(accelerator))[-1:]
+    if at_store or begun:
+        beside = smckpt.find_checkpoints(parent_url(at), sure=True, **_arguments(accelerator))[-1:]
         raise CheckpointNotFoundError(
             "no checkpoint is committed here: the job ended before the save was",
             remedy=f"load {beside[0]}, the newest whole one beside it"

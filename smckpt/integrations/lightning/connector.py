@@ -32,7 +32,7 @@ from smckpt.manager.memory import Memory
 from smckpt.manager.room import get_memory
 from smckpt.manager.state import random_state, set_random_state
 from smckpt.meeting.group import group_at
-from smckpt.storage.urls import is_local
+from smckpt.storage.urls import disk_path, is_local
 
 __all__ = [
     "NeMoCheckpointConnector",
@@ -170,10 +170,10 @@ class SmckptCheckpointConnector(_CheckpointConnector):  # type: ignore[misc]
         stock = max(filter(written_by_lightning, last), key=_modified, default=None)
         if stock is not None and (ours is None or _modified(stock) > ours.committed_at):
             return stock
-        if ours is None or not is_local(ours.path):
+        if ours is None or (there := disk_path(ours.path)) is None:
             return ours and ours.path
         # Lightning never removes the path that a run resumed from: by the name of the link it may
-        linked = (one for one in last if os.path.islink(one) and os.path.samefile(one, ours.path))
+        linked = (one for one in last if os.path.islink(one) and os.path.samefile(one, there))
         return next(linked, ours.path)
 
 

@@ -45,7 +45,7 @@ from smckpt.integrations.lightning.s3 import (
 )
 from smckpt.integrations.replaced import below_run, remove_or_keep
 from smckpt.storage import Storage, StoreOptions, open_storage
-from smckpt.storage.urls import disk_path, is_local, is_s3_url, parent_url, scheme_of
+from smckpt.storage.urls import disk_path, is_s3_url, parent_url, scheme_of
 
 __all__ = [
     "SAVE_OPTIONS",
@@ -105,11 +105,13 @@ class Saves:
                     key,
                     len(values[key]) // _MB,
                 )
+        there = disk_path(path)
         with self._lock:
             self._begun += 1
             number = self._begun
-            self._dropped = [(at, other) for at, other in self._dropped if other != path]
-        if there := disk_path(path):  # save_last="link" links to it at once; the save names a fault
+            kept = [(at, other) for at, other in self._dropped if other not in (path, there)]
+            self._dropped = kept
+        if there:  # save_last="link" links to it at once; the save names a fault
             with contextlib.suppress(OSError):
                 os.makedirs(os.path.dirname(there), exist_ok=True)
         handle = smckpt.async_save(
@@ -150,14 +152,15 @@ class Saves:
         Its new name has a number, as Lightning numbers names that are taken. So `"last"` finds it
         if the save never ends.
         """
-        if not is_local(path) or not (os.path.islink(path) or written_by_lightning(path)):
+        there = disk_path(path)
+        if there is None or not (os.path.islink(there) or written_by_lightning(there)):
             return
-        stem, extension = os.path.splitext(path)
+        stem, extension = os.path.splitext(there)
         numbers = itertools.count(1)
         aside = next(
             name for one in numbers if not os.path.lexists(name := f"{stem}-v{one}{extension}")
         )
-        os.rename(path, aside)
+        os.rename(there, aside)
         with self._lock:
             self._dropped.append((self._begun + 1, aside))
 
@@ -212,19 +215,20 @@ class Saves:
         return self.arguments if is_s3_url(path) else {}
 
     def _remove(self, path: str) -> None:
-        if is_local(path) and os.path.islink(path):  # save_last="link"
-            os.unlink(path)
+        there = disk_path(path)
+        if there is not None and os.path.islink(there):  # save_last="link"
+            os.unlink(there)
             return
         if written_by_lightning(path):
             TorchCheckpointIO().remove_checkpoint(path)
         else:
-            if not is_local(path) and not self.find(path):
+            if there is None and not self.find(path):
                 above, name = self._object(path)
                 if name in above.names(name):  # a store may be a disk, with a directory of the name
                     above.delete(name)
             elif not remove_or_keep(path, self._s3(path)):
                 return
-            if not is_local(path) or os.path.isdir(path):
+            if there is None or os.path.isdir(there):
                 # leases, and what a save that was never committed has left
                 storage = open_storage(below_run(path), **self._s3(path))
                 storage.delete_many([one for one in storage.names() if parse_name(one)])
@@ -257,8 +261,8 @@ def _device_of(map_location: Any) -> torch.device | None:
 
 def written_by_lightning(location: str) -> bool:
     """Whether it is a file, or a directory of Lightning's sharded strategies."""
-    paths = (location, os.path.join(location, "meta.pt"))
-    return is_local(location) and any(map(os.path.isfile, paths))
+    there = disk_path(location)
+    return there is not None and any(map(os.path.isfile, (there, os.path.join(there, "meta.pt"))))
 
 
 class SmckptCheckpointIO(CheckpointIO):  # type: ignore[misc]
@@ -315,16 +319,16 @@ class SmckptCheckpointIO(CheckpointIO):  # type: ignore[misc]
         location = os.fspath(path)
         if self.saves.asked is not None:
             self.saves.asked.result()  # the saves of an AsyncCheckpointIO around this have begun
-        if not (is_local(location) and written_by_lightning(location)):
+        if not written_by_lightning(location):
             wait_for_save(location)
         if written_by_lightning(location):
             stock: dict[str, Any] = TorchCheckpointIO().load_checkpoint(
                 location, map_location, weights_only
             )
             return stock
-        device = _device_of(map_location)
+        device, in_store = _device_of(map_location), disk_path(location) is None
         try:
-            if not is_local(location) and not self.saves.find(location):  # an object, or nothing
+            if in_store and not self.saves.find(location):  # an object, or nothing
                 raise CheckpointNotFoundError(
                     "nothing committed is there",
                     remedy="pass the path of a checkpoint; smckpt ls shows those below a directory",
@@ -334,7 +338,7 @@ class SmckptCheckpointIO(CheckpointIO):  # type: ignore[misc]
         except CheckpointNotFoundError as error:
             # one object of torch.save, as the plugins of Lightning and NeMo write it to a store
             try:
-                if is_local(location):
+                if not in_store:
                     raise error
                 packed = io.BytesIO(self.saves.read(location))
             except CheckpointNotFoundError:
@@ -429,10 +433,10 @@ def load_any(stock: Callable[..., Any]) -> Callable[..., Any]:
         path = os.fspath(path_or_url) if isinstance(path_or_url, (str, os.PathLike)) else ""
         ours = False
         if path and scheme_of(path) not in ("http", "https"):
-            if not (is_local(path) and written_by_lightning(path)):
+            if not written_by_lightning(path):
                 wait_for_save(path)
-            if is_local(path):
-                ours = os.path.isdir(path) and not written_by_lightning(path)
+            if there := disk_path(path):
+                ours = os.path.isdir(there) and not written_by_lightning(there)
             else:
                 with contextlib.suppress(CheckpointError):  # the stock function says what is wrong
                     ours = bool(Saves({}).find(path))

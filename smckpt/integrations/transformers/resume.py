@@ -46,7 +46,7 @@ from smckpt.integrations.transformers.files import STEPS, empty_store, open_seen
 from smckpt.manager.room import get_memory
 from smckpt.storage import Storage, access_to
 from smckpt.storage.faults import twice
-from smckpt.storage.urls import is_local
+from smckpt.storage.urls import disk_path, is_local, parent_url
 
 __all__ = [
     "Checkpoints",
@@ -97,10 +97,10 @@ class Checkpoints:
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
     def url_of(self, directory: str) -> str:
-        if self.root is None or not is_local(directory):
+        if self.root is None or (there := disk_path(directory)) is None:
             return directory
         root = self.root.rstrip("/")
-        below = os.path.relpath(directory, self.output_dir)
+        below = os.path.relpath(there, self.output_dir)
         if below == os.curdir:
             return root
         if not below.startswith(os.pardir):
@@ -195,7 +195,7 @@ class Checkpoints:
             lost: directories of which a load has failed.
         """
         if isinstance(asked, str):
-            run = os.path.dirname(asked if not is_local(asked) else os.path.abspath(asked))
+            run = parent_url(asked).rstrip("/")
             if asked not in lost:
                 try:
                     keys = twice(partial(self.keys, asked))
@@ -279,10 +279,11 @@ def agreed(look: Callable[[], Any]) -> Any:
 
 def get_last_checkpoint(folder: str | os.PathLike[str]) -> str | None:
     """transformers' function of this name; of a URL it finds the newest committed checkpoint."""
-    if is_local(os.fspath(folder)):
+    checkpoints = Checkpoints(os.fspath(folder))
+    if not checkpoints.elsewhere(checkpoints.output_dir):
         found: str | None = stock_last_checkpoint(folder)  # type: ignore[no-untyped-call]
         return found
-    newest = Checkpoints(os.fspath(folder)).newest(os.fspath(folder))
+    newest = checkpoints.newest(checkpoints.output_dir)
     return None if newest is None else newest.directory
 
 

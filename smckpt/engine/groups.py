@@ -1,24 +1,33 @@
 """The groups that make a step together; and the replication group of this rank and its directory,
-found from the model.
+found from the model, or from the job's degrees.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from smckpt.errors import UsageError
 from smckpt.layout.entries import Entry
 from smckpt.layout.mesh import Mesh
-from smckpt.meeting.group import Group, get_global_ranks, group_at
+from smckpt.meeting.group import Group, get_global_ranks, group_at, group_of
 from smckpt.storage.urls import file_url
+from smckpt.topology import role_of
+
+if TYPE_CHECKING:
+    import torch
+
+    from smckpt.checkpoint.commits.run_directory import Template
+    from smckpt.meeting.round import Meeting
+    from smckpt.topology import ParallelState
 
 __all__ = [
     "Partition",
     "ReplicationGroup",
+    "agreed_group",
     "cells_of",
     "coordinator_of",
     "cuts_of",
@@ -28,6 +37,7 @@ __all__ = [
     "replicas_of",
     "replication_group",
 ]
+
 
 log = logging.getLogger("smckpt")
 
@@ -235,3 +245,83 @@ def replicas_of(model: Any) -> tuple[tuple[int, ...], tuple[tuple[str, int], ...
     (mine,) = (cell for cell in cells if rank in cell)
     at = [(mesh.dim_names[dim], mesh.coordinate(rank)[dim]) for mesh, dims in cuts for dim in dims]
     return mine, tuple(dict.fromkeys(at))
+
+
+# -- the ranks that save together in a run of the manager's -------------------------------------
+
+
+def agreed_group(
+    meeting: Meeting,
+    point: str,
+    models: Callable[[], list[torch.nn.Module]],
+    degrees: ParallelState | None,
+    template: Template,
+    timeout: float,
+) -> ReplicationGroup:
+    """Agree on the ranks that save together with this one. All ranks call it.
+
+    Args:
+        models: finds those of the state; what it raises, all ranks raise.
+        degrees: those of the job; None: the models in the state tell.
+        template: may name the groups' directories.
+
+    Raises:
+        UsageError: the ranks' models are sharded differently, or the degrees are of another job.
+    """
+
+    def mine() -> list[Any]:
+        return list(_replicas(models(), degrees, template))
+
+    def agreed(brought: Callable[[], dict[int, list[Any]]]) -> None:
+        groups = {(tuple(ranks), name) for ranks, name in brought().values()}
+        covered = sorted(rank for ranks, _ in groups for rank in ranks)
+        if covered != list(get_global_ranks()):
+            raise UsageError(
+                f"the ranks' models are sharded differently: {sorted(groups)[:4]}",
+                remedy="give all ranks a state with the same model, sharded on one mesh",
+            )
+
+    meeting.round(point, mine, agreed, timeout=timeout)
+    ranks, name = _replicas(models(), degrees, template)
+    return ReplicationGroup(group_at(ranks) if name else None, ranks, name)
+
+
+def _replicas(
+    models: list[torch.nn.Module], degrees: ParallelState | None, template: Template
+) -> tuple[tuple[int, ...], str]:
+    """The ranks that commit together, and their directory: those that hold the same shards. All
+    ranks commit together where each holds its own shards and the template names no groups, or where
+    the models do not tell."""
+    everyone = tuple(get_global_ranks()), ""
+    if degrees is not None:
+        if degrees.world_size != len(everyone[0]):
+            raise UsageError(
+                f"parallel_state has {degrees.world_size} ranks, the job {len(everyone[0])}",
+                remedy="pass the ParallelState of this job",
+            )
+        group = group_of(None)
+        assert group is not None
+        rank, ranker = group.rank, degrees.ranker
+        sizes = {
+            "pp": (degrees.pp_size, ranker.get_pp_rank),
+            "tp": (degrees.tp_size, ranker.get_tp_rank),
+            "ep": (degrees.ep_size, ranker.get_ep_rank),
+            "shard": (degrees.fsdp_size, ranker.get_fsdp_rank),
+        }
+        ranks = tuple(ranker.get_rep_group(rank))
+        at = tuple((role, index(rank)) for role, (size, index) in sizes.items() if size > 1)
+    elif len(models) == 1:
+        try:
+            ranks, at = replicas_of(models[0])
+        except UsageError as error:
+            log.info("all ranks commit together: %s", error.message)
+            return everyone
+    else:
+        return everyone
+    if not at or (len(ranks) == 1 and not template.group):
+        return everyone
+    if not template.group:
+        return ranks, named(at)
+    roles = at if degrees is not None else [(role_of(dim) or dim, index) for dim, index in at]
+    coordinates = {"fsdp" if role == "shard" else role: index for role, index in roles}
+    return ranks, template.group_of(coordinates)

@@ -25,11 +25,10 @@ from smckpt.engine.api import (
     membership,
     prewarm,
 )
-from smckpt.engine.groups import ReplicationGroup
+from smckpt.engine.groups import ReplicationGroup, agreed_group
 from smckpt.engine.load_plan import LoadOptions
 from smckpt.engine.saving.job import SaveHandle, SaveOptions, options_of
 from smckpt.errors import UsageError
-from smckpt.manager.groups import agreed_group
 from smckpt.manager.memory import Memory, MemoryTier, Tiers
 from smckpt.manager.notice import Signals, Watch, signals_of
 from smckpt.manager.record import mark_of, recorded, save_seconds_of
@@ -41,6 +40,7 @@ from smckpt.manager.state import (
     Failed,
     give_back,
     go_on_at_random,
+    models_in,
     optimizers_in,
     random_state,
     random_target,
@@ -484,7 +484,7 @@ class CheckpointManager:
         if self._groups is None:
             meeting, point = self._membership.meeting(self._timeout), f"groups/{next(self._rounds)}"
             how = self._degrees, self._template, self._timeout
-            self._groups = agreed_group(meeting, point, state, *how)
+            self._groups = agreed_group(meeting, point, lambda: models_in(state), *how)
             group, met_within = self._groups.process_group, self._timeout
             prewarm(process_group=group, options=replace(self._options, timeout=met_within))
             self._memory.begin(self._membership, group, met_within)

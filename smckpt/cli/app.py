@@ -38,8 +38,6 @@ from smckpt.cli.verify import diff, repair, verify
 from smckpt.errors import CheckpointError, count_text
 from smckpt.run.__main__ import run
 
-__all__ = ["app", "main"]
-
 
 class _Dtype(click.Choice[str]):
     """A dtype by its name, or by the field's short one."""

@@ -23,7 +23,6 @@ from smckpt.errors import CheckpointError, CheckpointNotFoundError, UsageError, 
 if TYPE_CHECKING:
     from smckpt.cli.browse_facts import Facts
 
-__all__ = ["Timeline", "browse", "page_of", "read_timeline", "write_page"]
 
 RANKS = 64  # of one save; the page has those that took longest
 EVENTS = 2000  # saves and loads; the page has the newest

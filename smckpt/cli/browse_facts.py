@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from smckpt.checkpoint.upkeep.scan import Sink
     from smckpt.storage import Storage
 
-__all__ = ["BINS", "KEPT", "LIMIT", "Facts", "Wanted", "histograms", "plain"]
 
 LIMIT = 32 << 20  # characters of the details on a page; a browser reads them in a second or two
 VALUES = 200  # values beside the tensors of one step

@@ -26,8 +26,6 @@ from smckpt.cli.output import (
 )
 from smckpt.errors import count_text, few
 
-__all__ = ["apply", "convert", "follow_run", "import_", "publish", "reload", "reshard"]
-
 _SHOWN = 8  # names of a line
 _FORMATS = ("smckpt", "dcp", "torch", "trainer", "accelerate", "lightning", "torchtitan")
 

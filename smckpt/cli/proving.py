@@ -21,9 +21,6 @@ from smckpt.cli.output import as_json, bytes_text, print_line, print_report, vis
 from smckpt.cli.verify import ignore
 from smckpt.errors import UsageError
 
-__all__ = ["chaos", "prove"]
-
-
 _settings = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 
 _chdir = click.option("--chdir", is_flag=True,

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from smckpt.manager.doctor import Condition
     from smckpt.storage import Storage
 
-__all__ = ["doctor", "ls", "prune", "status"]
 
 log = logging.getLogger("smckpt")
 

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from smckpt.formats.readers.rank_sources import RankFilesFound
     from smckpt.layout.entries import Entry
 
-__all__ = ["describe", "describe_foreign", "picked", "print_description", "print_foreign"]
 
 LONGEST = 60  # characters of a value
 STATISTICS = ("min", "max", "mean", "std", "nonfinite")

@@ -18,8 +18,6 @@ from smckpt.errors import CheckpointError
 if TYPE_CHECKING:
     from smckpt.checkpoint.reading.committed import CommittedCatalogue
 
-__all__ = ["Elements", "Statistics", "Sums", "scan_for", "statistics"]
-
 
 @dataclass
 class Sums:

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from smckpt.checkpoint.upkeep.difference import Difference
     from smckpt.checkpoint.upkeep.repair import RepairReport
 
-__all__ = ["diff", "ignore", "repair", "rows_of", "verify"]
-
 
 _SHOWN = 8  # names, or ranks, of a line
 

@@ -18,18 +18,6 @@ from smckpt.layout.entries import DTYPES, Path, dotted
 from smckpt.layout.mesh import Shape
 from smckpt.layout.strided import Box, Copy, Piece, Strided, covered, row_major_strides
 
-__all__ = [
-    "BoxTensors",
-    "ForeignCheckpoint",
-    "SavedBox",
-    "SavedTensor",
-    "SavedValue",
-    "cut",
-    "refuse_gaps",
-    "stored_piece",
-    "whole_tensor",
-]
-
 
 @dataclass(frozen=True)
 class SavedBox:

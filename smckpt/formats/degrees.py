@@ -13,8 +13,6 @@ from typing import Any
 from smckpt.errors import UsageError
 from smckpt.storage.urls import path_on_disk
 
-__all__ = ["Degrees", "check_counts", "check_flags", "check_paths", "refuse_given", "refuse_store"]
-
 
 @dataclass(frozen=True)
 class Degrees:

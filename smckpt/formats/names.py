@@ -15,24 +15,6 @@ from smckpt.layout.entries import DTYPES, Path, dotted
 if TYPE_CHECKING:
     from smckpt.checkpoint.reading.catalogue import LogicalTensor
 
-__all__ = [
-    "ADAPTER_WEIGHTS",
-    "ADAPTER_WEIGHTS_BIN",
-    "CONFIG",
-    "INDEX",
-    "INDEX_BIN",
-    "SINGLE",
-    "SINGLE_BIN",
-    "Named",
-    "places_of_models",
-    "places_of_optimizers",
-    "prefix_remedy",
-    "refuse_peft",
-    "stage_tensors",
-    "tensors_at",
-    "unwrapped",
-    "value_heads",
-]
 
 log = logging.getLogger("smckpt")
 

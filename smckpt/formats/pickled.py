@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, BinaryIO
 
-__all__ = ["Global", "Inert", "read_pickle"]
-
 _OBJECTS = 6_000_000  # containers and stand-ins; their memory is below a gigabyte
 _KEY = 16  # scalars in a tuple that is a key: hashing deep tuples may take for ever
 _WORD = 1 << 64  # a key that is a whole number is smaller: a long one is hashed anew each time

@@ -21,21 +21,6 @@ from smckpt.formats.pickled import Inert
 from smckpt.formats.source_files import Folder
 from smckpt.layout.entries import Path
 
-__all__ = [
-    "EP",
-    "ETP",
-    "PP",
-    "TP",
-    "VPP",
-    "ZERO_CENTRED_NORMS",
-    "SourceFacts",
-    "config_beside",
-    "facts_of_state",
-    "facts_of_values",
-    "text_values",
-    "yaml_beside",
-]
-
 # The degrees, by Megatron's names.
 TP, PP, EP, ETP, VPP = (
     f"{kind}_parallel_size"

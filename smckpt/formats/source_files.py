@@ -25,15 +25,6 @@ from smckpt.storage import Access, Storage
 from smckpt.storage.faults import replaced, storage_error
 from smckpt.storage.urls import file_url, is_local, join_url
 
-__all__ = [
-    "ArchiveRecord",
-    "Folder",
-    "SourceFiles",
-    "is_tar",
-    "open_tar",
-]
-
-
 _AT_ONCE = 16  # requests for headers
 _WINDOW = 16 << 20  # bytes that a store is asked for at once, and of a record that is kept whole
 _STEP = 1 << 20  # bytes that are read from a disk at once: they stay in the processor's cache

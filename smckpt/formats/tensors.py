@@ -12,8 +12,6 @@ from smckpt.layout.entries import DTYPES
 from smckpt.layout.mesh import Shape
 from smckpt.layout.strided import Copy
 
-__all__ = ["Block", "Holder", "RankTensors", "TensorKey", "TensorReader", "bits"]
-
 
 class TensorKey(NamedTuple):
     """A stored tensor of one tensor-parallel rank and column of ranks (usually an expert-parallel

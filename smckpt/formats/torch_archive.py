@@ -24,17 +24,6 @@ from smckpt.formats.source_files import ArchiveRecord, SourceFiles
 from smckpt.layout.entries import DTYPES
 from smckpt.layout.mesh import MOST_DIMS, Shape
 
-__all__ = [
-    "Archive",
-    "StoredTensor",
-    "is_archive",
-    "open_archive",
-    "open_legacy",
-    "plain_load",
-    "read_value",
-]
-
-
 _PICKLE_LIMIT = 256 << 20  # bytes of an archive's pickle
 _RECORDS = 1 << 21  # of an archive; their memory is below a gigabyte
 _TAIL = 64 << 10  # bytes at the end: for most archives all of the directory

@@ -28,8 +28,6 @@ from smckpt.manager.state import Failed
 from smckpt.meeting.group import group_of
 from smckpt.storage.urls import normal_url
 
-__all__ = ["KeptSteps", "memory_of"]
-
 log = logging.getLogger("smckpt")
 
 _SECONDS = 1800.0  # for each round of the ranks, as of the manager

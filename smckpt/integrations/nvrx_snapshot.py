@@ -23,8 +23,6 @@ from smckpt.staging.arena import Arena
 from smckpt.staging.copies import copy_all
 from smckpt.state_dict.modes import neutral
 
-__all__ = ["Outbox", "ResultsQueue", "SnapshotRanges", "restored", "taken"]
-
 _ALIGNMENT = 64  # of a storage in the arena: torch's own for the CPU
 
 

@@ -29,8 +29,6 @@ from smckpt.integrations.nvrx_snapshot import ResultsQueue, SnapshotRanges, rest
 from smckpt.staging.arena import Arena
 from smckpt.storage.disk.linux import lower_priority
 
-__all__ = ["Call", "WorkerOptions", "WorkerProcess"]
-
 log = logging.getLogger("smckpt")
 
 _GUARD = (

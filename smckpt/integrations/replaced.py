@@ -20,17 +20,6 @@ from smckpt.storage import access_to
 from smckpt.storage.disk.directory import Directory
 from smckpt.storage.urls import Below, disk_path
 
-__all__ = [
-    "below_run",
-    "keep_last",
-    "remove_or_keep",
-    "remove_stale",
-    "run_directory",
-    "stamps",
-    "stock_files",
-    "store_arguments",
-]
-
 log = logging.getLogger("smckpt")
 
 

@@ -15,8 +15,6 @@ from torch.distributed.checkpoint.filesystem import FileSystemBase
 from smckpt.errors import CheckpointNotFoundError, UsageError
 from smckpt.storage import Storage, open_storage
 
-__all__ = ["UrlFileSystem", "is_url", "send_file"]
-
 
 def is_url(location: Any) -> bool:
     return isinstance(location, (str, os.PathLike)) and "://" in os.fspath(location)

@@ -10,8 +10,6 @@ from smckpt.errors import CheckpointError
 from smckpt.run.doors import DOORS
 from smckpt.run.script import run_script
 
-__all__ = ["run"]
-
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 @click.option(

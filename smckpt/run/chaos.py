@@ -29,8 +29,6 @@ from smckpt.run.trials import (
 from smckpt.storage import Access, Storage
 from smckpt.storage.urls import disk_path
 
-__all__ = ["CLASSES", "Chaos", "ChaosResult", "Resume"]
-
 EXACT, LOST, WRONG = "exact", "lost a step", "not exact"
 ANEW, CRASHED, HUNG, MISSED = "did not resume", "crashed", "hung", "not reached"
 CLASSES = (EXACT, LOST, WRONG, ANEW, CRASHED, HUNG, MISSED)

@@ -19,8 +19,6 @@ from typing import Any
 from smckpt.errors import UsageError
 from smckpt.integrations import ANY_VERSION, refuse_untested
 
-__all__ = ["DOORS", "Provided", "provide", "put_storage"]
-
 # torch.sagemaker is absent, so providing it replaces nothing. Other doors replace names, and are
 # used only on request.
 _BY_DEFAULT = ("sagemaker",)

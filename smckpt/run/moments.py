@@ -27,8 +27,6 @@ from smckpt.errors import UsageError
 from smckpt.run import traced
 from smckpt.storage.urls import disk_path
 
-__all__ = ["Moments"]
-
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 _AT_CWD = -100  # AT_FDCWD
 _LONGEST = 4096  # bytes of a path

@@ -19,8 +19,6 @@ from smckpt.run.trials import (
     refuse_nameless,
 )
 
-__all__ = ["ProofResult", "Proving"]
-
 
 @dataclass(frozen=True)
 class ProofResult:

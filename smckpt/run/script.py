@@ -25,8 +25,6 @@ from typing import Any
 from smckpt.errors import UsageError
 from smckpt.run.doors import provide
 
-__all__ = ["main_of_child", "run_script"]
-
 # The environment variable that tells a child of multiprocessing to provide the same doors.
 _VARIABLE = "SMCKPT_RUN"
 _CHILD = "smckpt.run.child"

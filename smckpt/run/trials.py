@@ -18,19 +18,6 @@ from smckpt.errors import CheckpointError, CheckpointNotFoundError, UsageError
 from smckpt.run import ending
 from smckpt.storage.urls import disk_path, join_url
 
-__all__ = [
-    "NOT_DETERMINISTIC",
-    "PLACEHOLDER",
-    "VARIABLE",
-    "RunWatch",
-    "Script",
-    "TookTooLong",
-    "compare_runs",
-    "difference_text",
-    "failed",
-    "refuse_nameless",
-]
-
 PLACEHOLDER = "{root}"
 VARIABLE = "SMCKPT_PROVE_ROOT"
 _SHARE = 10  # at most one part in this many of the time is spent looking

@@ -13,22 +13,6 @@ from smckpt.checkpoint.records.sealed import read_json
 from smckpt.errors import UsageError
 from smckpt.formats.names import CONFIG
 
-__all__ = [
-    "GENERATION_CONFIG",
-    "TEMPLATES",
-    "absent_code",
-    "code_files",
-    "has_file",
-    "holds_tokenizer",
-    "is_beside_config",
-    "is_of_tokenizer",
-    "left_folders",
-    "modules_of_map",
-    "named_in_code",
-    "tokenizer_files",
-    "with_imported",
-]
-
 GENERATION_CONFIG = "generation_config.json"
 
 # Files that tokenizers and processors of transformers save beside a model.

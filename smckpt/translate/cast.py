@@ -18,8 +18,6 @@ import numpy as np
 from smckpt.checkpoint.records.numbers import count_nonfinite
 from smckpt.errors import UsageError
 
-__all__ = ["CASTABLE", "NonFinite", "cast", "refuse_nonfinite", "stored_type"]
-
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 
 # torch's name → the NumPy type that holds an element's bits

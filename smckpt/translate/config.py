@@ -25,15 +25,6 @@ from smckpt.translate.beside import GENERATION_CONFIG, modules_of_map, with_impo
 from smckpt.translate.config_values import refuse_impossible
 from smckpt.translate.tables.families import find_family
 
-__all__ = [
-    "ModelConfig",
-    "code_of_class",
-    "complete_rope",
-    "read_config",
-    "read_generation",
-]
-
-
 _TIED = "tie_word_embeddings"
 # Generation settings that a model's config may carry and `generate` needs.
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")

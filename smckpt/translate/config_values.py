@@ -11,8 +11,6 @@ from typing import Any
 from smckpt.errors import UsageError
 from smckpt.translate.tables.families import built_in_names, find_family
 
-__all__ = ["class_of_others", "refuse_impossible"]
-
 # of transformers 4.57 and 5
 _ACTIVATIONS = frozenset({
     "gelu", "gelu_10", "gelu_accurate", "gelu_fast", "gelu_new", "gelu_python",

@@ -32,8 +32,6 @@ from smckpt.translate.fact_values import (
 )
 from smckpt.translate.tables.dims import Dims
 
-__all__ = ["FACTS", "Fact", "MeantModel", "equal_values"]
-
 # Families that turn rows side by side, not the two halves of a head. Megatron has to do the same,
 # because no layout has them in another order.
 _SIDE_BY_SIDE = ("gptj", "cohere", "cohere2", "glm4")

@@ -6,30 +6,6 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-__all__ = [
-    "activation",
-    "experts_of",
-    "gated",
-    "head_size",
-    "if_yarn",
-    "interleaved",
-    "kind_of_activation",
-    "mup_attention",
-    "mup_output",
-    "norm",
-    "or_absent",
-    "positions",
-    "softmax_scale",
-    "squared",
-    "swish",
-    "to_even",
-    "untied",
-    "whole_layers",
-    "without_rope",
-    "yarn_scale",
-    "yarn_turned",
-]
-
 
 def head_size(values: Mapping[str, Any]) -> Any:
     heads, hidden = values.get("num_attention_heads"), values.get("hidden_size")

@@ -23,14 +23,6 @@ from smckpt.translate.tables.dims import Dims
 from smckpt.translate.tables.families import find_family
 from smckpt.translate.tables.table import NORMS, TensorLayout
 
-__all__ = [
-    "compare_configs",
-    "compare_facts",
-    "layout_of_facts",
-    "refuse_halves",
-    "refuse_other_ranks",
-]
-
 _DECISIVE = (
     "model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "head_dim", "intermediate_size", "tie_word_embeddings", "rope_theta", "hidden_act",

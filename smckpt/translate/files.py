@@ -34,21 +34,6 @@ from smckpt.storage.urls import disk_path, file_url, local_path, normal_url
 from smckpt.translate import hidden
 from smckpt.translate.beside import TEMPLATES
 
-__all__ = [
-    "ALIGNMENT",
-    "Chunk",
-    "Output",
-    "OutputFile",
-    "Range",
-    "Target",
-    "aligned",
-    "arrange",
-    "is_quantized",
-    "nbytes_of",
-    "refuse_into_source",
-]
-
-
 ALIGNMENT = 4096  # bytes; data and chunks start at multiples of it, which direct writes need
 
 

@@ -23,8 +23,6 @@ from smckpt.storage.disk.linux import rename_exclusive
 from smckpt.storage.disk.posix_write import link_exclusive
 from smckpt.storage.faults import storage_error
 
-__all__ = ["begin", "clear", "discard", "is_hidden", "new_name", "show"]
-
 CLAIM = ".smckpt-export"
 # of the process that made it: a name of its system, its number, and when it began
 _NAME = re.compile(r"\.smckpt-export-([0-9a-f]{16})-(\d{1,20})-(\d{1,20})-[0-9a-f]{8}", re.ASCII)

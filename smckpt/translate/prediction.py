@@ -16,18 +16,6 @@ from smckpt.errors import KeysMismatchError, UsageError
 from smckpt.translate.config import ModelConfig
 from smckpt.translate.tables.table import Family
 
-__all__ = [
-    "DROP",
-    "KEEP",
-    "PREDICTION_LAYERS",
-    "beyond_model",
-    "check_mtp",
-    "further_layers",
-    "kept_layers",
-    "left_out_note",
-    "with_prediction_layers",
-]
-
 PREDICTION_LAYERS = "num_nextn_predict_layers"  # of the config: how many there are
 DROP, KEEP = "drop", "keep"
 _MTP = re.compile(r"mtp\.(?:layers\.(\d+)\.)?")  # Megatron's names, and Qwen3-Next's

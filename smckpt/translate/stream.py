@@ -21,15 +21,6 @@ from smckpt.translate.cast import cast, stored_type
 from smckpt.translate.files import Chunk, Output, OutputFile, Range, Target, aligned
 from smckpt.translate.tables.hub import find_ties
 
-__all__ = [
-    "CHUNK",
-    "ChunkSource",
-    "equal",
-    "read_elements",
-    "tied_names",
-    "write_chunks",
-]
-
 CHUNK = 16 << 20  # bytes; large enough for a disk's full rate, small compared with a model
 CAST = 1 << 18  # elements cast at once: their intermediate arrays stay in the processor's cache
 

@@ -30,8 +30,6 @@ from smckpt.layout.entries import Path, dotted
 from smckpt.storage import Access, StoreOptions, access_to
 from smckpt.storage.urls import path_on_disk
 
-__all__ = ["FORMATS", "ConvertReport", "convert"]
-
 FORMATS = ("smckpt", "dcp", "torch", *STOCK)
 _GENERATORS = "manager.random."  # `CheckpointManager` saves each rank's random generators below it
 

@@ -33,9 +33,6 @@ from smckpt.storage.disk.directory import Directory
 from smckpt.storage.disk.posix_write import publish
 from smckpt.storage.faults import storage_error
 
-__all__ = ["NewTarget", "write_dcp"]
-
-
 UNFINISHED = ".unfinished"
 
 

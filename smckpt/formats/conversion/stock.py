@@ -37,18 +37,6 @@ from smckpt.layout.image import METADATA
 from smckpt.state_dict.tensors import flags_of
 from smckpt.storage import Storage
 
-__all__ = [
-    "LIGHTNING_KEYS",
-    "STOCK",
-    "checkpoint_of",
-    "is_stock",
-    "optimizer_key",
-    "refuse_without",
-    "rest_of",
-    "state_of",
-]
-
-
 _REST, _KINDS = "lightning", "lightning_kinds"
 LIGHTNING_KEYS = (_REST, _KINDS)  # of all but model and optimizers
 _TYPE = re.compile(r"(?:GLOBAL|global) ([\w.]+) was not")  # in the message of torch.load

@@ -28,9 +28,6 @@ from smckpt.layout.containers import dims_in, flattened, is_array, items_of, lik
 from smckpt.layout.entries import Path, dotted
 from smckpt.layout.strided import Box
 
-__all__ = ["AT_ONCE", "Placeholder", "WholeState"]
-
-
 _FOLDER = "archive"
 _ALIGNMENT = 64  # of a storage in the file, as torch's, so that a mapped tensor is aligned
 _LOCAL, _ZIP64, _FIELD = 30, 20, 4  # bytes of a record's header, of two fields behind its name

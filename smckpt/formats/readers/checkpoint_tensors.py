@@ -21,9 +21,6 @@ from smckpt.layout.mesh import Shape
 from smckpt.layout.strided import Box, Copy, Piece, Strided
 from smckpt.topology import ParallelState
 
-__all__ = ["CheckpointTensors", "LogicalTensors", "degrees_of", "has_parts_of_ranks", "stages_of"]
-
-
 _Rows = list[tuple[Entry, str]]
 _COMPARED = 64 << 10  # bytes of a tensor
 

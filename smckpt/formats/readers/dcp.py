@@ -33,9 +33,6 @@ from smckpt.layout.mesh import MOST_DIMS, Shape
 from smckpt.layout.strided import Box
 from smckpt.storage.urls import is_plain_name
 
-__all__ = ["DCP", "open_dcp", "open_shards", "read_metadata"]
-
-
 METADATA = ".metadata"
 LIMIT = 512 << 20  # bytes
 _FEW = 1000  # parts of tensors, and keys of paths, however short the pickle is

@@ -26,8 +26,6 @@ from smckpt.layout.entries import DTYPES
 from smckpt.layout.mesh import Shape
 from smckpt.layout.strided import boxes_of_range, row_major_strides
 
-__all__ = ["SMP_USER", "open_smp_sharded", "open_universal", "open_zero3"]
-
 _MODEL = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
 _OPTIMIZER = re.compile(r"(?:[a-z0-9]+_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _ZERO, _FP32 = "zero", "fp32.pt"

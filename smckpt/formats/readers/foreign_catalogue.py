@@ -49,9 +49,6 @@ from smckpt.layout.strided import Box, Copy, Strided, row_major_strides
 from smckpt.storage import Storage, access_to
 from smckpt.storage.faults import temporary_error
 
-__all__ = ["ForeignCatalogue", "foreign_catalogue", "verify_foreign"]
-
-
 _STEPS = ("step", "iteration", "global_step", "global_steps")  # the step's names in states
 
 

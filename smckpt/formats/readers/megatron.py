@@ -17,8 +17,6 @@ from smckpt.formats.source_files import Folder
 from smckpt.formats.torch_archive import open_archive
 from smckpt.layout.strided import Box
 
-__all__ = ["COMMON", "backend_of", "facts_of", "model_facts_of", "optimizers_of", "unstacked"]
-
 COMMON, _BACKEND = "common.pt", "metadata.json"
 _SMALL = 1 << 20  # bytes
 # Layers of one kind are one tensor whose first dimension counts them; so are experts, behind them.

@@ -29,15 +29,6 @@ from smckpt.formats.tensors import TensorKey
 from smckpt.formats.torch_archive import StoredTensor
 from smckpt.storage.urls import is_plain_name
 
-__all__ = [
-    "hub_tensors",
-    "open_directory",
-    "open_files",
-    "open_stages",
-    "weight_files",
-    "weight_map",
-]
-
 _INDEX_LIMIT, _CONFIG_LIMIT = 256 << 20, 64 << 20  # bytes
 
 

@@ -43,14 +43,6 @@ from smckpt.formats.source_files import ArchiveRecord, Folder, SourceFiles, is_t
 from smckpt.storage import Access
 from smckpt.storage.urls import disk_path
 
-__all__ = [
-    "HUB_DIRECTORY",
-    "PEFT_DIRECTORY",
-    "RankFilesFound",
-    "find_source",
-    "open_source",
-]
-
 # names of formats
 HUB_DIRECTORY, PEFT_DIRECTORY = "a Hugging Face directory", "a directory of PEFT"
 ONE_FILE = "one file"

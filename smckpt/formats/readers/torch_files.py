@@ -31,17 +31,6 @@ from smckpt.layout.entries import DTYPES, dotted
 from smckpt.layout.entries import Path as StatePath
 from smckpt.layout.strided import row_major_strides
 
-__all__ = [
-    "StoredState",
-    "is_safetensors",
-    "load_inert",
-    "open_state",
-    "stored_slot",
-    "stored_state",
-    "torch_root",
-]
-
-
 _DEEPEST, _MOST_VALUES = 64, 1 << 23  # of a state in a file
 _STEPS = ("step", "iteration", "global_step", "global_steps")  # the step's names in trainers' files
 # How a file begins in a clone of a release without its large files.

@@ -35,8 +35,6 @@ from smckpt.manager.state import optimizer_state
 from smckpt.meeting.round import over_group
 from smckpt.storage.urls import disk_path, parent_url
 
-__all__ = ["SmckptAccelerator", "is_committed", "load_state", "prepare_optimizer", "save_state"]
-
 Result = TypeVar("Result")
 
 _HAS_MEMORY = "_smckpt_has_memory"  # of an accelerator that has saved or loaded, or got it early

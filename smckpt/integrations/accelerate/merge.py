@@ -18,8 +18,6 @@ from smckpt.errors import KeysMismatchError, UsageError
 from smckpt.integrations.accelerate.accelerator import is_committed
 from smckpt.storage.disk.directory import Directory
 
-__all__ = ["merge_fsdp_weights"]
-
 _FSDP = re.compile(r"pytorch_model_fsdp_(\d+)")
 
 

@@ -18,8 +18,6 @@ from smckpt.meeting.group import group_of
 from smckpt.meeting.keys import Keys, client_of
 from smckpt.meeting.presence import has_ended, own_process
 
-__all__ = ["Announcements", "wait_for_save"]
-
 log = logging.getLogger("smckpt")
 
 _SAVE_SECONDS = 1800.0  # as a round of the ranks

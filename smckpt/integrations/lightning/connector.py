@@ -34,15 +34,6 @@ from smckpt.manager.state import random_state, set_random_state
 from smckpt.meeting.group import group_at
 from smckpt.storage.urls import disk_path, is_local
 
-__all__ = [
-    "NeMoCheckpointConnector",
-    "NeMoModelCheckpoint",
-    "SmckptCheckpointConnector",
-    "SmckptMemory",
-    "SmckptTrainer",
-]
-
-
 _KEY = "smckpt"
 
 

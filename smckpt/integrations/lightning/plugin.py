@@ -47,17 +47,6 @@ from smckpt.integrations.replaced import below_run, remove_or_keep
 from smckpt.storage import Storage, StoreOptions, open_storage
 from smckpt.storage.urls import disk_path, is_s3_url, parent_url, scheme_of
 
-__all__ = [
-    "SAVE_OPTIONS",
-    "S3CheckpointIO",
-    "Saves",
-    "SmckptCheckpointIO",
-    "announced",
-    "load_any",
-    "refuse_storage_options",
-    "written_by_lightning",
-]
-
 log = logging.getLogger("smckpt")
 
 _QUEUE = "lightning"

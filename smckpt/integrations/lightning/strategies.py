@@ -28,8 +28,6 @@ from smckpt.integrations.lightning.plugin import (
 from smckpt.manager.state import optimizer_state
 from smckpt.storage import StoreOptions
 
-__all__ = ["SmckptFSDPStrategy", "SmckptModelParallelStrategy"]
-
 
 class _ThroughSmckpt:
     """Put before a strategy among the bases of a class. All ranks save, each its shards."""

@@ -34,23 +34,6 @@ from smckpt.state_dict.fsdp1 import Fsdp1View
 from smckpt.storage import Storage
 from smckpt.storage.disk.directory import Directory
 
-__all__ = [
-    "STEPS",
-    "adapter_only",
-    "empty_store",
-    "files_of_run",
-    "files_of_tokenizer",
-    "is_looked_at",
-    "make_directory",
-    "open_seen",
-    "put_file",
-    "read_all",
-    "replace_file",
-    "rng_state",
-    "send",
-    "set_rng_state",
-]
-
 STEPS = Template("checkpoint-{step}")
 
 # on_save of transformers' own callbacks → whether it looks at the checkpoint's directory.

@@ -48,21 +48,6 @@ from smckpt.storage import Storage, access_to
 from smckpt.storage.faults import twice
 from smckpt.storage.urls import disk_path, is_local, parent_url
 
-__all__ = [
-    "Checkpoints",
-    "ResumedStep",
-    "StepToResume",
-    "agreed",
-    "get_last_checkpoint",
-    "go_on",
-    "keep",
-    "kept_steps",
-    "next_step",
-    "note_callbacks",
-    "random_goes_on",
-]
-
-
 log = logging.getLogger("transformers.smckpt")
 
 

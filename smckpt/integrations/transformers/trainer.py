@@ -50,8 +50,6 @@ from smckpt.manager.state import optimizer_state
 from smckpt.storage import access_to
 from smckpt.storage.urls import is_local
 
-__all__ = ["SmckptTrainer", "SmckptTrainerMixin"]
-
 log = logging.get_logger("transformers.smckpt")
 stock_log = logging.get_logger("transformers.trainer")
 

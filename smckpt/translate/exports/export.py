@@ -45,9 +45,6 @@ from smckpt.translate.prediction import with_prediction_layers
 from smckpt.translate.stream import write_chunks
 from smckpt.translate.tables.vocabulary import check_tokenizer, note_on_ids
 
-__all__ = ["ExportReport", "export_hf"]
-
-
 Body = dict[str, Any]
 
 

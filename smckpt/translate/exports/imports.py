@@ -51,9 +51,6 @@ from smckpt.translate.tables.pieces import Side
 from smckpt.translate.tables.table import Family
 from smckpt.translate.tables.vocabulary import most_padding, padded_rows
 
-__all__ = ["ImportReport", "import_hf"]
-
-
 _ONE_FILE = 1 << 62  # bytes; large enough that no rank's data is split
 
 

@@ -25,17 +25,6 @@ from smckpt.meeting.store import agree
 from smckpt.translate.models.contents import HUB, MODULE
 from smckpt.translate.prediction import DROP, check_mtp
 
-__all__ = [
-    "ExportGroup",
-    "ExportOptions",
-    "ImportOptions",
-    "WriteOptions",
-    "export_group_of",
-    "export_group_of_environment",
-    "shares",
-]
-
-
 # seconds that the first process, which may host the store, waits for the others to leave
 _LEAVE = 10.0
 

@@ -53,19 +53,6 @@ from smckpt.translate.hidden import new_name
 from smckpt.translate.models.contents import ExportContents
 from smckpt.translate.models.lora import ADAPTER_CONFIG, LoraConfig
 
-__all__ = [
-    "CONVERTER",
-    "MOST",
-    "GgufConverter",
-    "index_of",
-    "notes_on_absent",
-    "read_settings",
-    "tokenizer_of",
-    "write_card",
-    "write_sidecars",
-]
-
-
 _GENERATE = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")  # models that generate
 _TOKENIZER = "tokenizer_config.json"  # in a folder of its own: one of a processor's further ones
 # Bytes of a file beside a checkpoint or a config; a large tokenizer has some tens of MB.

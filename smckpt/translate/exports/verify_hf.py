@@ -42,8 +42,6 @@ from smckpt.translate.tables.families import find_family
 from smckpt.translate.tables.hub import find_ties
 from smckpt.translate.tables.table import Family
 
-__all__ = ["HFReport", "verify_hf"]
-
 _WHOLE = (".json", ".jinja", ".txt")  # files beside weights that transformers reads whole
 
 LOGITS_TOLERANCE = 1e-5  # absolute difference of fp32 logits; it allows only another order of sums

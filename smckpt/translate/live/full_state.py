@@ -31,8 +31,6 @@ from smckpt.translate.live.move import MoveJob, MovePlan, MoveTask, follow, lead
 from smckpt.translate.models.model import prove, target_of
 from smckpt.translate.tables.pieces import Side
 
-__all__ = ["LiveTensors", "full_state", "job_of", "live_tensors"]
-
 
 def full_state(view: ModelView, wishes: FullWishes) -> dict[str, Any] | None:
     """As `smckpt.full.parallel.full_state`, which calls it."""

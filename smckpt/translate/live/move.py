@@ -22,8 +22,6 @@ from smckpt.layout.strided import Piece, execute
 from smckpt.translate.cast import cast
 from smckpt.translate.ranks.translated import Translated
 
-__all__ = ["MoveJob", "MovePlan", "MoveStep", "MoveTask", "follow", "lead"]
-
 log = logging.getLogger("smckpt")
 
 _SETTLE = 256 << 20  # at most this many bytes move after a failure before all ranks raise it

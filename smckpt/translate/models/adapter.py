@@ -54,8 +54,6 @@ from smckpt.translate.stream import read_elements, tied_names
 from smckpt.translate.tables.hub import HubTensor, find_ties
 from smckpt.translate.tables.layouts import looks_transformed
 
-__all__ = ["Adapter", "find_peft_contents"]
-
 _LOOKED_AT = 4096  # elements of a weight
 _EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"  # one of each, for `find_ties`
 

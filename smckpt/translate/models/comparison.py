@@ -33,8 +33,6 @@ from smckpt.translate.tables.families import is_built_in
 from smckpt.translate.tables.hub import find_ties
 from smckpt.translate.tables.pieces import tensors_of
 
-__all__ = ["Comparison", "OtherNamesError"]
-
 _LIMIT = 600  # seconds that the child may take; hundreds of layers of experts take tens of seconds
 _ABSENT = "transformers is not installed"
 _CHILD = (  # `python -c` would first look in the current directory

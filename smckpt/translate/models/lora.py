@@ -20,15 +20,6 @@ from smckpt.errors import TensorMismatchError, UsageError
 from smckpt.layout.mesh import Shape
 from smckpt.translate.tables.families import find_family
 
-__all__ = [
-    "ADAPTER_CONFIG",
-    "LoraConfig",
-    "PeftTensors",
-    "read_lora_config",
-    "read_lora_configs",
-    "sort",
-]
-
 ADAPTER_CONFIG = "adapter_config.json"
 PREFIX = "base_model.model."
 

@@ -28,17 +28,6 @@ from smckpt.translate.models.lora import LoraConfig, PeftTensors
 from smckpt.translate.ranks.translated import Translated, TranslatedSource
 from smckpt.translate.stream import CHUNK
 
-__all__ = [
-    "Adapters",
-    "Change",
-    "Merged",
-    "MergedSource",
-    "change_of_pair",
-    "changed_tensor",
-    "changes_of",
-]
-
-
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 _AT_ONCE = 1 << 18  # elements of the product that are computed at once
 _KEPT = 4  # pairs of matrices that stay in memory, because several ranges or experts use them

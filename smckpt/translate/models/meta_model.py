@@ -23,8 +23,6 @@ from smckpt.layout.mesh import Shape
 from smckpt.layout.strided import Copy, Strided
 from smckpt.translate.tables.hub import HubTensor
 
-__all__ = ["Fit", "compare", "hub_shapes", "main"]
-
 # Tried in this order if the config names no class.
 _AUTO = (
     "AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModel",

@@ -34,23 +34,6 @@ from smckpt.translate.tables.pieces import (
 from smckpt.translate.tables.table import TensorLayout
 from smckpt.translate.tables.vocabulary import check_rows, padded_rows
 
-__all__ = [
-    "HEADED",
-    "Proof",
-    "Translation",
-    "choose_layout",
-    "looks_packed",
-    "model_dims",
-    "prove",
-    "source_of_ranks",
-    "source_of_release",
-    "target_of",
-    "to_hub",
-    "to_ranks",
-    "unmatched",
-]
-
-
 # endings of the classes of the models that tables are of
 HEADED = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 # Experts as transformers 5 packs them in memory; some families have other names on disk.

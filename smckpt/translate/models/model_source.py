@@ -63,8 +63,6 @@ from smckpt.translate.tables.families import find_family
 from smckpt.translate.tables.layouts import looks_transformed
 from smckpt.translate.tables.table import TensorLayout
 
-__all__ = ["ModelSource", "Parallel", "open_model"]
-
 _SCALE = re.compile(r"[_.](?:weight_)?scales?(?:_inv)?$")
 _RELEASED = re.compile(r"consolidated\b")  # Meta's and Mistral's, beside their params.json
 _UNKNOWN_ORDER = (

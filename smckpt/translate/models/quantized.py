@@ -33,9 +33,6 @@ from smckpt.translate.prediction import (
 from smckpt.translate.ranks.pipeline import JoinedTensors, some
 from smckpt.translate.tables.table import Family
 
-__all__ = ["Dequantized", "dequantized", "open_release", "weights_of"]
-
-
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 _AT_ONCE = 1 << 18  # elements computed at once, so that their arrays stay in the processor's cache
 _FLOAT8 = "float8_e4m3fn"

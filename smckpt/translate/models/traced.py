@@ -18,8 +18,6 @@ from smckpt.layout.mesh import Shape
 from smckpt.layout.strided import Box, Copy, Piece, Strided, row_major_strides
 from smckpt.translate.tables.hub import HubTensor
 
-__all__ = ["names_on_disk"]
-
 # Prefixes in released checkpoints of models with CLIP's or SigLIP's tower. Other prefixes that
 # transformers removes or adds depend on the release, and `save_pretrained` of a model that was not
 # loaded does not restore them either.

@@ -40,8 +40,6 @@ from smckpt.translate.publishing.published import (
     state_after,
 )
 
-__all__ = ["ApplyReport", "apply_published"]
-
 log = logging.getLogger("smckpt")
 
 LATEST = "latest"

@@ -44,8 +44,6 @@ from smckpt.translate.publishing.published import (
     state_after,
 )
 
-__all__ = ["PublishReport", "publish"]
-
 log = logging.getLogger("smckpt")
 
 _PIECE = 16 << 20  # bytes in memory at once, if the store does not say

@@ -26,28 +26,6 @@ from smckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, Stora
 from smckpt.storage import Storage
 from smckpt.storage.urls import file_url
 
-__all__ = [
-    "FILES",
-    "MANIFEST",
-    "MAX_NUMBER",
-    "NEW_RECORD",
-    "RECORD",
-    "Name",
-    "Publish",
-    "PublishedFile",
-    "PublishedTensor",
-    "chain_to",
-    "folder_of",
-    "header_of",
-    "is_folder",
-    "numbers_in",
-    "put_files",
-    "read_files",
-    "read_publish",
-    "spans",
-    "state_after",
-]
-
 MANIFEST = "publish.json"
 FILES = ".publish-files.json"  # while a publish is written or removed: the names of its files
 RECORD = ".smckpt_publish.json"  # in an applied directory: of which publish it is

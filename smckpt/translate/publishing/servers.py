@@ -26,8 +26,6 @@ from smckpt.formats.readers.rank_files import weight_files, weight_map
 from smckpt.formats.source_files import Folder, SourceFiles
 from smckpt.storage.urls import path_on_disk
 
-__all__ = ["ReloadReport", "reload_weights"]
-
 VLLM, SGLANG = "vLLM", "SGLang"
 _ROUTES = {VLLM: "/collective_rpc", SGLANG: "/update_weights_from_disk"}
 _TOKEN = "SMCKPT_SERVER_TOKEN"  # the variable with the server's key, if it wants one

@@ -25,8 +25,6 @@ from smckpt.translate.stream import CHUNK, equal, read_elements
 from smckpt.translate.tables.layouts import looks_transformed
 from smckpt.translate.tables.pieces import Side
 
-__all__ = ["refuse_equal_files", "refuse_equal_layers", "refuse_equal_ranks"]
-
 _COMPARED = 64 << 10  # bytes of a tensor that are read before all of it
 _BEGINNING = 4 << 10  # of a tensor of a layer, and of each place of a file
 _SAMPLES = 8  # places of a file that are compared before all of it

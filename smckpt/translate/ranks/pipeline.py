@@ -27,17 +27,6 @@ from smckpt.translate.tables.dims import Dims
 from smckpt.translate.tables.pieces import tensors_of
 from smckpt.translate.tables.table import TensorLayout
 
-__all__ = [
-    "JoinedTensors",
-    "RankStage",
-    "by_name",
-    "merged",
-    "open_ranks",
-    "some",
-    "stages_of_ranks",
-]
-
-
 _CHUNK = re.compile(r"(\d+)\.(.+)")  # of a list of chunks' state dicts, or of model0, model1, …
 _TOWER = r"^(?:model\.)?(?:visual|vision_\w+|multi_modal_projector)\."  # before all layers
 # what has numbers of its own: a vision tower, and what follows all layers

@@ -14,8 +14,6 @@ from smckpt.layout.strided import Copy, Piece, Strided, boxes_of_range, row_majo
 from smckpt.translate.cast import cast, stored_type
 from smckpt.translate.files import Chunk, aligned
 
-__all__ = ["Translated", "TranslatedSource", "whole", "whole_tensors"]
-
 _AT_ONCE = 1 << 17  # elements computed at once, so that their arrays stay in the processor's cache
 
 

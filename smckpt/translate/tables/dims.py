@@ -12,8 +12,6 @@ from smckpt.layout.mesh import Shape
 from smckpt.translate.tables.families import family_of
 from smckpt.translate.tables.table import ROLES, Family, Heads, holds
 
-__all__ = ["Dims", "read_dims"]
-
 
 @dataclass(frozen=True)
 class Dims:

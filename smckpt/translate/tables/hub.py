@@ -9,8 +9,6 @@ from typing import Any
 from smckpt.layout.mesh import Shape
 from smckpt.layout.strided import Copy, Strided
 
-__all__ = ["HubTensor", "Tie", "find_ties"]
-
 _HEADS = ("lm_head.weight", "embed_out.weight")
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
 _SHARED = "shared.weight"  # of an encoder and a decoder with one embedding

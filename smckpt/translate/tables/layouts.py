@@ -12,8 +12,6 @@ from smckpt.translate.tables.families import family_of
 from smckpt.translate.tables.table import ZERO_CENTRED, Family, TensorLayout, pair, predicting, rows
 from smckpt.translate.tables.table import LayoutRow as Row
 
-__all__ = ["get_layout", "layouts_of", "looks_transformed", "register_layout"]
-
 # Parts of names that no model of transformers has.
 _TRANSFORMED = re.compile(
     r"\.layernorm_qkv\.|\.layernorm_mlp\.|self_attention\.linear_(qkv|proj)\.|\._extra_state"

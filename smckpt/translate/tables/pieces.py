@@ -30,17 +30,6 @@ from smckpt.layout.strided import (
 from smckpt.translate.tables.dims import Dims
 from smckpt.translate.tables.table import AxisRun, LayoutRow, TensorLayout, holds, runs_of_rank
 
-__all__ = [
-    "LayoutTensor",
-    "RoleKey",
-    "Side",
-    "compile_blocks",
-    "dropped",
-    "folded",
-    "prove_copies",
-    "tensors_of",
-]
-
 
 class RoleKey(NamedTuple):
     role: str

@@ -18,24 +18,6 @@ from typing import Any
 
 from smckpt.errors import TopologyError, UsageError
 
-__all__ = [
-    "HF_TP",
-    "NORMS",
-    "ROLES",
-    "ZERO_CENTRED",
-    "AxisRun",
-    "Family",
-    "Heads",
-    "LayoutRow",
-    "TensorLayout",
-    "holds",
-    "packed_experts",
-    "pair",
-    "predicting",
-    "rows",
-    "runs_of_rank",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class AxisRun:

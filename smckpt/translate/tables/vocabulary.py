@@ -18,8 +18,6 @@ from smckpt.checkpoint.records.sealed import read_json
 from smckpt.errors import TensorMismatchError, UsageError
 from smckpt.formats.degrees import check_counts
 
-__all__ = ["check_rows", "check_tokenizer", "most_padding", "note_on_ids", "padded_rows"]
-
 _DIVISIBLE_BY = 128  # the default of make_vocab_size_divisible_by
 _BEGUN_AT = 8  # the largest degree, besides the present one, at which training may have begun
 

@@ -11,8 +11,6 @@ from smckpt.translate.tables.families.llama import ATTENTION, NO_WEIGHTS, TOP
 from smckpt.translate.tables.table import Family, pair, rows
 from smckpt.translate.tables.table import LayoutRow as Row
 
-__all__ = ["FAMILIES"]
-
 _OLDER_KEYS = {
     "hidden_size": "n_embd",
     "num_hidden_layers": "n_layer",

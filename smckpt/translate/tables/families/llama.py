@@ -7,18 +7,6 @@ from dataclasses import replace
 from smckpt.translate.tables.table import Family, rows
 from smckpt.translate.tables.table import LayoutRow as Row
 
-__all__ = [
-    "ATTENTION",
-    "DENSE_MLP",
-    "FAMILIES",
-    "HEAD_NORMS",
-    "NORMS",
-    "NO_WEIGHTS",
-    "QKV_BIASES",
-    "TOP",
-    "WIDE_NORMS",
-]
-
 NO_WEIGHTS = (r".*rotary_emb\.inv_freq", r".*\.att(entio)?n\.(bias|masked_bias)")
 
 TOP = (

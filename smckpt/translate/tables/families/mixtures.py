@@ -19,8 +19,6 @@ from smckpt.translate.tables.families.llama import (
 from smckpt.translate.tables.table import HF_TP, Family, packed_experts, pair, predicting, rows
 from smckpt.translate.tables.table import LayoutRow as Row
 
-__all__ = ["FAMILIES"]
-
 _MIXTRAL = (
     Row("block_sparse_moe.gate.weight", ("router",), when="sparse"),
     Row("block_sparse_moe.experts.{e}.w1.weight", ("e_gate",), when="sparse"),

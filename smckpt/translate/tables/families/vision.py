@@ -11,8 +11,6 @@ from smckpt.translate.tables.families.mixtures import FAMILIES as MIXTURES
 from smckpt.translate.tables.table import HF_TP, Family, pair, rows
 from smckpt.translate.tables.table import LayoutRow as Row
 
-__all__ = ["FAMILIES"]
-
 _TEXT = {family.name: family for family in (*TEXT, *MIXTURES)}
 _KEYS = {"num_hidden_layers": "depth", "num_attention_heads": "num_heads"}
 _VIDEO = {"in_channels": 3, "temporal_patch_size": 2, "spatial_merge_size": 2}

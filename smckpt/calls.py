@@ -19,8 +19,6 @@ from typing import Any, NoReturn, ParamSpec, TypeVar
 
 from smckpt.errors import UsageError
 
-__all__ = ["alone", "changed", "checked", "end_process", "undisturbed", "while_alive"]
-
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 

@@ -14,8 +14,6 @@ from typing import Annotated, Any, TypeVar, cast
 
 import msgspec
 
-__all__ = ["SENSELESS", "Checksum", "Count", "decode"]
-
 T = TypeVar("T")
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]

@@ -15,8 +15,6 @@ from smckpt.layout.containers import items_of
 from smckpt.layout.entries import Path, dotted
 from smckpt.state_dict.tensors import dtensor_parts, is_dtensor, is_flattening
 
-__all__ = ["refuse_own", "sums_of"]
-
 
 def sums_of(state: Mapping[Any, Any], on_mesh: Mapping[str, Any]) -> dict[Path, int]:
     """What ranks are to have alike, with a checksum: the parameters that a mesh divides, and what

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from smckpt.topology import ParallelState
     from smckpt.translate.tables.table import TensorLayout
 
-__all__ = ["extend_torch_config", "is_extended", "sm_state_dict_type"]
-
 
 @contextmanager
 def sm_state_dict_type(

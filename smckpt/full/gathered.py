@@ -39,18 +39,6 @@ from smckpt.state_dict.tags import (
 from smckpt.state_dict.tensors import dtensor_parts, flagged, flags_of, is_dtensor, is_flattening
 from smckpt.state_dict.views import ModelView
 
-__all__ = [
-    "FullStateDictConfig",
-    "check_load",
-    "check_together",
-    "full_model",
-    "full_optimizer",
-    "load_full_model",
-    "stock_optimizer_state",
-    "translated_or_none",
-    "wishes_of",
-]
-
 
 @dataclass(frozen=True)
 class FullStateDictConfig:

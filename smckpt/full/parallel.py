@@ -21,16 +21,6 @@ from smckpt.topology import ParallelState
 if TYPE_CHECKING:
     from smckpt.translate.tables.table import TensorLayout
 
-__all__ = [
-    "Brought",
-    "FullWishes",
-    "by_rank",
-    "check_full_load",
-    "check_full_optimizer",
-    "full_state",
-    "is_transformed",
-    "refuse_others",
-]
 
 T = TypeVar("T")
 Brought: TypeAlias = Callable[[], dict[int, T]]

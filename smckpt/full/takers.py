@@ -47,8 +47,6 @@ from smckpt.state_dict.tags import FullStateDict, ModelStateDict, Tag, plain_tag
 from smckpt.state_dict.tensors import flags_of, is_dtensor, order_of
 from smckpt.state_dict.views import ModelView
 
-__all__ = ["FullTaker", "StockFullTaker", "StockShardedTaker", "stock_kind"]
-
 
 def put_full_optimizer(
     view: ModelView, optimizer: torch.optim.Optimizer, given: Mapping[str, Any]

@@ -22,18 +22,6 @@ from smckpt.layout.strided import Piece, execute, meet
 from smckpt.state_dict.select import Selector
 from smckpt.state_dict.views import ModelView
 
-__all__ = [
-    "Array",
-    "ArrayMetadata",
-    "Attempt",
-    "Wire",
-    "anywhere",
-    "arrays_of",
-    "assembled",
-    "gathers",
-    "own_rank",
-]
-
 _PIECE = 16 << 20  # bytes in one message
 
 T = TypeVar("T")

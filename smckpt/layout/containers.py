@@ -23,35 +23,6 @@ from smckpt.errors import StateError
 from smckpt.layout.entries import Path
 from smckpt.registry import Registry
 
-__all__ = [
-    "FACTORIES",
-    "FACTS",
-    "PLAIN_DICTS",
-    "Unmade",
-    "class_name",
-    "class_of_name",
-    "container_kind",
-    "dims_in",
-    "flattened",
-    "is_array",
-    "is_closed",
-    "is_extra_state",
-    "items_of",
-    "joined",
-    "kind_with",
-    "lacking_keys",
-    "like",
-    "made",
-    "made_again",
-    "named_class",
-    "of_object",
-    "parts_of_value",
-    "register_value_class",
-    "renewed",
-    "text_of_key",
-    "value_of",
-]
-
 # The key of what is no tensor in a tensor that holds others, beside its parts.
 FACTS = "__tensor__"
 

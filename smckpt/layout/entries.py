@@ -13,8 +13,6 @@ from typing import Any
 from smckpt.layout.geometry import Geometry
 from smckpt.layout.mesh import Shape, remembered
 
-__all__ = ["DTYPES", "DType", "Entry", "ObjectLeaf", "Path", "dotted"]
-
 Path = tuple[str | int, ...]
 
 

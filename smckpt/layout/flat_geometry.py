@@ -12,8 +12,6 @@ from smckpt.layout.geometry import GeometryDefaults
 from smckpt.layout.mesh import Interval, Mesh, Shape, remembered
 from smckpt.layout.strided import Piece, boxes_of_range, row_major_strides
 
-__all__ = ["FlatGeometry", "FlatUnit", "Segment"]
-
 
 @dataclass(frozen=True, slots=True)
 class Segment:

@@ -17,14 +17,6 @@ from typing import Any, Protocol
 from smckpt.layout.mesh import Holding, Interval, Mesh, Placement, Shape, remembered
 from smckpt.layout.strided import Box, Piece, row_major_strides
 
-__all__ = [
-    "BoxGeometry",
-    "Geometry",
-    "GeometryDefaults",
-    "MeshGeometry",
-    "PerRankGeometry",
-]
-
 
 class Geometry(Protocol):
     """What every rule answers."""

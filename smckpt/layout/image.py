@@ -16,19 +16,6 @@ from dataclasses import dataclass
 from smckpt.errors import StateError, UsageError
 from smckpt.layout.entries import DTYPES, Entry
 
-__all__ = [
-    "ALIGNMENT",
-    "METADATA",
-    "SLICES_KEY",
-    "FileImage",
-    "Layout",
-    "Slot",
-    "compile_layout",
-    "digest",
-    "shares",
-    "writers_of",
-]
-
 ALIGNMENT = 4096  # of the data in a file and of each file in the arena; O_DIRECT requires it
 HEADER_LIMIT = 100_000_000  # safetensors refuses a longer header
 METADATA = "__metadata__"  # of a header: what is no tensor

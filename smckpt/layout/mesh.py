@@ -9,17 +9,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar, overload
 
-__all__ = [
-    "MOST_DIMS",
-    "Holding",
-    "Interval",
-    "Mesh",
-    "Placement",
-    "Shape",
-    "remembered",
-    "runs_of",
-]
-
 MOST_DIMS = 64  # of a tensor that is read, and of a mesh; torch has no more
 Shape: TypeAlias = tuple[int, ...]
 Interval: TypeAlias = tuple[int, int]  # [start, stop)

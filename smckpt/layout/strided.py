@@ -17,21 +17,6 @@ from typing import Any, NamedTuple
 from smckpt.errors import CorruptCheckpointError
 from smckpt.layout.mesh import Shape
 
-__all__ = [
-    "Box",
-    "Copy",
-    "Coverage",
-    "Piece",
-    "Strided",
-    "boxes_of_range",
-    "coverage",
-    "covered",
-    "elements",
-    "execute",
-    "meet",
-    "row_major_strides",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Box:

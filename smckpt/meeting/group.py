@@ -24,18 +24,6 @@ from smckpt.meeting.presence import Lives
 from smckpt.meeting.round import Meeting, Round, alone
 from smckpt.meeting.store import OverStore, agree
 
-__all__ = [
-    "Group",
-    "Membership",
-    "get_global_ranks",
-    "gloo_group",
-    "group_at",
-    "group_of",
-    "inherited_store",
-    "ranks_digest",
-    "torch_group_of",
-]
-
 
 @dataclass(frozen=True)
 class Group:

@@ -21,8 +21,6 @@ from typing import Any, Protocol
 
 from smckpt.errors import JobStoreError, PeerError
 
-__all__ = ["BATCH", "Clients", "Keys", "Store", "client_of", "to_text"]
-
 log = logging.getLogger("smckpt")
 
 BATCH = 64  # values that two requests read, if so many are set

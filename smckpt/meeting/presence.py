@@ -33,8 +33,6 @@ from smckpt.decoding import decode
 from smckpt.errors import CheckpointError, PeerError, error_from_json
 from smckpt.meeting.keys import Keys, Store
 
-__all__ = ["PAUSES", "Lives", "Presence", "Pulse", "began", "has_ended", "own_process", "start_of"]
-
 
 class Presence:
     """

@@ -12,8 +12,6 @@ from typing import Any, TypeVar
 from smckpt.errors import CheckpointError, as_checkpoint_error
 from smckpt.meeting.presence import Pulse
 
-__all__ = ["Alone", "Meeting", "Message", "OverGroup", "Round", "Transport", "alone", "over_group"]
-
 B = TypeVar("B")
 D = TypeVar("D")
 

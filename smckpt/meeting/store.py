@@ -25,8 +25,6 @@ from smckpt.meeting.keys import BATCH, Keys, Store
 from smckpt.meeting.presence import PAUSES, Presence, Pulse, own_process
 from smckpt.meeting.round import Meeting, Message, Round, Transport
 
-__all__ = ["OverStore", "agree"]
-
 _ASKED = 4000  # how many members may ask the store, one process, in a second
 _STAGES = 6  # for gathering and deciding, and for two further rounds that gather and decide
 

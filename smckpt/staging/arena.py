@@ -33,7 +33,6 @@ from smckpt.layout.image import ALIGNMENT
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Arena", "beside_captures", "check_memory", "free_memory"]
 
 log = logging.getLogger("smckpt")
 

@@ -32,16 +32,6 @@ if TYPE_CHECKING:
     from smckpt.staging.arena import Arena
     from smckpt.staging.overlap import Flight, Overlap
 
-__all__ = [
-    "Copies",
-    "Local",
-    "StagePlan",
-    "Stager",
-    "checksums",
-    "copies_of",
-    "copy_all",
-    "stage",
-]
 
 Copies = Sequence[tuple["torch.Tensor", "torch.Tensor"]]  # (target in the arena, source)
 # a local array, or the parts that it is made of

@@ -19,8 +19,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["CHUNK", "chunks_of", "digests_on", "kernel_text"]
-
 # Bytes of one digest: small enough that a tensor of a few MiB keeps the whole device busy.
 CHUNK = 256 << 10
 _THREADS = 256

@@ -27,8 +27,6 @@ from torch.utils.hooks import RemovableHandle
 from smckpt.errors import MemoryBudgetError, StateError, few
 from smckpt.staging.digest import CHUNK, chunks_of, digests_on
 
-__all__ = ["Flight", "Overlap", "SideStream"]
-
 log = logging.getLogger("smckpt")
 
 _PIECE = 256 * CHUNK  # bytes: as many go back to the device at once

@@ -18,8 +18,6 @@ import torch
 from smckpt.checkpoint.reading.blocks import Destination
 from smckpt.staging.arena import Arena
 
-__all__ = ["OnDevice", "Ring"]
-
 # Bytes. At 4 MiB the time of a request is half the interpreter's. Above 16, making the slots costs
 # more than larger requests save.
 _SLOT = 16 << 20

@@ -12,8 +12,6 @@ from smckpt.storage.base import Access, Storage
 from smckpt.storage.s3.config import StoreOptions, s3_options
 from smckpt.storage.urls import Below, is_s3_url, normal_url
 
-__all__ = ["access_to", "open_storage", "own_access"]
-
 
 def access_to(
     *urls: str | os.PathLike[str],

@@ -21,19 +21,6 @@ from msgspec import Meta
 from smckpt.errors import UsageError
 from smckpt.storage.urls import join_url, normal_url, parent_url, relative_url
 
-__all__ = [
-    "HEADROOM",
-    "MAX_PARTS",
-    "MIN_PART",
-    "PREFIX_READS",
-    "PREFIX_WRITES",
-    "Share",
-    "Spread",
-    "TokenBucket",
-    "part_size",
-    "rank_rate",
-]
-
 MIN_PART = 5 << 20  # bytes; S3's own limit. It also takes at most 10,000 parts
 MAX_PARTS = 10_000
 

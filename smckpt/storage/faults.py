@@ -24,25 +24,6 @@ from smckpt.errors import (
     UsageError,
 )
 
-__all__ = [
-    "PAUSE",
-    "guard",
-    "guarded",
-    "is_of_store",
-    "may_pass",
-    "name_taken",
-    "owner_of",
-    "refuse_incomplete",
-    "refuse_outside",
-    "refuse_size",
-    "replaced",
-    "storage_error",
-    "temporary_error",
-    "too_long",
-    "too_short",
-    "twice",
-]
-
 Result = TypeVar("Result")
 
 PAUSE = 1.0  # seconds until a read whose error may pass is tried again

@@ -27,8 +27,6 @@ from smckpt.storage.preflight import try_out
 from smckpt.storage.spool import SpooledWriter
 from smckpt.storage.urls import file_url, scheme_of
 
-__all__ = ["FsspecStorage", "open_msc"]
-
 # For these, pipe_file(mode="create") is one conditional request (gcsfs, adlfs), or stays within one
 # process.
 _EXCLUSIVE = frozenset({"memory", "gs", "gcs", "abfs", "abfss", "az"})

@@ -12,8 +12,6 @@ from smckpt.storage.base import Storage
 from smckpt.storage.faults import name_taken
 from smckpt.storage.urls import file_url, scheme_of
 
-__all__ = ["refuse_save", "try_out"]
-
 Result = TypeVar("Result")
 
 

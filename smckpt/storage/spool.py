@@ -22,8 +22,6 @@ from smckpt.storage.faults import (
     temporary_error,
 )
 
-__all__ = ["SpooledWriter"]
-
 
 class SpooledWriter(FileWriter):
     """One new file of `size` bytes.

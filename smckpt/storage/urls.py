@@ -15,29 +15,6 @@ from urllib.parse import unquote
 
 from smckpt.errors import UsageError
 
-__all__ = [
-    "Below",
-    "bucket_url",
-    "build_s3_url",
-    "common_parent",
-    "disk_path",
-    "file_url",
-    "is_below",
-    "is_in_memory",
-    "is_in_memory_here",
-    "is_local",
-    "is_plain_name",
-    "is_s3_url",
-    "join_url",
-    "local_path",
-    "normal_url",
-    "parent_url",
-    "parse_s3_url",
-    "path_on_disk",
-    "relative_url",
-    "scheme_of",
-]
-
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _OWN_DAEMON = re.compile(r"hyperpod://(127\.0\.0\.1|localhost)(:\d+)?/")
 # A URL after pathlib, os.path.normpath or os.path.abspath: one slash is lost.

@@ -36,16 +36,6 @@ from smckpt.errors import (
 from smckpt.storage import Storage
 from smckpt.storage.urls import file_url, join_url, parent_url
 
-__all__ = [
-    "Commit",
-    "choose_commit",
-    "commits_at",
-    "commits_in",
-    "read_part",
-    "refuse_committed",
-    "what_is_here",
-]
-
 _TURNS = 10  # how often we look again because a sweep was under way
 _LEVELS = 3  # how many directories above are searched for the error message
 _BELOW = 16  # and how many directories below

@@ -27,17 +27,6 @@ from smckpt.errors import (
 from smckpt.storage import Storage
 from smckpt.storage.urls import join_url, parent_url, relative_url
 
-__all__ = [
-    "Contents",
-    "GroupContents",
-    "contents_of",
-    "noticing_replacement",
-    "one_group",
-    "opened",
-    "replacement",
-    "what_is_missing",
-]
-
 
 @dataclass(frozen=True)
 class GroupContents:

@@ -22,8 +22,6 @@ from smckpt.storage import Storage, StoreOptions, access_to
 from smckpt.storage.faults import twice
 from smckpt.storage.urls import normal_url, relative_url
 
-__all__ = ["FoundCheckpoint", "find_checkpoints", "in_order", "latest", "once", "walk"]
-
 log = logging.getLogger("smckpt")
 
 Kind = TypeVar("Kind")

@@ -18,17 +18,6 @@ from smckpt.checkpoint.records.crc import crc64, hex64
 from smckpt.errors import CheckpointError, CheckpointNotFoundError, UsageError
 from smckpt.storage import Storage
 
-__all__ = [
-    "checksum_of_dcp",
-    "delete_dcp",
-    "foreign_below",
-    "foreign_format",
-    "holds_dcp",
-    "natural_order",
-    "not_read",
-    "refuse_newer_dcp",
-]
-
 _WEIGHTS = re.compile(r"(model|pytorch_model|adapter_model).*\.(safetensors|bin|index\.json)")
 
 

@@ -27,8 +27,6 @@ from smckpt.errors import (
 from smckpt.storage import Storage
 from smckpt.storage.urls import file_url
 
-__all__ = ["Gathered", "gather_parts"]
-
 _BATCH = 256  # parts in memory at once
 _NAMED = 6  # ranks, hosts or keys that a message names
 _REFERENCE = 128  # bytes that the name of another rank's table has at most; a table has more

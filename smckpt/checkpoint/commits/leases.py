@@ -41,22 +41,6 @@ from smckpt.storage import Access, Storage
 from smckpt.storage.budget import Spread
 from smckpt.storage.urls import file_url, join_url, normal_url, relative_url
 
-__all__ = [
-    "Lease",
-    "claim",
-    "claimed",
-    "later_run",
-    "leases_at",
-    "mark_lease",
-    "probe",
-    "raise_fence",
-    "release",
-    "scope_of",
-    "sessions_at",
-    "take_lease",
-    "taken_over",
-]
-
 _TURNS = 1000  # leases in a row that somebody else takes before we give up
 _SKEW = 60 * 10**9  # nanoseconds by which clocks of one job's hosts may differ
 _WITH_TOKEN = ("epoch-", "manifest-", "record-")

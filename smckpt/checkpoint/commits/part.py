@@ -33,8 +33,6 @@ from smckpt.layout.image import Layout
 from smckpt.layout.mesh import runs_of
 from smckpt.storage import FileWriter, Storage
 
-__all__ = ["PartWriter", "SummedFile", "part_body", "table_of", "tables_digest"]
-
 log = logging.getLogger("smckpt")
 
 _MOST_KEYS = 32  # top keys of a state whose values a part tells apart

@@ -52,19 +52,6 @@ from smckpt.errors import (
 from smckpt.storage import Storage, StoreOptions, open_storage
 from smckpt.storage.budget import Spread
 
-__all__ = [
-    "Removal",
-    "RemovalGroup",
-    "RemoveReport",
-    "carry_out",
-    "finish_removals",
-    "pinned",
-    "removal_of",
-    "remove_checkpoint",
-    "remove_newest",
-    "remove_probes",
-]
-
 log = logging.getLogger("smckpt")
 
 

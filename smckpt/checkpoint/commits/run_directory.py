@@ -28,8 +28,6 @@ from smckpt.storage import Storage
 from smckpt.storage.faults import twice
 from smckpt.storage.urls import file_url, relative_url
 
-__all__ = ["Damaged", "RetentionPolicy", "RunDirectory", "Template", "Whole", "rooted"]
-
 _FIELD = re.compile(r"\{(step|epoch)(?::0([1-9]\d?)d)?\}")
 _COORDINATE = re.compile(r"\{(pp|tp|ep|fsdp)\}")  # of a rank, in the names of the groups
 _BRACE = re.compile(r"\{(step|epoch|pp|tp|ep|fsdp)\b")  # where a template begins in a path

@@ -45,8 +45,6 @@ from smckpt.storage import Access, Storage
 from smckpt.storage.budget import Spread
 from smckpt.storage.urls import file_url, join_url, parent_url, relative_url
 
-__all__ = ["discard_attempt", "sweep", "sweep_records"]
-
 _WRITTEN = ("part", "data", "crc")
 # A file that names others is deleted before them. Leases, which tell old from new, come near the
 # end.

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 
 from awscrt import checksums
 
-__all__ = ["BLOCK", "combine", "combined", "crc64", "hex64", "packed_sums", "unpacked_sums"]
-
 BLOCK = 1 << 20  # bytes that one checksum covers, so a changed byte is found within one MiB
 
 

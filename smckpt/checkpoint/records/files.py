@@ -16,15 +16,6 @@ from smckpt.storage import Storage
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-__all__ = [
-    "FILES_AT_ONCE",
-    "OF_OTHERS",
-    "contradicts",
-    "decode_body",
-    "read_body",
-    "read_file",
-    "refuse_unlike",
-]
 
 Body = TypeVar("Body", bound="DataclassInstance")
 

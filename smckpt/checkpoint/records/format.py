@@ -21,36 +21,6 @@ from smckpt.errors import CheckpointError
 from smckpt.storage.budget import Spread
 from smckpt.topology import ParallelState
 
-__all__ = [
-    "ATTEMPTS",
-    "KEYS",
-    "FileRecord",
-    "GroupManifest",
-    "Manifest",
-    "Owner",
-    "ParsedName",
-    "Part",
-    "PartRecord",
-    "Rank",
-    "Record",
-    "attempt_of",
-    "crc_name",
-    "data_name",
-    "fence_name",
-    "lease_name",
-    "manifest_name",
-    "name_of",
-    "new_attempt",
-    "order_of",
-    "ours_among",
-    "parse_name",
-    "parse_temporary",
-    "part_name",
-    "probe_name",
-    "record_name",
-    "save_of",
-]
-
 _SESSION = r"(?P<session>[0-9a-f]{12})"
 _ATTEMPT = rf"{_SESSION}-(?P<number>\d{{8,}})"
 _COMMIT = rf"(?P<fencing_token>\d{{6,}})-(?P<number>\d{{8,}})-{_SESSION}"

@@ -16,8 +16,6 @@ from smckpt.errors import CorruptCheckpointError
 from smckpt.layout.image import HEADER_LIMIT, SLICES_KEY
 from smckpt.layout.mesh import MOST_DIMS
 
-__all__ = ["Header", "StoredSlot", "read_header"]
-
 _SIZES = {
     "F64": 8, "I64": 8, "U64": 8, "C64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2,
     "I16": 2, "U16": 2, "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1,

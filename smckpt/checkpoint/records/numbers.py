@@ -6,8 +6,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["CODES", "HAS_NONFINITE", "count_nonfinite", "numbers"]
-
 # bfloat16 is read as its bits
 CODES = {
     "float64": "<f8", "float32": "<f4", "float16": "<f2", "bfloat16": "<u2", "bool": "u1",

@@ -40,8 +40,6 @@ from smckpt.layout.containers import (
     value_of,
 )
 
-__all__ = ["decode_object", "encode_object", "refuse_inflating"]
-
 _TAG = "~"
 _PLAIN_INT = 1 << 63  # JSON parsers of other languages fail above it, Python's at 4,300 digits
 _NAN = struct.pack("<d", float("nan"))

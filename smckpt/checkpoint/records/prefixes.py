@@ -16,8 +16,6 @@ from smckpt.storage import Access, FileInfo, FileWriter, Storage
 from smckpt.storage.budget import Spread
 from smckpt.storage.urls import normal_url, parent_url, relative_url
 
-__all__ = ["files_of", "is_prefix", "open_spread", "spread_of", "spread_over"]
-
 _PREFIX = re.compile(r"[0-9a-f]{2}-smckpt")
 _OF_RANKS = ("part-", "data-")  # how names of ranks' files begin
 _ATTRIBUTES = (

@@ -24,14 +24,6 @@ from smckpt.layout.geometry import BoxGeometry, Geometry, MeshGeometry, PerRankG
 from smckpt.layout.mesh import MOST_DIMS, Mesh, Placement, Shape, runs_of
 from smckpt.layout.strided import Box
 
-__all__ = [
-    "RowMerger",
-    "decode_containers",
-    "decode_rows",
-    "encode_rows",
-    "rows_of_groups",
-]
-
 # These limits keep a forged table of a kilobyte from filling the memory or keeping a reader busy
 # for minutes.
 _MOST_RANKS = 1 << 20  # in all runs of meshes, holders and rows together

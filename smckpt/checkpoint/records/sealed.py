@@ -24,21 +24,6 @@ from smckpt.errors import CorruptCheckpointError, FormatVersionError
 if TYPE_CHECKING:
     from smckpt.storage import Storage
 
-__all__ = [
-    "FORMAT_VERSION",
-    "MAX_JSON_BYTES",
-    "PACKED_VERSION",
-    "PART_VERSION",
-    "PREFIX_SHARDING_VERSION",
-    "Known",
-    "at_once",
-    "open_json",
-    "open_sections",
-    "read_json",
-    "seal_json",
-    "sound",
-    "strict_json",
-]
 
 Result = TypeVar("Result")
 

@@ -26,8 +26,6 @@ from smckpt.layout.mesh import Shape
 from smckpt.layout.strided import Box, Copy, Piece, elements, row_major_strides
 from smckpt.storage import access_to
 
-__all__ = ["Compared", "compare_catalogues", "compare_checkpoints", "tensors_apart"]
-
 _AT_ONCE = 8 << 20  # bytes of each side that a thread holds
 
 

@@ -13,8 +13,6 @@ from smckpt.layout.entries import dotted
 from smckpt.layout.mesh import Shape
 from smckpt.layout.strided import elements
 
-__all__ = ["Difference", "leaves_of", "value_difference", "values_apart"]
-
 _LONGEST = 48  # characters of a value
 _ABSENT = object()
 

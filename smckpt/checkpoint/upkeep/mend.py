@@ -27,8 +27,6 @@ from smckpt.errors import CheckpointError, CorruptCheckpointError, StorageError
 from smckpt.storage import Storage
 from smckpt.storage.urls import file_url
 
-__all__ = ["Damage", "Donors", "Mended", "damages_of", "mend"]
-
 _BLOCK_FILES = 1 << 30  # bytes of a file of checksums: of a data file of 128 TiB
 
 Ranges = tuple[tuple[int, int], ...]  # [start, stop) of bytes

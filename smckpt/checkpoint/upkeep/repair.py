@@ -57,8 +57,6 @@ from smckpt.errors import (
 from smckpt.storage import Storage, StoreOptions, access_to
 from smckpt.storage.urls import join_url, parent_url, relative_url
 
-__all__ = ["Left", "RepairReport", "commit_unfinished", "faults_of", "repair_checkpoint"]
-
 
 def faults_of(
     top: Storage, step: UnfinishedStep, *, named: bool, threads: int, progress: Progress | None

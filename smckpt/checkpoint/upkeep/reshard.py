@@ -34,8 +34,6 @@ from smckpt.layout.image import Layout, compile_layout
 from smckpt.layout.mesh import Mesh
 from smckpt.storage import Storage, StoreOptions, access_to
 
-__all__ = ["ReshardReport", "differing_names", "reshard_checkpoint", "write_resharded"]
-
 _MAX_RANKS = 1 << 16
 _AT_ONCE = 64 << 20  # bytes of an array
 

@@ -32,8 +32,6 @@ from smckpt.layout.strided import Box
 from smckpt.storage import StoreOptions, access_to
 from smckpt.topology import ParallelState
 
-__all__ = ["Obstacle", "Restorable", "parse_geometry", "restorable_at"]
-
 _KEYS: Mapping[str, str] = {
     "world": "world_size", "tp": "tensor_parallel_degree", "ep": "expert_parallel_degree",
     "cp": "context_parallel_degree", "pp": "pipeline_parallel_degree",

@@ -23,17 +23,6 @@ from smckpt.checkpoint.records.format import FileRecord
 from smckpt.errors import CheckpointError
 from smckpt.storage import Storage
 
-__all__ = [
-    "PIECE",
-    "ScannedFile",
-    "ScannedPiece",
-    "Sink",
-    "WantedBytes",
-    "Workers",
-    "checksum_at",
-    "scan",
-]
-
 PIECE = 8 * BLOCK  # bytes that a thread reads at once, if no sink wants more
 
 T = TypeVar("T")

@@ -49,8 +49,6 @@ from smckpt.errors import (
 from smckpt.storage import FileWriter, Storage, StoreOptions, access_to
 from smckpt.storage.urls import file_url
 
-__all__ = ["CopyReport", "copy_checkpoint"]
-
 _PIECE = 16 << 20  # bytes that a thread copies at once, if the target does not say
 
 

@@ -23,8 +23,6 @@ from smckpt.errors import CheckpointError, CheckpointNotFoundError, CorruptCheck
 from smckpt.storage import Storage
 from smckpt.storage.urls import join_url, parent_url, relative_url
 
-__all__ = ["Refusal", "UnfinishedSave", "UnfinishedStep", "unfinished_step"]
-
 _LEVELS = 16  # of directories above, in which a lease of several groups may be
 
 

@@ -20,8 +20,6 @@ from smckpt.layout.entries import DTYPES
 from smckpt.layout.strided import Box, covered
 from smckpt.storage import Storage, StoreOptions, access_to
 
-__all__ = ["Problem", "Report", "verify_catalogue", "verify_checkpoint", "verify_storage"]
-
 
 @dataclass(frozen=True)
 class Problem:

@@ -17,8 +17,6 @@ from collections.abc import Sequence
 from smckpt.errors import UsageError
 from smckpt.storage.disk.linux import open_beneath
 
-__all__ = ["Directory", "unlink"]
-
 _DIRECTORY = os.O_DIRECTORY | os.O_CLOEXEC
 _PATH = getattr(os, "O_PATH", os.O_RDONLY)  # macOS has no O_PATH
 _CREATE = os.O_CREAT | os.O_EXCL | os.O_CLOEXEC

@@ -10,8 +10,6 @@ import os
 import platform
 import sys
 
-__all__ = ["ends_with_us", "fallocate", "lower_priority", "open_beneath", "rename_exclusive"]
-
 _RENAME_NOREPLACE = 1
 _OPENAT2 = {"x86_64": 437, "aarch64": 437}  # the number of the system call
 _NO_LINKS_BENEATH = 0x04 | 0x08  # RESOLVE_NO_SYMLINKS, RESOLVE_BENEATH of linux/openat2.h

@@ -16,8 +16,6 @@ import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-__all__ = ["LustreTarget", "quotas_left", "targets"]
-
 _SECONDS = 10.0  # for one command: a client that has lost a server would wait for minutes
 _KIB = 1024
 

@@ -33,8 +33,6 @@ from smckpt.storage.disk.posix_write import PosixWriter, publish, write_all
 from smckpt.storage.faults import refuse_size, storage_error, too_short
 from smckpt.storage.urls import is_below, normal_url
 
-__all__ = ["TEMPORARY_SUFFIX", "PosixStorage"]
-
 TEMPORARY_SUFFIX = ".tmp"  # `.<name>.<random>.tmp` becomes `<name>` when it is whole
 _TEMPORARY = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{16}\.tmp", re.A)
 _OPEN_FILES = 64  # how many files stay open for reading

@@ -11,8 +11,6 @@ from collections.abc import Callable, Sequence
 from smckpt.errors import CorruptCheckpointError
 from smckpt.storage.disk.directory import Directory
 
-__all__ = ["STRETCH", "Descriptor", "Reading", "is_a_link", "not_a_file", "open_file"]
-
 _READ_AHEAD = 1 << 20  # bytes; for a read this large the kernel is asked to read ahead
 # Bytes, a multiple of a block. With fewer, many threads wait for the interpreter, not for bytes;
 # more leave the processor's cache before their checksum is taken.

@@ -14,14 +14,6 @@ from smckpt.storage.disk.directory import Directory
 from smckpt.storage.disk.linux import fallocate, rename_exclusive
 from smckpt.storage.faults import refuse_incomplete, refuse_outside, storage_error
 
-__all__ = [
-    "GUARD_SUFFIX",
-    "PosixWriter",
-    "link_exclusive",
-    "publish",
-    "write_all",
-]
-
 _DIRECT = getattr(os, "O_DIRECT", 0)
 
 

@@ -20,16 +20,6 @@ from typing import Any, TypeVar
 
 from smckpt.storage.s3.faults import BadBody, Unanswered
 
-__all__ = [
-    "NAME",
-    "Body",
-    "Deadlines",
-    "Filling",
-    "in_time",
-    "refresh_in_time",
-    "split",
-]
-
 _SEND = 2 << 20  # bytes given to the socket at once; it must take them within its timeout
 _STRETCH = 1 << 20  # bytes read from the answer at once; then `seen` gets them
 

@@ -24,8 +24,6 @@ from smckpt.storage.s3.bodies import refresh_in_time
 from smckpt.storage.s3.config import StoreOptions
 from smckpt.storage.s3.faults import BadBody
 
-__all__ = ["make_client", "refuse_half_headers"]
-
 _CONNECT_SECONDS = 10
 
 # Fields that the answer of every store has.

@@ -13,8 +13,6 @@ from smckpt.errors import UsageError
 from smckpt.storage.budget import PREFIX_READS, PREFIX_WRITES
 from smckpt.storage.urls import is_s3_url
 
-__all__ = ["StoreOptions", "s3_options"]
-
 MIN_PART_MB, MAX_PART_MB = 5, 5120  # S3's limits
 CHECKSUMS = ("crc64nvme", "crc32", "none")
 _VARIABLE = "SMCKPT_S3_"

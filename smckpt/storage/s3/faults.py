@@ -9,18 +9,6 @@ from typing import Any
 
 from smckpt.errors import CheckpointError, CheckpointNotFoundError, StorageError
 
-__all__ = [
-    "BadBody",
-    "Unanswered",
-    "code_of",
-    "failed_there",
-    "is_transient",
-    "lacks_credentials",
-    "length_of",
-    "s3_error",
-    "status_of",
-]
-
 # code → (what happened, what to do)
 _MEANING: dict[str, tuple[str, str]] = {
     "NoSuchBucket": (

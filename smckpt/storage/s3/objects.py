@@ -16,8 +16,6 @@ from smckpt.storage.s3.config import StoreOptions
 from smckpt.storage.s3.faults import BadBody, code_of, is_transient, length_of, status_of
 from smckpt.storage.s3.requests import Requests
 
-__all__ = ["Checksum", "Objects", "kept_crc64", "new_mark"]
-
 Result = TypeVar("Result")
 
 _LOOKS = 2  # at an object that seems to be another writer's

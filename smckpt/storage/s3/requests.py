@@ -33,14 +33,6 @@ from smckpt.storage.s3.faults import (
     status_of,
 )
 
-__all__ = [
-    "HostSignal",
-    "Pace",
-    "PacedClient",
-    "Requests",
-    "pace_of",
-]
-
 Result = TypeVar("Result")
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 20.0  # seconds; doubled with each try

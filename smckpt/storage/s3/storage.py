@@ -25,9 +25,6 @@ from smckpt.storage.s3.faults import code_of, status_of
 from smckpt.storage.s3.objects import Objects, new_mark
 from smckpt.storage.urls import parse_s3_url
 
-__all__ = ["S3Storage", "S3Writer", "open_s3"]
-
-
 _PAGES = 100  # of a list of parts; S3 puts 1,000 of at most 10,000 on each
 
 

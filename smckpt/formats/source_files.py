@@ -22,7 +22,7 @@ from smckpt.checkpoint.records.sealed import at_once
 from smckpt.errors import CorruptCheckpointError, UsageError
 from smckpt.layout.strided import Box, Copy, elements, execute
 from smckpt.storage import Access, Storage
-from smckpt.storage.faults import replaced, storage_error
+from smckpt.storage.faults import os_errors_at, replaced
 from smckpt.storage.urls import file_url, is_local, join_url
 
 _AT_ONCE = 16  # requests for headers
@@ -222,24 +222,24 @@ class SourceFiles:
             CorruptCheckpointError: the file is another one than at the first read, or shorter.
             StorageError: it cannot be read.
         """
-        try:
-            with open(record.path, "rb", buffering=0, opener=at_once) as file:
-                self._compare(record.path, file.fileno())
+        with (
+            os_errors_at(record.path, "read"),
+            open(record.path, "rb", buffering=0, opener=at_once) as file,
+        ):
+            self._compare(record.path, file.fileno())
 
-                def fill(start: int, memory: memoryview) -> None:
-                    record.part(start, len(memory))
-                    done = 0
-                    while done < len(memory):
-                        at = record.offset + start + done
-                        got = os.preadv(file.fileno(), [memory[done:]], at)
-                        if not got:
-                            _shorter(record, os.fstat(file.fileno()).st_size)
-                        done += got
+            def fill(start: int, memory: memoryview) -> None:
+                record.part(start, len(memory))
+                done = 0
+                while done < len(memory):
+                    at = record.offset + start + done
+                    got = os.preadv(file.fileno(), [memory[done:]], at)
+                    if not got:
+                        _shorter(record, os.fstat(file.fileno()).st_size)
+                    done += got
 
-                yield fill
-                self._compare(record.path, file.fileno())
-        except OSError as error:
-            raise storage_error(error, record.path, "read") from error
+            yield fill
+            self._compare(record.path, file.fileno())
 
     def _compare(self, path: str, fd: int) -> None:
         """A file that is replaced or written between two reads would give tensors of both."""

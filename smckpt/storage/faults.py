@@ -13,7 +13,7 @@ import functools
 import operator
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from smckpt.errors import (
@@ -126,6 +126,18 @@ def storage_error(error: OSError, path: str, action: str) -> CheckpointError:
     )
     of_store = is_of_store(error)
     return StorageError(f"cannot {action}: {what}", remedy=remedy, path=path, of_store=of_store)
+
+
+@contextlib.contextmanager
+def os_errors_at(path: str, action: str) -> Iterator[None]:
+    """Raise `storage_error` for an OSError of the block; smckpt's own errors pass, since some are
+    OSErrors."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except OSError as error:
+        raise storage_error(error, path, action) from error
 
 
 def temporary_error(error: OSError, action: str) -> CheckpointError:

@@ -21,7 +21,7 @@ from smckpt.meeting.presence import has_ended, own_process
 from smckpt.storage.disk.directory import Directory
 from smckpt.storage.disk.linux import rename_exclusive
 from smckpt.storage.disk.posix_write import link_exclusive
-from smckpt.storage.faults import storage_error
+from smckpt.storage.faults import os_errors_at, storage_error
 
 CLAIM = ".smckpt-export"
 # of the process that made it: a name of its system, its number, and when it began
@@ -56,11 +56,12 @@ def clear(path: str) -> list[str]:
 def begin(path: str) -> str:
     """Make the hidden directory of an export. Returns its name."""
     name = new_name()
-    try:
-        with Directory.open(path, make=True) as out, out.make(name):
-            out.sync()
-    except OSError as error:
-        raise storage_error(error, path, "make a directory") from error
+    with (
+        os_errors_at(path, "make a directory"),
+        Directory.open(path, make=True) as out,
+        out.make(name),
+    ):
+        out.sync()
     return name
 
 

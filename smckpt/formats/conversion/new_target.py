@@ -31,7 +31,7 @@ from smckpt.layout.entries import Path, dotted
 from smckpt.layout.strided import Box
 from smckpt.storage.disk.directory import Directory
 from smckpt.storage.disk.posix_write import publish
-from smckpt.storage.faults import storage_error
+from smckpt.storage.faults import os_errors_at, storage_error
 
 UNFINISHED = ".unfinished"
 
@@ -51,10 +51,8 @@ class NewTarget:
 
     def __enter__(self) -> NewTarget:
         above = os.path.dirname(self._target)
-        try:
+        with os_errors_at(above, "make the directory"):
             self._above = Directory.open(above, make=True)
-        except OSError as error:
-            raise storage_error(error, above, "make the directory") from error
         try:
             there = self._above.status(self._name)
             taken = there is not None

@@ -30,7 +30,7 @@ from smckpt.storage.base import Access, FileInfo, Storage
 from smckpt.storage.disk.directory import Directory
 from smckpt.storage.disk.posix_read import Descriptor, Reading, is_a_link, not_a_file, open_file
 from smckpt.storage.disk.posix_write import PosixWriter, publish, write_all
-from smckpt.storage.faults import refuse_size, storage_error, too_short
+from smckpt.storage.faults import os_errors_at, refuse_size, storage_error, too_short
 from smckpt.storage.urls import is_below, normal_url
 
 TEMPORARY_SUFFIX = ".tmp"  # `.<name>.<random>.tmp` becomes `<name>` when it is whole
@@ -82,25 +82,20 @@ class PosixStorage(Storage):
         refuse_size(size, self.folder)
         path = self._path(name)
         begun = _temporary(name) if replace else name
-        try:
+        with os_errors_at(path, "create the file"):
             directory, fd = self._created(begun)
-        except OSError as error:
-            raise storage_error(error, path, "create the file") from error
         done = partial(self._forget, path)
         return PosixWriter(directory, begun, name, size, fd, self._directory, done)
 
     def put(self, name: str, data: bytes) -> None:
         path = self._path(name)
-        try:
-            with self._written(name, data) as directory:
-                directory.sync()
-        except OSError as error:
-            raise storage_error(error, path, "write") from error
+        with os_errors_at(path, "write"), self._written(name, data) as directory:
+            directory.sync()
 
     def put_exclusive(self, name: str, data: bytes) -> bool:
         path = self._path(name)
         temporary = _temporary(name)
-        try:
+        with os_errors_at(path, "create exclusively"):
             with contextlib.suppress(FileNotFoundError), self._directory() as directory:
                 if directory.status(name) is not None:
                     return False
@@ -112,21 +107,14 @@ class PosixStorage(Storage):
                         directory.remove(temporary)
                 if created:
                     _sync_visible(directory, path)
-        except CheckpointError:
-            raise
-        except OSError as error:
-            raise storage_error(error, path, "create exclusively") from error
         return created
 
     def rename(self, name: str, new: str) -> None:
         path = self._path(new)
         self._forget(path)
-        try:
-            with self._directory() as directory:
-                directory.rename(os.path.basename(self._path(name)), new)
-                directory.sync()
-        except OSError as error:
-            raise storage_error(error, path, "name the finished file") from error
+        with os_errors_at(path, "name the finished file"), self._directory() as directory:
+            directory.rename(os.path.basename(self._path(name)), new)
+            directory.sync()
 
     def read_into(
         self,

@@ -24,7 +24,7 @@ from smckpt.formats.degrees import check_counts, check_flags, check_paths
 from smckpt.storage import Storage, StoreOptions, access_to
 from smckpt.storage.disk.directory import Directory
 from smckpt.storage.disk.posix_read import open_file
-from smckpt.storage.faults import storage_error
+from smckpt.storage.faults import os_errors_at
 from smckpt.storage.urls import file_url, path_on_disk
 from smckpt.translate.publishing.published import (
     NEW_RECORD,
@@ -105,7 +105,7 @@ def apply_published(
     with ExitStack() as cleanup:
         source = access.open(root).without_links()
         cleanup.callback(source.close)
-        try:
+        with os_errors_at(path, "write"):
             host = cleanup.enter_context(_locked(path))
             chain = chain_to(source, number)
             publish = chain[-1]
@@ -141,8 +141,6 @@ def apply_published(
             for name in (*over, *older[: max(len(older) - (keep - 1), 0)]):
                 _remove_ours(host, name, state_after(chain))
             _clear(host)
-        except OSError as error:
-            raise storage_error(error, path, "write") from error
     target = os.path.join(path, chain[-1].folder)
     return ApplyReport(target, chain[-1].number, nbytes, time.monotonic() - began, mended)
 

@@ -196,7 +196,7 @@ _TIED = "tie_word_embeddings"
 _TRAINED = ("mcore_", "te_")  # how the layouts of trainers that store such norms are called
 
 
-def refuse_halves(settings: ModelConfig, layout: TensorLayout, where: str) -> None:
+def refuse_halves(settings: ModelConfig, layout: TensorLayout) -> None:
     """Raise UsageError for latent attention whose rows are turned as halves: Megatron-core and
     torchtitan turn rows side by side there, and would compute another model."""
     halves = text_values(settings.values).get("rope_interleave") is False
@@ -206,7 +206,6 @@ def refuse_halves(settings: ModelConfig, layout: TensorLayout, where: str) -> No
             "attention turns rows side by side",
             remedy="put the rows of the rotary parts in the other order first, with "
             "rope_interleave=True in the config",
-            path=where,
         )
 
 

@@ -63,8 +63,7 @@ def beyond_model(name: str, settings: ModelConfig | None) -> bool:
 
 
 def kept_layers(
-    found: Mapping[str, int], family: Family | None, settings: ModelConfig | None, mtp: str | None,
-    where: str,
+    found: Mapping[str, int], family: Family | None, settings: ModelConfig | None, mtp: str | None
 ) -> int:  # fmt: skip
     """How many of the layers that were found are kept. mtp: DROP, KEEP, or None: those that there
     are.
@@ -80,20 +79,20 @@ def kept_layers(
         raise UsageError(
             f"mtp={KEEP!r}, but smckpt has no table of layers of {what} that predict further "
             "tokens",
-            remedy="leave mtp= out", path=where,
+            remedy="leave mtp= out",
         )  # fmt: skip
     count = len(set(found.values()))
     if mtp == KEEP and not count:
         raise UsageError(
             f"mtp={KEEP!r}, but there are no layers that predict further tokens",
-            remedy="leave mtp= out", path=where,
+            remedy="leave mtp= out",
         )  # fmt: skip
     configured = settings.values.get(PREDICTION_LAYERS) if settings is not None else None
     if count and configured and configured != count:
         raise KeysMismatchError(
             f"there are {count} layers that predict further tokens, but the config says "
             f"{PREDICTION_LAYERS}={configured}",
-            remedy="pass all files, and the model's own config, or leave mtp= out", path=where,
+            remedy="pass all files, and the model's own config, or leave mtp= out",
         )  # fmt: skip
     return count
 

@@ -115,7 +115,7 @@ def read_elements(source: ChunkSource, target: Target, start: int, stop: int) ->
     return memory
 
 
-def tied_names(source: ChunkSource, targets: Iterable[Target], url: str) -> tuple[str, ...]:
+def tied_names(source: ChunkSource, targets: Iterable[Target]) -> tuple[str, ...]:
     """Names of targets that the config ties to another target. Only the other one is written.
 
     Raises:
@@ -129,7 +129,6 @@ def tied_names(source: ChunkSource, targets: Iterable[Target], url: str) -> tupl
                 f"tie_word_embeddings is true, but {tie.left_out} and {tie.kept} differ",
                 remedy="set tie_word_embeddings to false in the config if the model was "
                 "trained with both; otherwise these are not the files of this model",
-                path=url,
             )
     return tuple(tie.left_out for tie in ties)
 

@@ -23,7 +23,7 @@ from smckpt.checkpoint.commits.commit import commit_alone, refuse_not_empty
 from smckpt.checkpoint.commits.part import PartWriter, SummedFile, part_body
 from smckpt.checkpoint.records.format import data_name, new_attempt
 from smckpt.checkpoint.records.rows import encode_rows
-from smckpt.errors import UsageError
+from smckpt.errors import UsageError, errors_at
 from smckpt.formats.degrees import check_paths, refuse_given, refuse_store
 from smckpt.formats.names import CONFIG
 from smckpt.formats.tensors import TensorReader
@@ -241,9 +241,10 @@ def import_hf(
         family = model_dims(settings, os.fspath(files[0]) if files else read[0]).family
         assert settings is not None
         chosen = get_layout(ranks.layout, family)
-        refuse_halves(settings, chosen, os.fspath(out_dir))
-        side, reader, predicting, left_out = _side_of(found, settings, family, options.mtp)
-        chunks, made = to_ranks(reader, side, chosen, degrees, multiple)
+        with errors_at(found.reader.url):
+            refuse_halves(settings, chosen)
+            side, reader, predicting, left_out = _side_of(found, settings, family, options.mtp)
+            chunks, made = to_ranks(reader, side, chosen, degrees, multiple)
         cleanup.callback(chunks.close)
         stages = stages_of_ranks(chosen, side.dims, degrees.ep, pp)
         topology = ParallelState(

@@ -114,7 +114,7 @@ def verify_hf(
     # transformers 5 does not
     if settings is not None and settings.ties_embeddings:
         try:
-            tied_names(TranslatedSource(files), stored.values(), files.url)
+            tied_names(TranslatedSource(files), stored.values())
         except TensorMismatchError as error:
             problems.append(error.message)
     family = None if settings is None else find_family(settings.values["model_type"])

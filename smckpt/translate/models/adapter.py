@@ -167,7 +167,7 @@ def find_peft_contents(
                 for config in configs:
                     config.refuse_biases()
                     config.refuse_other_base()
-            directory = dequantized(open_directory(Path(asked.base)), settings)
+                directory = dequantized(open_directory(Path(asked.base)), settings)
             found = _merged_there(reader, whole, adapters, settings, directory, comparison)
         kept = kept_of_family(settings, found.targets)
         return replace(
@@ -247,7 +247,7 @@ def _merged_here(
     tied: tuple[str, ...] = ()
     if settings is not None and settings.ties_embeddings:
         plain = [t.base if isinstance(t, Merged) else t for t in made.targets]
-        tied = tied_names(TranslatedSource(reader), plain, url)
+        tied = tied_names(TranslatedSource(reader), plain)
     adapters[0][1].refuse_tied(tied, made.changed)
     notes = (*head_notes([*stored], settings), *(made.notes if settings is not None else ()))
     notes += maybe_merged

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
-from smckpt.errors import TensorMismatchError, UsageError
+from smckpt.errors import TensorMismatchError, UsageError, errors_at
 from smckpt.formats.names import CONFIG
 from smckpt.formats.tensors import Block, TensorReader
 from smckpt.storage import Access
@@ -86,10 +86,11 @@ def find_contents(
         as `export_hf`.
     """
     source = open_model(access, checkpoint, prefix, settings, given, packed=naming == HUB)
-    if source.cut:
-        made = _translated(source, settings, naming, mtp)
-    else:
-        made = _named(source.reader, settings, mtp, naming, comparison)
+    with errors_at(source.reader.url):
+        if source.cut:
+            made = _translated(source, settings, naming, mtp)
+        else:
+            made = _named(source.reader, settings, mtp, naming, comparison)
     return replace(
         made, source_format=source.format, identity=source.identity,
         notes=(*made.notes, *_order_notes(made, settings), *source.notes), step=source.step,
@@ -137,7 +138,6 @@ def _translated(
             "naming='module' keeps the names of the state dict, and a tensor-parallel layout has "
             "no whole tensors under them",
             remedy="leave ExportOptions(naming=) out",
-            path=reader.url,
         )
     made = to_hub(
         reader, settings, given.layout, source.degrees, given.padded_vocab_size, mtp,
@@ -172,7 +172,7 @@ def _named(
     that predict further tokens have these names, or are refused."""
     source, family = TranslatedSource(reader), _family(settings)
     found = further_layers(reader.held, family, settings)
-    predicting = kept_layers(found, family, settings, mtp, reader.url)
+    predicting = kept_layers(found, family, settings, mtp)
     everything = whole_tensors(reader)
     buffers = [t.name for t in everything if family is not None and dropped(family.hub, t.name)]
     everything = [target for target in everything if target.name not in buffers]
@@ -203,7 +203,7 @@ def _named(
             }
     left_out: tuple[str, ...] = ()
     if settings is not None and settings.ties_embeddings:
-        left_out = tied_names(source, targets, reader.url)
+        left_out = tied_names(source, targets)
         targets = [target for target in targets if target.name not in left_out]
     return ExportContents(
         source, [*targets, *further], left_out, tuple(notes), naming, kept=kept,

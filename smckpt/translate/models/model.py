@@ -48,7 +48,7 @@ def looks_packed(names: Collection[str], model_type: str | None) -> bool:
 
 
 def choose_layout(
-    names: Collection[str], dims: Dims, layout: str | TensorLayout | None, ep: int, where: str
+    names: Collection[str], dims: Dims, layout: str | TensorLayout | None, ep: int
 ) -> TensorLayout:
     """The requested layout, or the only one that the names fit.
 
@@ -64,7 +64,6 @@ def choose_layout(
                 f"the names do not fit the layout {chosen.name} of a {dims.family.name} model: "
                 f"missing {_some(missing)}; unexpected {_some(unexpected)}",
                 remedy="check layout=, config=, ep= and etp=, or add rows to a layout of your own",
-                path=where,
             )
         return chosen
     fits, nearest = _fitting(names, dims, ep)
@@ -74,14 +73,12 @@ def choose_layout(
         raise UsageError(
             f"the names fit several layouts: {', '.join(sorted(f.name for f in fits))}",
             remedy="pass layout= the one that the model was trained with",
-            path=where,
         )
     _, name, missing, unexpected = min(nearest)
     raise UsageError(
         f"the names fit no known layout of {dims.family.name}; the nearest is {name}, with missing "
         f"{_some(missing)}; unexpected {_some(unexpected)}",
         remedy="check config=, ep= and etp=, pass layout=, or register a layout of your own",
-        path=where,
     )
 
 
@@ -206,9 +203,9 @@ def _source_side(
     embedding; notes; and how many rows of the vocabulary are stored. keep_tied: such a head is
     among the roles."""
     dims = model_dims(config, reader.url, predicting)
-    chosen = choose_layout(reader.held, dims, layout, degrees.ep, reader.url)
+    chosen = choose_layout(reader.held, dims, layout, degrees.ep)
     assert config is not None
-    refuse_halves(config, chosen, reader.url)
+    refuse_halves(config, chosen)
     for one in facts:
         chosen = layout_of_facts(one, chosen, dims.family.zero_centred, given=layout is not None)
     tied_head = dims.tied and _head_of(chosen) in reader.held
@@ -217,7 +214,7 @@ def _source_side(
     side = side_of_reader(reader, chosen, dims, degrees)
     rows = size = dims.sizes["V"]
     if trims:
-        rows = check_rows(side.rows, size, degrees.tp, padded_vocab_size, reader.url)
+        rows = check_rows(side.rows, size, degrees.tp, padded_vocab_size)
     notes = [note for one in facts for note in compare_facts(one, dims, config, chosen, rows)]
     fits = (
         [] if layout is None else [one.name for one in _fitting(reader.held, dims, degrees.ep)[0]]
@@ -254,7 +251,7 @@ def to_hub(
     """
     family = model_dims(config, reader.url).family
     further = further_layers(reader.held, family, config)
-    kept = kept_layers(further, family, config, mtp, reader.url)
+    kept = kept_layers(further, family, config, mtp)
     left = {} if kept else further
     whole_layers: list[Translated] = []
     if kept and _are_released(reader, further, model_dims(config, reader.url, kept)):
@@ -272,7 +269,7 @@ def to_hub(
     targets = [target_of(k, proof.side, hub, proof.blocks[k], dtypes) for k in hub.shapes]
     left_out: tuple[str, ...] = ()
     if proof.tied_head:
-        left_out = tied_names(source, targets, reader.url)
+        left_out = tied_names(source, targets)
         targets = [target for target in targets if target.name not in left_out]
     vocabulary = proof.side.dims.sizes["V"], proof.rows
     lost = tuple(dropped_names(reader.held, proof.layout, proof.side.dims))
@@ -341,14 +338,13 @@ def source_of_ranks(
     """
     family = model_dims(config, reader.url).family
     further = further_layers(reader.held, family, config)
-    kept = kept_layers(further, family, config, mtp, reader.url)
+    kept = kept_layers(further, family, config, mtp)
     left = {} if kept else further
     if kept and _are_released(reader, further, model_dims(config, reader.url, kept)):
         raise UsageError(
             "layers that predict further tokens have the names of releases here, and the others "
             "those of a layout",
             remedy=f"leave mtp= out, or export with mtp={KEEP!r}, and import that",
-            path=reader.url,
         )
     rest = some(reader, [name for name in reader.held if name not in left])
     side, tied_head, notes, _ = _source_side(
@@ -377,7 +373,6 @@ def source_of_release(reader: TensorReader, dims: Dims) -> Side:
             remedy="pass a directory with all weights and the config that belongs to them; one "
             "that transformers saved of a model that was never loaded gets released names by "
             "export_hf",
-            path=reader.url,
         )
     side = side_of_reader(reader, hub, dims, Degrees.of(1, 1))
     if dims.tied and _head_of(hub) in reader.held:
@@ -411,7 +406,6 @@ def _refuse_other_head(reader: TensorReader, side: Side) -> None:
             raise TensorMismatchError(
                 f"tie_word_embeddings is true, but {head.name} and {embed.name} differ",
                 remedy="set tie_word_embeddings to false in the config if the model has both",
-                path=reader.url,
             )
 
 
@@ -431,7 +425,6 @@ def _refuse_unequal(reader: TensorReader, side: Side, equal_ranks: bool = False)
             f"{len(differ)} tensors that should be copies differ: {'; '.join(differ[:8])}",
             remedy="pass states of one model and step, and check layout=; if they belong to layers "
             f"that predict further tokens, mtp={DROP!r} leaves these out",
-            path=reader.url,
         )
     return () if equal_ranks else refuse_equal_layers(reader, side)
 

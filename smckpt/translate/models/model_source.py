@@ -16,7 +16,7 @@ from typing import Any
 
 from smckpt.checkpoint.reading.catalogue import Catalogue
 from smckpt.checkpoint.reading.committed import open_any
-from smckpt.errors import CheckpointError, UsageError
+from smckpt.errors import CheckpointError, UsageError, errors_at
 from smckpt.formats.boxes import ForeignCheckpoint
 from smckpt.formats.degrees import Degrees, check_counts, check_flags
 from smckpt.formats.names import (
@@ -371,7 +371,8 @@ class _Opener:
             given.refuse_degrees(found.url)
         notes: tuple[str, ...] = ()
         if found.format == HUB_DIRECTORY:
-            reader = dequantized(reader, self.settings)
+            with errors_at(found.url):
+                reader = dequantized(reader, self.settings)
             if adapter := found.facts.get("adapter"):
                 notes = (
                     f"{adapter} beside the weights was left out; transformers adds such an adapter "
@@ -429,7 +430,7 @@ class _Opener:
             dims = model_dims(self.settings, where)
             if not any(unmatched(names, dims.family.hub, dims, 1)):
                 return False
-            choose_layout(names, dims, None, 1, where)
+            choose_layout(names, dims, None, 1)
         except CheckpointError:  # no layout, or a config without sizes, which names do not need
             return False
         return True

@@ -16,7 +16,13 @@ from typing import Any, NoReturn, Protocol, TypeAlias
 
 import numpy as np
 
-from smckpt.errors import CorruptCheckpointError, KeysMismatchError, TensorMismatchError, UsageError
+from smckpt.errors import (
+    CorruptCheckpointError,
+    KeysMismatchError,
+    TensorMismatchError,
+    UsageError,
+    errors_at,
+)
 from smckpt.formats.tensors import Block, RankTensors, TensorKey, TensorReader
 from smckpt.layout.entries import DTYPES
 from smckpt.layout.mesh import Shape
@@ -215,7 +221,7 @@ def dequantized(
         TensorMismatchError: shapes or dtypes of the two do not fit each other.
         UsageError: the weights are quantized in another way.
     """
-    held, where = reader.held, reader.url
+    held = reader.held
     found: dict[str, _Quantized] = {}
     parts: set[str] = set()
     sizes = _quantization(settings).get("weight_block_size") or _SQUARE
@@ -224,17 +230,17 @@ def dequantized(
     ):  # fmt: skip
         raise UsageError(
             f"the config has weight_block_size={sizes!r}, which is not two sizes",
-            remedy="pass the release's own config", path=where,
+            remedy="pass the release's own config",
         )  # fmt: skip
     block = int(sizes[0]), int(sizes[1])
     for name, tensor in held.items():
         if name.endswith(_SCALE):
             weight = name.removesuffix(_SCALE)
-            found[weight] = _float8_of(held.get(weight), tensor, block, where)
+            found[weight] = _float8_of(held.get(weight), tensor, block)
             parts |= {name, weight}
         elif name.endswith(_BLOCKS) and tensor.dtype == "uint8":
             scales = held.get(name.removesuffix(_BLOCKS) + _SCALES)
-            found[name.removesuffix(_BLOCKS)] = _mxfp4_of(tensor, scales, where)
+            found[name.removesuffix(_BLOCKS)] = _mxfp4_of(tensor, scales)
             parts |= {name, name.removesuffix(_BLOCKS) + _SCALES}
     bare = sorted(
         name
@@ -247,10 +253,9 @@ def dequantized(
             f"the weights are quantized with {others[0]}, one for a whole weight or a row, as "
             "compressed-tensors and ModelOpt do, which smckpt does not read",
             remedy="pass the release in bfloat16, or decompress it with the library that wrote it",
-            path=where,
         )
     if bare:
-        _lack(f"{bare[:8]} have no {_SCALE[1:]}, or no {_BLOCKS[1:]}, beside them", where)
+        _lack(f"{bare[:8]} have no {_SCALE[1:]}, or no {_BLOCKS[1:]}, beside them")
     if not found:
         return reader
     method = _quantization(settings).get("quant_method", _METHODS[0])
@@ -259,7 +264,6 @@ def dequantized(
             f"the config says quant_method={method!r}, which smckpt does not read",
             remedy=f"it reads {' and '.join(_METHODS)}: pass the release in one of them, or in "
             "bfloat16",
-            path=where,
         )
     return Dequantized(reader, found, frozenset(parts), dtype or _dtype(settings))
 
@@ -275,11 +279,9 @@ def _dtype(settings: ModelConfig | None) -> str:
     return dtype if dtype in CASTABLE else "bfloat16"
 
 
-def _float8_of(
-    weight: RankTensors | None, scale: RankTensors, block: tuple[int, int], where: str
-) -> _Float8:
+def _float8_of(weight: RankTensors | None, scale: RankTensors, block: tuple[int, int]) -> _Float8:
     if weight is None:
-        _lack(f"{scale.name} has no weight beside it", where)
+        _lack(f"{scale.name} has no weight beside it")
     shape, grid = _shape(weight), _shape(scale)
     wanted = tuple(-(-n // size) for n, size in zip(shape, block, strict=False))
     if weight.dtype != _FLOAT8 or scale.dtype not in CASTABLE or len(shape) != 2 or grid != wanted:
@@ -288,14 +290,13 @@ def _float8_of(
             f"of {block[0]} × {block[1]} it should be {_FLOAT8} with float scales {wanted}",
             remedy="pass the release's own files and config (quantization_config, "
             "weight_block_size)",
-            path=where,
         )
     return _Float8(weight.name, scale.name, scale.dtype, shape, block)
 
 
-def _mxfp4_of(blocks: RankTensors, scales: RankTensors | None, where: str) -> _Mxfp4:
+def _mxfp4_of(blocks: RankTensors, scales: RankTensors | None) -> _Mxfp4:
     if scales is None:
-        _lack(f"{blocks.name} has no scales beside it", where)
+        _lack(f"{blocks.name} has no scales beside it")
     shape = _shape(blocks)
     fits = len(shape) == 4 and shape[3] == _GROUP // 2 and _shape(scales) == shape[:3]
     if not fits or scales.dtype != "uint8":
@@ -303,15 +304,15 @@ def _mxfp4_of(blocks: RankTensors, scales: RankTensors | None, where: str) -> _M
             f"{blocks.name} is {blocks.dtype} {shape} with {scales.dtype} scales "
             f"{_shape(scales)}; mxfp4 is uint8 (experts, columns, groups, {_GROUP // 2}) with "
             "uint8 scales (experts, columns, groups)",
-            remedy="pass the release's own files", path=where,
+            remedy="pass the release's own files",
         )  # fmt: skip
     return _Mxfp4(blocks.name, scales.name, (shape[0], shape[2] * _GROUP, shape[1]))
 
 
-def _lack(what: str, where: str) -> NoReturn:
+def _lack(what: str) -> NoReturn:
     raise KeysMismatchError(
         f"the weights are quantized, but {what}",
-        remedy="fetch all files of the release again", path=where,
+        remedy="fetch all files of the release again",
     )  # fmt: skip
 
 
@@ -370,7 +371,8 @@ def weights_of(
     found = further_layers(reader.held, family, settings)
     if isinstance(configured := settings.values.get(PREDICTION_LAYERS), int):
         found = {name: number for name, number in found.items() if number < configured}
-    count = kept_layers(found, family, settings, mtp, reader.url)
-    if found and not count:
-        reader = some(reader, [name for name in reader.held if name not in found])
-    return dequantized(reader, settings), count, () if count else left_out_note(found)
+    with errors_at(reader.url):
+        count = kept_layers(found, family, settings, mtp)
+        if found and not count:
+            reader = some(reader, [name for name in reader.held if name not in found])
+        return dequantized(reader, settings), count, () if count else left_out_note(found)

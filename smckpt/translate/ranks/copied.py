@@ -270,7 +270,6 @@ def refuse_equal_layers(reader: TensorReader, side: Side) -> tuple[str, ...]:
                     f"all that the ranks {where} have of their own in layer {layer} is equal: one "
                     f"of them has the other's layer ({', '.join(same[:4])})",
                     remedy=_OWN + (EQUAL_EXPERTS if one.tp == two.tp else _MADE_SO),
-                    path=reader.url,
                 )
             alike += [f"{name} of {where}" for name in same]
     notes = [

@@ -22,7 +22,7 @@ _DIVISIBLE_BY = 128  # the default of make_vocab_size_divisible_by
 _BEGUN_AT = 8  # the largest degree, besides the present one, at which training may have begun
 
 
-def check_rows(stored: Mapping[str, int], size: int, tp: int, given: int | None, where: str) -> int:
+def check_rows(stored: Mapping[str, int], size: int, tp: int, given: int | None) -> int:
     """How many rows the stored vocabulary has.
 
     Args:
@@ -45,7 +45,6 @@ def check_rows(stored: Mapping[str, int], size: int, tp: int, given: int | None,
         raise TensorMismatchError(
             f"tensors of one vocabulary have different total numbers of rows: {_counts(stored)}",
             remedy="pass the files, or the checkpoint, of one model",
-            path=where,
         )
     found = next(iter(stored.values()), size)  # without padding: shapes are checked
     if given not in (None, found):
@@ -54,7 +53,6 @@ def check_rows(stored: Mapping[str, int], size: int, tp: int, given: int | None,
             + (f": {_counts(stored)}" if stored else ", of a layout without padding"),
             remedy=f"pass padded_vocab_size={found} if that is the vocabulary with its padding, "
             "and the files of all ranks",
-            path=where,
         )
     most = most_padding(found, tp)
     if given is None and found - size > most:
@@ -63,7 +61,6 @@ def check_rows(stored: Mapping[str, int], size: int, tp: int, given: int | None,
             f"config; rounding up to a multiple, as trainers do, adds at most {most}",
             remedy="pass the model's own config; if these rows are padding, pass "
             f"padded_vocab_size={found}",
-            path=where,
         )
     return found
 

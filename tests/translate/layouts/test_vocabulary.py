@@ -62,7 +62,7 @@ def same(folder: Path, state: State) -> bool:
     ],
 )
 def test_what_trainers_round_up_to_is_padding(stored, size, tp) -> None:
-    assert check_rows({"embed": stored, "head": stored}, size, tp, None, "") == stored
+    assert check_rows({"embed": stored, "head": stored}, size, tp, None) == stored
 
 
 @pytest.mark.parametrize(
@@ -77,11 +77,11 @@ def test_what_trainers_round_up_to_is_padding(stored, size, tp) -> None:
 )
 def test_more_rows_than_that_are_refused_unless_they_are_said(stored, size, tp, most) -> None:
     with pytest.raises(errors.TensorMismatchError) as caught:
-        check_rows({"embed": stored}, size, tp, None, "there")
+        check_rows({"embed": stored}, size, tp, None)
     for text in (f"embed has {stored}", f"vocab_size={size}", f"at most {most}.",
-                 f"padded_vocab_size={stored}", "there"):  # fmt: skip
+                 f"padded_vocab_size={stored}"):  # fmt: skip
         assert text in str(caught.value)
-    assert check_rows({"embed": stored}, size, tp, stored, "there") == stored
+    assert check_rows({"embed": stored}, size, tp, stored) == stored
 
 
 def test_a_config_that_would_cut_off_rows_is_refused_and_the_user_can_say_otherwise(

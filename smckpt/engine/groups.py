@@ -24,20 +24,6 @@ if TYPE_CHECKING:
     from smckpt.meeting.round import Meeting
     from smckpt.topology import ParallelState
 
-__all__ = [
-    "Partition",
-    "ReplicationGroup",
-    "agreed_group",
-    "cells_of",
-    "coordinator_of",
-    "cuts_of",
-    "named",
-    "other_than_lowest",
-    "partition_of",
-    "replicas_of",
-    "replication_group",
-]
-
 
 log = logging.getLogger("smckpt")
 

@@ -65,7 +65,6 @@ if TYPE_CHECKING:
     from smckpt.engine.passing import Passing
     from smckpt.layout.entries import Entry, Path
 
-__all__ = ["Loader"]
 
 log = logging.getLogger("smckpt")
 

@@ -27,8 +27,6 @@ from smckpt.state_dict.select import Selection
 from smckpt.state_dict.tags import put_back, tag_of
 from smckpt.state_dict.tensors import arranged, expanded_in, fill, flagged, reach_of, same_bits
 
-__all__ = ["LoadMemory", "memory_of", "whole_state"]
-
 
 @dataclass(frozen=True)
 class LoadMemory:

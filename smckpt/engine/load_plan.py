@@ -34,15 +34,6 @@ from smckpt.topology import ParallelState
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "LoadOptions",
-    "LoadPlan",
-    "LoadRequest",
-    "LoadTarget",
-    "plan_of",
-    "refuse_spare",
-    "unread",
-]
 
 log = logging.getLogger("smckpt")
 

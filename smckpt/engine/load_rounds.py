@@ -11,19 +11,6 @@ from smckpt.checkpoint.commits.choose import Commit
 from smckpt.errors import UsageError
 from smckpt.meeting.round import Meeting
 
-__all__ = [
-    "Address",
-    "Choice",
-    "Common",
-    "Rounds",
-    "Tally",
-    "in_common",
-    "nothing",
-    "refuse_other_calls",
-    "total",
-    "unless",
-]
-
 T = TypeVar("T")
 
 

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("smckpt")
 
-__all__ = ["for_all", "glance", "open_chosen", "share"]
 
 _MOST = 256 << 20  # bytes that the job's store sends at most for the manifests of all ranks
 _PART = 200  # bytes, at least, of what a manifest says of a rank

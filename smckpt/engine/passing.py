@@ -50,8 +50,6 @@ from smckpt.storage.memory.wire import (
     user_of,
 )
 
-__all__ = ["Door", "Passing"]
-
 log = logging.getLogger("smckpt")
 
 _SLOTS = 8  # at most: twice as many cost twice the time to get their pages

@@ -28,8 +28,6 @@ from smckpt.meeting.keys import Clients
 from smckpt.meeting.presence import began, start_of
 from smckpt.staging.overlap import Overlap
 
-__all__ = ["Runtime"]
-
 # seconds that a program which ends by an exception waits for other ranks; torchrun kills after 30
 DYING_SECONDS = 20.0
 EXIT_SECONDS = 600.0  # seconds that a normal exit waits, unless SMCKPT_EXIT_TIMEOUT is set

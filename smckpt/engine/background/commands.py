@@ -23,28 +23,6 @@ from typing import Any, ClassVar, Generic, TypeVar
 from smckpt.checkpoint.records.format import GroupManifest
 from smckpt.meeting.keys import to_text
 
-__all__ = [
-    "ArenaFile",
-    "Attach",
-    "Channel",
-    "Command",
-    "Detach",
-    "Exit",
-    "LeaseTaken",
-    "PartWritten",
-    "PeerGone",
-    "Probe",
-    "Probed",
-    "PublishManifest",
-    "PublishRecord",
-    "Published",
-    "Sweep",
-    "TakeLease",
-    "Watched",
-    "WritePart",
-    "commands",
-]
-
 A = TypeVar("A")
 
 

@@ -38,8 +38,6 @@ from smckpt.engine.background.commands import (
 from smckpt.errors import CheckpointError, WorkerError
 from smckpt.storage import Access
 
-__all__ = ["main"]
-
 _STDERR_LIMIT = 1 << 20
 _SERVING = (
     "smckpt.engine.background.worker_write",

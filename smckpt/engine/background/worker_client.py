@@ -29,8 +29,6 @@ from smckpt.errors import WorkerError, error_from_json
 from smckpt.staging.arena import Arena
 from smckpt.storage import Access
 
-__all__ = ["Worker"]
-
 log = logging.getLogger("smckpt")
 
 A = TypeVar("A")

@@ -19,8 +19,6 @@ from smckpt.checkpoint.records.prefixes import open_spread
 from smckpt.engine.background.commands import ArenaFile, PartWritten, Watched
 from smckpt.storage import Access
 
-__all__ = ["write_part"]
-
 _CHUNK = 8 * BLOCK  # bytes per write: enough for a device's full rate, and small enough to share
 
 

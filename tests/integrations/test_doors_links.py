@@ -20,7 +20,7 @@ from smckpt.errors import CheckpointError, UsageError
 from smckpt.formats.conversion.convert import convert
 from smckpt.integrations.accelerate import merge_fsdp_weights
 from smckpt.integrations.lightning.plugin import SmckptCheckpointIO
-from smckpt.integrations.nvrx.async_ckpt.torch_ckpt import save_whole
+from smckpt.integrations.nvrx.async_ckpt import save_whole
 from smckpt.integrations.nvrx.local.basic_state_dict import BasicTensorAwareStateDict
 from smckpt.integrations.nvrx.local.ckpt_managers.local_manager import LocalCheckpointManager
 from smckpt.integrations.replaced import remove_or_keep, remove_stale, stamps

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from smckpt.errors import UsageError
+from smckpt.integrations.nvrx.async_ckpt import TorchAsyncCheckpoint
 from smckpt.integrations.nvrx.async_ckpt.core import (
     AsyncCallFailedError,
     AsyncCallsQueue,
@@ -22,7 +23,6 @@ from smckpt.integrations.nvrx.async_ckpt.filesystem_async import (
     FileSystemWriterAsync,
     get_write_results_queue,
 )
-from smckpt.integrations.nvrx.async_ckpt.torch_ckpt import TorchAsyncCheckpoint
 from tests.support import child
 from tests.support.frameworks import nvrx_ranks
 from tests.support.launch import run_ranks
@@ -147,7 +147,7 @@ def test_a_tensor_is_saved_as_it_was_when_the_request_was_scheduled(tmp_path: Pa
 FORGETFUL = """
 import sys, torch
 from smckpt.integrations.nvrx.async_ckpt.core import AsyncCallsQueue, AsyncRequest
-from smckpt.integrations.nvrx.async_ckpt.torch_ckpt import save_whole
+from smckpt.integrations.nvrx.async_ckpt import save_whole
 queue = AsyncCallsQueue(is_daemon=sys.argv[3] == "daemon")
 finalize = [lambda: None] if sys.argv[2] == "finalize" else []
 queue.schedule_async_request(AsyncRequest(save_whole, (torch.ones(3), sys.argv[1]), finalize))

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from smckpt.integrations.nvrx.async_ckpt import save_whole
 from smckpt.integrations.nvrx.async_ckpt.core import (
     AsyncCallFailedError,
     AsyncCallsQueue,
     PersistentAsyncCaller,
 )
-from smckpt.integrations.nvrx.async_ckpt.torch_ckpt import save_whole
 from smckpt.integrations.nvrx.local.basic_state_dict import BasicTensorAwareStateDict
 from smckpt.integrations.nvrx.local.ckpt_managers.local_manager import LocalCheckpointManager
 from tests.support import child

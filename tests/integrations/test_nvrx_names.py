@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
+from smckpt.integrations.nvrx.async_ckpt import TorchAsyncCheckpoint
 from smckpt.integrations.nvrx.async_ckpt.core import AsyncCallsQueue, AsyncRequest
 from smckpt.integrations.nvrx.async_ckpt.filesystem_async import get_write_results_queue
-from smckpt.integrations.nvrx.async_ckpt.torch_ckpt import TorchAsyncCheckpoint
 from smckpt.integrations.nvrx.utils import (
     dict_list_map_outplace,
     diff,

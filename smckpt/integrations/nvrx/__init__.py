@@ -14,6 +14,7 @@ give_paths(
     {
         "async_ckpt.cached_metadata_filesystem_reader": "async_ckpt.filesystem_async",
         "async_ckpt.state_dict_saver": "async_ckpt.state_dict_saver",
+        "async_ckpt.torch_ckpt": "async_ckpt",
         "local.base_state_dict": "local.basic_state_dict",
         "local.ckpt_managers.base_manager": _MANAGER,
         "local.replication.group_utils": _STRATEGIES,

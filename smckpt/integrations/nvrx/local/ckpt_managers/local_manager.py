@@ -32,8 +32,8 @@ from smckpt.errors import (
     as_checkpoint_error,
 )
 from smckpt.integrations.kept import KeptSteps, memory_of
+from smckpt.integrations.nvrx.async_ckpt import save_whole, sweep_unfinished
 from smckpt.integrations.nvrx.async_ckpt.core import AsyncRequest, PendingSave
-from smckpt.integrations.nvrx.async_ckpt.torch_ckpt import save_whole, sweep_unfinished
 from smckpt.integrations.nvrx.local.basic_state_dict import TensorAwareStateDict
 from smckpt.integrations.nvrx.local.replication.strategies import GroupWrapper, ReplicationStrategy
 from smckpt.storage.disk.directory import Directory

@@ -274,7 +274,6 @@ def _records(folder: Folder, found: Metadata) -> dict[FileRange, ArchiveRecord]:
                 raise CorruptCheckpointError(
                     f"the metadata names {at.file}, which is missing",
                     remedy="fetch the files of all ranks",
-                    path=folder.url,
                 )
             files[at.file] = file
         file = files[at.file]
@@ -297,7 +296,6 @@ def _records(folder: Folder, found: Metadata) -> dict[FileRange, ArchiveRecord]:
         raise CorruptCheckpointError(
             "the metadata places two parts at the same bytes",
             remedy="use another checkpoint",
-            path=folder.url,
         )
     return records
 
@@ -342,7 +340,6 @@ def _opened(folder: Folder, headers: dict[str, Header]) -> ForeignCheckpoint:
     if lost := sorted(set(range(1, max(numbers, default=0))) - numbers):
         raise CorruptCheckpointError(
             f"the files of shards {lost[:8]} are missing", remedy="fetch the files of all ranks",
-            path=folder.url,
         )  # fmt: skip
     boxes: dict[str, dict[Box, SavedBox]] = {}
     dtypes: dict[str, str] = {}

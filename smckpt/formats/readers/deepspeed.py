@@ -56,15 +56,15 @@ def open_zero3(folder: Folder) -> ForeignCheckpoint | None:
     if not models:
         return None
     optimizers = _of_ranks(folder, _OPTIMIZER)
-    _refuse_missing(folder, models, optimizers)
+    _refuse_missing(models, optimizers)
     states = [_root(folder, models[rank]) for rank in range(len(models))]
     groups, steps = [], []
     for rank in range(len(models)):
         state = _root(folder, optimizers[rank]).get("optimizer_state_dict")
-        groups.append(_flat_groups(folder, optimizers[rank], state, len(models)))
+        groups.append(_flat_groups(optimizers[rank], state, len(models)))
         steps.append((states[rank].get("global_steps"), _step_of(folder, state)))
         if steps[rank] != steps[0]:
-            _bad(folder, f"{optimizers[rank]} is of another step than {optimizers[0]}")
+            _bad(f"{optimizers[rank]} is of another step than {optimizers[0]}")
     names = [*models.values(), *optimizers.values()]
     return _of_parts(folder, "DeepSpeed, ZeRO stage 3", states, groups, names)
 
@@ -82,30 +82,29 @@ def open_smp_sharded(folder: Folder) -> ForeignCheckpoint | None:
     if 0 not in models or _root(folder, models[0]).get("_smp_zero2d") is not True:
         return None
     optimizers = _of_ranks(folder, _SMP_OPTIMIZER)
-    _refuse_missing(folder, models, optimizers)
+    _refuse_missing(models, optimizers)
     for name in (_SMP_CONFIG, SMP_USER):
         if name not in folder.files:
             raise UsageError(
                 f"{name} is missing, which SMP writes beside the ranks' files",
-                remedy="fetch it too", path=folder.url,
+                remedy="fetch it too",
             )  # fmt: skip
     config, user_content = _root(folder, _SMP_CONFIG), _root(folder, SMP_USER)
     if cuts := {word: config.get(word) for word in _SMP_CUTS if config.get(word) != 1}:
         raise UsageError(
             f"the weights are cut by sharded data parallelism and further, by {cuts}, and how SMP "
             "writes that is not public",
-            remedy="join it with SMP's own sharded_data_parallel_checkpoint", path=folder.url,
+            remedy="join it with SMP's own sharded_data_parallel_checkpoint",
         )  # fmt: skip
     if lacking := {"param_shapes", "buffer_names"} - user_content.keys():
         raise UsageError(
             f"{SMP_USER} has no {sorted(lacking)}, so nothing says which weights the parts are",
             remedy="save once more, with both in user_content= as Amazon's training scripts do "
             "(get_param_shapes, get_buffer_names); later versions of SMP add them by themselves",
-            path=folder.url,
         )
     state = {**user_content, "module": _root(folder, models[0]).get("module")}
     groups = [
-        _flat_groups(folder, optimizers[rank], _root(folder, optimizers[rank]), len(models))
+        _flat_groups(optimizers[rank], _root(folder, optimizers[rank]), len(models))
         for rank in range(len(models))
     ]
     names = [*models.values(), *optimizers.values(), _SMP_CONFIG, SMP_USER]
@@ -137,17 +136,17 @@ def open_universal(folder: Folder) -> ForeignCheckpoint | None:
             root = torch_root(folder.source, record)
             stored = root.get("param") if isinstance(root, Mapping) else root
             if not isinstance(stored, StoredTensor):
-                _bad(folder, f"{file} has no tensor")
+                _bad(f"{file} has no tensor")
             if stored is root:  # of stage 3: flat
-                shape = _checked(folder, name, shapes.get(name))
+                shape = _checked(name, shapes.get(name))
                 if stored.shape != (math.prod(shape),) or stored.strides != (1,):
-                    _bad(folder, f"{file} has the shape {stored.shape}, but {name} has {shape}")
+                    _bad(f"{file} has the shape {stored.shape}, but {name} has {shape}")
                 stored = replace(stored, shape=shape, strides=row_major_strides(shape))
             saved[name] = whole_tensor((name,), stored)
         if states:
-            saved |= _beside(folder, states, saved)
+            saved |= _beside(states, saved)
     except (LookupError, TypeError, AttributeError) as error:
-        _bad(folder, f"a file lacks what DeepSpeed writes ({type(error).__name__}: {error})")
+        _bad(f"a file lacks what DeepSpeed writes ({type(error).__name__}: {error})")
     sizes = {file: record.nbytes for file, (_, record) in files.items()}
     return ForeignCheckpoint(
         folder.url, "DeepSpeed, universal checkpoint", saved, folder.source, files=sizes,
@@ -163,20 +162,20 @@ def _of_parts(
     try:
         shapes = _shapes(states[0])
         if any(_shapes(state) != shapes for state in states):
-            _bad(folder, "the ranks' files name different parameters or shapes")
+            _bad("the ranks' files name different parameters or shapes")
         saved: dict[str, SavedTensor] = {}
         at = 0
         for name, shape in shapes.items():
-            count = -(-math.prod(_checked(folder, name, shape)) // len(states))
+            count = -(-math.prod(_checked(name, shape)) // len(states))
             parts = [list(_taken(flat, at, at + count)) for flat in groups]
-            saved[name] = _tensor(folder, name, shape, count, parts)
+            saved[name] = _tensor(name, shape, count, parts)
             at += count
         held = {sum(flat.shape[0] for flat in rank) for rank in groups}
         if held != {at}:
-            _bad(folder, f"the parameters have {at} elements of each rank, but the groups {held}")
-        saved |= _beside(folder, states, saved)
+            _bad(f"the parameters have {at} elements of each rank, but the groups {held}")
+        saved |= _beside(states, saved)
     except (LookupError, TypeError, AttributeError, ValueError) as error:
-        _bad(folder, f"a rank's file lacks what belongs there ({type(error).__name__}: {error})")
+        _bad(f"a rank's file lacks what belongs there ({type(error).__name__}: {error})")
     files = {name: folder.files[name].nbytes for name in names}
     facts = facts_of_state(states[0], folder.files[names[0]].path)
     for found in facts:
@@ -190,14 +189,12 @@ def _of_parts(
     return ForeignCheckpoint(folder.url, kind, saved, folder.source, files=files, model_facts=facts)
 
 
-def _refuse_missing(
-    folder: Folder, models: Mapping[int, str], optimizers: Mapping[int, str]
-) -> None:
+def _refuse_missing(models: Mapping[int, str], optimizers: Mapping[int, str]) -> None:
     if missing := sorted(set(models) ^ set(optimizers) | set(range(len(models))) - set(models)):
         raise UsageError(
             f"of the ranks {missing[:8]}, the model's or the optimizer's file is missing; both are "
             "needed",
-            remedy="fetch the files of all ranks", path=folder.url,
+            remedy="fetch the files of all ranks",
         )  # fmt: skip
 
 
@@ -211,12 +208,10 @@ def _of_ranks(folder: Folder, pattern: re.Pattern[str]) -> dict[int, str]:
                     f"{name}: the weights are cut by ZeRO stage 3 and over tensor-parallel ranks",
                     remedy="make a universal checkpoint (DeepSpeed's ds_to_universal.py), and pass "
                     "that",
-                    path=folder.url,
                 )
             if (other := found.setdefault(int(match[1]), name)) != name:
                 raise UsageError(
                     f"{other} and {name} are of one rank", remedy="remove that of another run",
-                    path=folder.url,
                 )  # fmt: skip
     return found
 
@@ -224,27 +219,27 @@ def _of_ranks(folder: Folder, pattern: re.Pattern[str]) -> dict[int, str]:
 def _root(folder: Folder, name: str) -> Mapping[str, Any]:
     root = torch_root(folder.source, folder.files[name])
     if not isinstance(root, Mapping):
-        _bad(folder, f"{name} holds a {type(root).__name__}")
+        _bad(f"{name} holds a {type(root).__name__}")
     return root
 
 
-def _flat_groups(folder: Folder, name: str, state: Any, ranks: int) -> list[StoredTensor]:
+def _flat_groups(name: str, state: Any, ranks: int) -> list[StoredTensor]:
     """state: an optimizer's."""
     if not isinstance(state, Mapping):
-        _bad(folder, f"{name} has no optimizer_state_dict")
+        _bad(f"{name} has no optimizer_state_dict")
     count = state.get("partition_count")
     counts = count if isinstance(count, list) else [count]
     if not counts or any(n != ranks for n in counts):
         raise UsageError(
             f"{name} is of {count} ranks, but there are files of {ranks}",
-            remedy="fetch the files of all ranks of one step", path=folder.url,
+            remedy="fetch the files of all ranks of one step",
         )  # fmt: skip
     groups = state.get("fp32_flat_groups")
     if not isinstance(groups, list) or not all(
         isinstance(flat, StoredTensor) and len(flat.shape) == 1 and flat.strides == (1,)
         for flat in groups
     ):
-        _bad(folder, f"{name} has no fp32_flat_groups of flat tensors")
+        _bad(f"{name} has no fp32_flat_groups of flat tensors")
     return groups
 
 
@@ -265,7 +260,7 @@ def _shapes(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _beside(
-    folder: Folder, states: Sequence[Mapping[str, Any]], trained: Mapping[str, SavedTensor]
+    states: Sequence[Mapping[str, Any]], trained: Mapping[str, SavedTensor]
 ) -> dict[str, SavedTensor]:
     """Buffers, frozen parameters, and further names of parameters."""
     first = states[0]
@@ -275,11 +270,11 @@ def _beside(
         if isinstance(first["module"].get(name), StoredTensor)
     }
     for name, shape in (first.get("frozen_param_shapes") or {}).items():
-        count = -(-math.prod(_checked(folder, name, shape)) // len(states))
+        count = -(-math.prod(_checked(name, shape)) // len(states))
         parts = [
             list(_taken([state["frozen_param_fragments"][name]], 0, count)) for state in states
         ]
-        saved[name] = _tensor(folder, name, shape, count, parts)
+        saved[name] = _tensor(name, shape, count, parts)
     for name, other in (first.get("shared_params") or {}).items():
         known = saved.get(other) or trained.get(other)
         if known is not None and name not in trained:
@@ -287,9 +282,9 @@ def _beside(
     return saved
 
 
-def _checked(folder: Folder, name: str, shape: Any) -> Shape:
+def _checked(name: str, shape: Any) -> Shape:
     if type(shape) is not tuple or any(type(n) is not int or n < 0 for n in shape):
-        _bad(folder, f"{name} has the shape {shape!r}")
+        _bad(f"{name} has the shape {shape!r}")
     return shape
 
 
@@ -304,15 +299,13 @@ def _taken(flat: Sequence[StoredTensor], low: int, high: int) -> Iterator[_Part]
         begin = end
 
 
-def _tensor(
-    folder: Folder, name: str, shape: Shape, count: int, parts: Sequence[Sequence[_Part]]
-) -> SavedTensor:
+def _tensor(name: str, shape: Shape, count: int, parts: Sequence[Sequence[_Part]]) -> SavedTensor:
     """parts: of each rank, in `count` elements of the flat parameter."""
     numel = math.prod(shape)
     boxes: list[SavedBox] = []
     dtypes = {part.stored.dtype for rank in parts for part in rank}
     if len(dtypes) > 1:
-        _bad(folder, f"{name} has the dtypes {sorted(dtypes)}")
+        _bad(f"{name} has the dtypes {sorted(dtypes)}")
     for rank, own in enumerate(parts):
         for part in own:
             start, stop = (min(rank * count + n, numel) for n in part[:2])
@@ -325,9 +318,8 @@ def _tensor(
     return SavedTensor(name, (name,), next(iter(dtypes), "float32"), shape, tuple(boxes))
 
 
-def _bad(folder: Folder, what: str) -> NoReturn:
+def _bad(what: str) -> NoReturn:
     raise CorruptCheckpointError(
         f"this is no whole checkpoint in parts: {what}",
         remedy="fetch the files of all ranks of one step, or use another checkpoint",
-        path=folder.url,
     )

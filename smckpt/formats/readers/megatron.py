@@ -59,7 +59,6 @@ def backend_of(folder: Folder) -> str | None:
         raise UsageError(
             f"this is a distributed checkpoint of Megatron-core in its format {backend}",
             remedy="load it in Megatron and save it with --ckpt-format torch_dist",
-            path=folder.url,
         )
     return backend
 

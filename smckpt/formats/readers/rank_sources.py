@@ -18,6 +18,7 @@ from smckpt.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
     UsageError,
+    errors_at,
 )
 from smckpt.formats.boxes import ForeignCheckpoint
 from smckpt.formats.names import ADAPTER_WEIGHTS, ADAPTER_WEIGHTS_BIN
@@ -153,18 +154,19 @@ def open_source(
             choose_commit(source.access.open(root.url))
             return None
     packed = root.packed
-    root = _iteration(root)
-    found = (
-        _megatron(root) or _nemo(root) or _deepspeed(root) or _smp(root) or open_dcp(root)
-        or open_shards(root) or _hub_directory(root)
-    )  # fmt: skip
-    if found is None and packed:
-        raise UsageError(
-            f"this archive of tar has no model that smckpt knows: it has {sorted(root.files)[:8]} "
-            f"and the directories {list(root.folders)[:8]}",
-            remedy="unpack it, and pass the model that is in it",
-            path=root.url,
-        )
+    with errors_at(root.url):
+        root = _iteration(root)
+    with errors_at(root.url):
+        found = (
+            _megatron(root) or _nemo(root) or _deepspeed(root) or _smp(root) or open_dcp(root)
+            or open_shards(root) or _hub_directory(root)
+        )  # fmt: skip
+        if found is None and packed:
+            raise UsageError(
+                "this archive of tar has no model that smckpt knows: it has "
+                f"{sorted(root.files)[:8]} and the directories {list(root.folders)[:8]}",
+                remedy="unpack it, and pass the model that is in it",
+            )
     return found
 
 
@@ -255,8 +257,7 @@ def _numbers(paths: Sequence[str]) -> tuple[int, ...] | None:
 
 
 def _deepspeed(folder: Folder) -> RankFilesFound | ForeignCheckpoint | None:
-    """The directory of DeepSpeed, or one of its steps: up to ZeRO stage 2, each tensor-parallel
-    rank's file has the whole of its weights."""
+    """The directory of DeepSpeed, or one of its steps."""
     # DeepSpeed's file in a directory names a step. A universal checkpoint may be all that is left
     # of the latest one.
     tags = {
@@ -267,12 +268,18 @@ def _deepspeed(folder: Folder) -> RankFilesFound | ForeignCheckpoint | None:
         latest, tag = next(iter(tags.items()))
         step = next((t for t in tags.values() if t in folder.folders and t.startswith(tag)), None)
         if step is not None:
-            folder = folder.at(step)
+            with errors_at(folder.at(step).url):
+                return _deepspeed_step(folder.at(step))
         elif any(map(_STEP.match, (tag, *folder.folders))):
             raise UsageError(
                 f"{latest} names {tag!r}, which is missing",
-                remedy="fetch it, or pass the directory of another step", path=folder.url,
+                remedy="fetch it, or pass the directory of another step",
             )  # fmt: skip
+    return _deepspeed_step(folder)
+
+
+def _deepspeed_step(folder: Folder) -> RankFilesFound | ForeignCheckpoint | None:
+    """Up to ZeRO stage 2, each tensor-parallel rank's file has the whole of its weights."""
     # a universal checkpoint has copies of stage 3's model_states
     parts = open_universal(folder) or open_zero3(folder)
     if parts is not None:
@@ -281,7 +288,6 @@ def _deepspeed(folder: Folder) -> RankFilesFound | ForeignCheckpoint | None:
         raise UsageError(
             "this is a checkpoint of DeepSpeed in pipeline stages: each layer has files of its own",
             remedy="make a universal checkpoint (DeepSpeed's ds_to_universal.py), and pass that",
-            path=folder.url,
         )
     found = [name for name in folder.files if _DEEPSPEED.fullmatch(name)]
     if not found:
@@ -290,7 +296,6 @@ def _deepspeed(folder: Folder) -> RankFilesFound | ForeignCheckpoint | None:
     if missing := sorted(set(lost) - set(found)):
         raise UsageError(
             f"the files {missing[:4]} are missing", remedy="fetch the files of all ranks",
-            path=folder.url,
         )  # fmt: skip
     files = {name: folder.files[name] for name in found}
     return RankFilesFound(files, folder.source, len(found), format="DeepSpeed")
@@ -301,7 +306,7 @@ def _deepspeed(folder: Folder) -> RankFilesFound | ForeignCheckpoint | None:
 
 def _smp(folder: Folder) -> RankFilesFound | ForeignCheckpoint | None:
     """A partial checkpoint of SMP v1 from 1.10 on (Amazon's SageMaker model parallel), or the
-    directory with `newest` above it. Each stage's ranks hold its part of the model."""
+    directory with `newest` above it."""
     if _NEWEST in folder.files:
         lines = folder.read(_NEWEST, _SHORT).decode(errors="replace").split("\n")
         last = next((line for line in reversed(lines) if line), "")
@@ -309,9 +314,15 @@ def _smp(folder: Folder) -> RankFilesFound | ForeignCheckpoint | None:
             if last not in folder.folders:
                 raise UsageError(
                     f"{_NEWEST} names {last!r}, which is missing",
-                    remedy="fetch it, or pass the directory of another step", path=folder.url,
+                    remedy="fetch it, or pass the directory of another step",
                 )  # fmt: skip
-            folder = folder.at(last)
+            with errors_at(folder.at(last).url):
+                return _smp_partial(folder.at(last))
+    return _smp_partial(folder)
+
+
+def _smp_partial(folder: Folder) -> RankFilesFound | ForeignCheckpoint | None:
+    """Each stage's ranks hold its part of the model."""
     if not folder.name.endswith(_PARTIAL):
         return None
     if (sharded := open_smp_sharded(folder)) is not None:
@@ -326,7 +337,6 @@ def _smp(folder: Folder) -> RankFilesFound | ForeignCheckpoint | None:
         what = f"{missing} is missing" if missing else "the files of the ranks are of several runs"
         raise UsageError(
             what, remedy="fetch the files of all ranks of one step, and of no other",
-            path=folder.url,
         )  # fmt: skip
     files = {name: folder.files[name] for name in _smp_names(pp, tp)}
     beside = None
@@ -353,7 +363,7 @@ def _smp_degrees(folder: Folder, name: str) -> tuple[int, int] | None:
     if type(pp) is not int or type(tp) is not int or pp < 1 or tp < 1:
         raise CorruptCheckpointError(
             f"{name} tells the degrees {pp!r} and {tp!r}",
-            remedy="fetch the file again, or use another checkpoint", path=folder.url,
+            remedy="fetch the file again, or use another checkpoint",
         )  # fmt: skip
     return pp, tp
 
@@ -377,7 +387,6 @@ def _iteration(folder: Folder) -> Folder:
         raise UsageError(
             f"{_LATEST} names {latest}, but {found} is missing",
             remedy=f"fetch {found}, or pass the directory of another iteration",
-            path=folder.url,
         )
     return folder.at(found)
 
@@ -437,7 +446,6 @@ def _of_ranks(
         elif folder.find(f"{name}/{file}") is not None:
             raise UsageError(
                 f"{other} and {name} are of one rank", remedy="remove that of another run",
-                path=folder.url,
             )  # fmt: skip
     tp, pp, ep = (1 + max(rank[number] for rank in ranks) for number in range(3))
     files = {}
@@ -454,7 +462,6 @@ def _of_ranks(
                         f"the file of {stage}tensor-parallel rank {t}, expert-parallel rank {e} is "
                         "missing",
                         remedy=f"fetch {path} too",
-                        path=folder.url,
                     )
                 files[path] = record
     return RankFilesFound(files, folder.source, tp, ep, kind, pp, beside=beside)

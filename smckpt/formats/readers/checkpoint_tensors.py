@@ -49,7 +49,6 @@ def degrees_of(
                     f"the recorded order is {', '.join(state.order)}, with context-parallel degree "
                     f"{state.cp_size}",
                     remedy="export the files of ranks",
-                    path=catalogue.url,
                 )
     for name, given, saved in (("tp", tp, state.tp_size), ("ep", ep, state.ep_size)):
         if name == "ep" and apart:
@@ -58,7 +57,6 @@ def degrees_of(
             raise UsageError(
                 f"{name}={given}, but the checkpoint was saved with {name}={saved}",
                 remedy=f"leave {name}= out",
-                path=catalogue.url,
             )
     return Degrees.of(state.tp_size, ep or state.ep_size, etp, state.ep_size)
 
@@ -74,14 +72,12 @@ def stages_of(catalogue: Catalogue, pp: int | None) -> int:
             raise UsageError(
                 f"pp={pp}, but the checkpoint does not record which stage each rank belongs to",
                 remedy="save with SaveOptions(parallel_state=), or export the files of ranks",
-                path=catalogue.url,
             )
         return 1
     saved = ParallelState.from_json(catalogue.topology).pp_size
     if pp not in (None, saved):
         raise UsageError(
             f"pp={pp}, but the checkpoint was saved with pp={saved}", remedy="leave pp= out",
-            path=catalogue.url,
         )  # fmt: skip
     return saved
 
@@ -141,7 +137,7 @@ class CheckpointTensors:
                 if len(stages) > 1 and not row.geometry.per_rank:
                     raise TopologyError(
                         f"{name} is distributed over the pipeline stages {sorted(stages)}",
-                        remedy="save the model on meshes of one stage each", path=self.url,
+                        remedy="save the model on meshes of one stage each",
                     )  # fmt: skip
                 if self._stage in stages:
                     rows.append((row, fqn))
@@ -154,7 +150,7 @@ class CheckpointTensors:
             if row.dtype != dtype:
                 raise TopologyError(
                     f"some ranks saved {name} as {dtype}, others as {row.dtype}",
-                    remedy="save all ranks' parts in one dtype", path=self.url,
+                    remedy="save all ranks' parts in one dtype",
                 )  # fmt: skip
             sharing = self._coordinates  # of the ranks that share the row's tensor
             if self._state is not None:
@@ -168,7 +164,6 @@ class CheckpointTensors:
                         f"{name} is sharded over some of the tensor- and expert-parallel ranks, "
                         "but not over others",
                         remedy="save it on a mesh of all of them, or of one tp and ep rank each",
-                        path=self.url,
                     )
                 whole = shape
                 self._rows.setdefault(TensorKey(name), []).append((row, fqn))
@@ -187,7 +182,6 @@ class CheckpointTensors:
                 "which tensor-parallel rank each belongs to",
                 remedy="save with SaveOptions(parallel_state=), or export the files of single "
                 "ranks",
-                path=self.url,
             )
         return RankTensors(name, dtype, {} if whole is not None else shards, whole)
 
@@ -234,7 +228,6 @@ class CheckpointTensors:
                             remedy="save with the job's true SaveOptions(parallel_state=) (and its "
                             "order=: Megatron counts expert-parallel before context-parallel "
                             "ranks), or export the ranks' files",
-                            path=self.url,
                         )
 
     def differs(self, name: str) -> bool:

@@ -135,15 +135,15 @@ class Parallel:
         check_counts(**{name: count for name, count in counts.items() if count is not None})
         check_flags(allow_equal_ranks=self.allow_equal_ranks)
 
-    def refuse_chunks(self, where: str) -> None:
+    def refuse_chunks(self) -> None:
         """Raise UsageError if chunks of pipeline stages are given although there are no stages."""
         if self.vpp is not None:
             raise UsageError(
                 f"vpp={self.vpp}, but the model is not in pipeline stages",
-                remedy="leave vpp= out, or pass pp=", path=where,
+                remedy="leave vpp= out, or pass pp=",
             )  # fmt: skip
 
-    def refuse_degrees(self, where: str) -> None:
+    def refuse_degrees(self) -> None:
         """Raise UsageError if degrees are given although the names are Hugging Face's own."""
         given = (self.tp, self.ep, self.etp, self.padded_vocab_size, self.pp, self.vpp)
         if any(value is not None for value in given):
@@ -151,7 +151,6 @@ class Parallel:
                 "tp=, ep=, etp=, padded_vocab_size=, pp= or vpp= are given, but the names are "
                 "Hugging Face's own",
                 remedy="leave them out, or pass layout=",
-                path=where,
             )
 
 
@@ -197,14 +196,15 @@ def open_model(
     Raises:
         as `export_hf`.
     """
-    found = open_source(checkpoint, access)
+    found = open_source(checkpoint, access) or open_any(access.open(checkpoint))
     opener = _Opener(prefix, settings, given, packed and not peft)
-    if isinstance(found, RankFilesFound):
-        made = opener.files(found)
-    elif isinstance(found, ForeignCheckpoint):
-        made = opener.foreign(found)
-    else:
-        made = opener.ours(open_any(access.open(checkpoint)))
+    with errors_at(found.url):
+        if isinstance(found, RankFilesFound):
+            made = opener.files(found)
+        elif isinstance(found, ForeignCheckpoint):
+            made = opener.foreign(found)
+        else:
+            made = opener.ours(found)
     if peft:
         return made
     made = _compared(made, settings, _beside(access, checkpoint))
@@ -306,7 +306,7 @@ class _Opener:
         given, identity = self.given, catalogue.identity
         pp = stages_of(catalogue, given.pp)
         if pp == 1:
-            given.refuse_chunks(catalogue.url)
+            given.refuse_chunks()
         choose = tensors_at if pp == 1 else stage_tensors
         tensors = unwrapped(choose(catalogue, self.prefix))
         # of a weight of a class that holds several tensors, none alone has its values
@@ -327,11 +327,10 @@ class _Opener:
                     "export writes tensors with values of their own",
                     remedy="load it into the model, dequantise it there (its class has "
                     "dequantize()), save that and export it",
-                    path=catalogue.url,
                 )
         cut = self._is_layout(tensors, catalogue.url)
         if pp == 1 and not cut and not has_parts_of_ranks(catalogue, tensors):
-            given.refuse_degrees(catalogue.url)
+            given.refuse_degrees()
             whole = LogicalTensors(catalogue, tensors)
             return ModelSource(
                 whole, Degrees.of(1, 1), given, facts=facts, identity=identity, step=catalogue.step
@@ -359,20 +358,19 @@ class _Opener:
         if given.pp not in (None, 1):
             raise UsageError(
                 f"pp={given.pp}, but such a source has the tensors of all stages by one name each",
-                remedy="leave pp= out", path=found.url,
+                remedy="leave pp= out",
             )  # fmt: skip
-        given.refuse_chunks(found.url)
+        given.refuse_chunks()
         tensors = unwrapped(tensors_at(found, self.prefix))
         if not given.allow_equal_ranks:
             refuse_equal_files((found.saved[t.name] for t in tensors.values()), found.source)
         reader: TensorReader = found.reader(tensors)
         cut = self._is_layout(reader.held, found.url)
         if not cut:
-            given.refuse_degrees(found.url)
+            given.refuse_degrees()
         notes: tuple[str, ...] = ()
         if found.format == HUB_DIRECTORY:
-            with errors_at(found.url):
-                reader = dequantized(reader, self.settings)
+            reader = dequantized(reader, self.settings)
             if adapter := found.facts.get("adapter"):
                 notes = (
                     f"{adapter} beside the weights was left out; transformers adds such an adapter "
@@ -394,11 +392,11 @@ class _Opener:
         if self.given.pp not in (None, files.pp or self.given.pp):
             raise UsageError(
                 f"pp={self.given.pp}, but there are {files.pp} pipeline stages",
-                remedy="leave pp= out", path=files.url,
+                remedy="leave pp= out",
             )  # fmt: skip
         degrees, pp = given.degrees, given.pp or 1
         if pp == 1 or files.alone:
-            given.refuse_chunks(files.url)
+            given.refuse_chunks()
         reader, notes = open_ranks(
             files,
             degrees,

@@ -27,8 +27,6 @@ from smckpt.manager.record import memory_of
 from smckpt.storage import Storage
 from smckpt.storage.urls import is_in_memory, relative_url
 
-__all__ = ["Condition", "examine", "mend_remedy", "what_of"]
-
 
 @dataclass(frozen=True)
 class Condition:

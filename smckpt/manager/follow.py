@@ -30,8 +30,6 @@ from smckpt.errors import (
 from smckpt.storage import Access, StoreOptions, access_to
 from smckpt.storage.urls import Below, join_url, normal_url, relative_url
 
-__all__ = ["RECORD", "FollowedStep", "follow"]
-
 log = logging.getLogger("smckpt")
 
 RECORD = "smckpt_export.json"

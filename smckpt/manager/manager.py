@@ -55,8 +55,6 @@ from smckpt.state_dict.of_optimizers.bindings import optimizer_dicts
 from smckpt.storage import StoreOptions, access_to
 from smckpt.storage.urls import Below, is_below, normal_url
 
-__all__ = ["CheckpointManager"]
-
 log = logging.getLogger("smckpt")
 
 QUEUE = "manager"

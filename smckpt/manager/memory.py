@@ -48,8 +48,6 @@ from smckpt.storage.memory.store import KeeperStorage, asked_locally, job_of
 from smckpt.storage.memory.wire import Peer, own_address
 from smckpt.storage.urls import Below
 
-__all__ = ["MEMORY_QUEUE", "Memory", "MemoryTier", "Tiers"]
-
 log = logging.getLogger("smckpt")
 
 MEMORY_QUEUE = "manager-memory"

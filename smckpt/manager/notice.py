@@ -30,8 +30,6 @@ from smckpt.meeting.group import Membership
 from smckpt.meeting.round import Meeting
 from smckpt.meeting.store import OverStore
 
-__all__ = ["Notice", "Signals", "Watch", "signals_of"]
-
 log = logging.getLogger("smckpt")
 
 POLL_SECONDS = 0.5

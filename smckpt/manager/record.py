@@ -26,22 +26,6 @@ from smckpt.meeting.presence import has_ended, own_process
 from smckpt.storage import Storage
 from smckpt.storage.urls import file_url, is_in_memory_here
 
-__all__ = [
-    "History",
-    "RunAttempt",
-    "Uncommitted",
-    "claim_of",
-    "history_of",
-    "mark_of",
-    "memory_of",
-    "not_abandoned",
-    "recorded",
-    "run_in",
-    "run_of",
-    "save_seconds_of",
-    "uncommitted_at",
-]
-
 log = logging.getLogger("smckpt")
 
 _MOST_BYTES = 1 << 12

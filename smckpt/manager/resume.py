@@ -30,8 +30,6 @@ from smckpt.manager.memory import Tiers
 from smckpt.meeting.round import Meeting
 from smckpt.storage.faults import PAUSE, may_pass
 
-__all__ = ["Resumed", "is_damage", "resume"]
-
 log = logging.getLogger("smckpt")
 
 

@@ -27,8 +27,6 @@ from smckpt.checkpoint.commits.run_directory import RetentionPolicy, RunDirector
 from smckpt.errors import CheckpointError, StorageError, UsageError
 from smckpt.manager.record import claim_of, mark_of
 
-__all__ = ["Best", "Every", "Newest", "Retention", "Rivals", "policies_of", "refuse_count"]
-
 log = logging.getLogger("smckpt")
 
 _LOOKS_BACK = 16  # steps whose generation counts at the start: those of the latest manager

@@ -27,15 +27,6 @@ from smckpt.storage import Storage
 from smckpt.storage.disk import lustre
 from smckpt.topology import ParallelState
 
-__all__ = [
-    "Room",
-    "check_room",
-    "degrees_text",
-    "get_memory",
-    "meet_about_room",
-    "room_at",
-]
-
 log = logging.getLogger("smckpt")
 
 _NAMED = 4  # full targets in one warning

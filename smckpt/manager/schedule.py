@@ -28,8 +28,6 @@ from smckpt.meeting.keys import Keys
 from smckpt.meeting.store import OverStore
 from smckpt.storage import Storage
 
-__all__ = ["ChosenInterval", "Interval", "Schedule", "choose", "refused"]
-
 log = logging.getLogger("smckpt")
 
 Interval = int | datetime.timedelta | Literal["auto"]

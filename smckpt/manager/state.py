@@ -21,21 +21,6 @@ from smckpt.state_dict.tags import is_stateful
 
 log = logging.getLogger("smckpt")
 
-__all__ = [
-    "Failed",
-    "give_back",
-    "go_on_at_random",
-    "models_in",
-    "optimizer_state",
-    "optimizers_in",
-    "random_state",
-    "random_target",
-    "refuse_positions_of_ranks",
-    "run_state",
-    "set_random_state",
-    "taken",
-]
-
 
 def models_in(state: Any) -> list[nn.Module]:
     """The modules in a state, in its order."""

@@ -20,8 +20,6 @@ from smckpt.state_dict.of_optimizers.own_methods import hand_to_hooks
 from smckpt.state_dict.tags import ModelStateDict, RememberingDict, set_tag, tag_of
 from smckpt.state_dict.views import ModelView
 
-__all__ = ["FULL", "LOCAL", "SHARDED", "Names", "SMStateDictType", "Taker", "instead", "taking"]
-
 
 class SMStateDictType(enum.Enum):
     """FULL: everything gathered on one rank. SHARDED: this rank's shards by name, loadable on any

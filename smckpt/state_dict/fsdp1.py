@@ -25,8 +25,6 @@ from smckpt.state_dict.tags import Tag, plain_tag, set_tag, stand_in
 from smckpt.state_dict.tensors import lacking
 from smckpt.state_dict.views import Held, Member, ModelView
 
-__all__ = ["Fsdp1View"]
-
 log = logging.getLogger("smckpt")
 
 _FLAT_NAMES = (

@@ -13,8 +13,6 @@ from smckpt.registry import Registry
 from smckpt.state_dict.fsdp1 import Fsdp1View
 from smckpt.state_dict.views import DdpView, Fsdp2View, ModelView
 
-__all__ = ["modules_in", "names_in_state", "register_model_view", "view_of"]
-
 _VIEWS: Registry[Any] = Registry(
     "model view",
     type,

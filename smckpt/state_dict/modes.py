@@ -29,19 +29,6 @@ from smckpt.errors import StateError
 from smckpt.layout.containers import is_extra_state
 from smckpt.state_dict.tensors import dtensor_parts, is_dtensor
 
-__all__ = [
-    "call_load_hooks",
-    "computed_names",
-    "concrete",
-    "give_back",
-    "give_extra_state",
-    "loads_itself",
-    "mode_of",
-    "neutral",
-    "own_state_dict",
-    "read_by",
-]
-
 
 @contextmanager
 def concrete() -> Iterator[None]:

@@ -46,8 +46,6 @@ from smckpt.state_dict.tags import (
 )
 from smckpt.state_dict.tensors import cuts_itself, dtensor_parts, is_dtensor
 
-__all__ = ["Materialised", "Opened"]
-
 
 class Opened:
     """Copies of containers for the time of a load. In a copy, an object is replaced by its state

@@ -37,21 +37,6 @@ from smckpt.state_dict.tensors import (
     unwrapped,
 )
 
-__all__ = [
-    "is_made_as",
-    "joined",
-    "made_of_parts",
-    "match",
-    "not_made",
-    "note_attributes",
-    "of_own_class",
-    "parts_of",
-    "refuse_gathered",
-    "refuse_key",
-    "register_tensor_class",
-    "unregistered",
-]
-
 log = logging.getLogger("smckpt")
 
 _LIBRARIES = ("torch", "torchao")

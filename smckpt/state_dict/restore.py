@@ -47,12 +47,6 @@ from smckpt.state_dict.tensors import is_dtensor
 if TYPE_CHECKING:
     from smckpt.checkpoint.reading.loading_rank import LoadingRank
 
-__all__ = [
-    "gathered_parts",
-    "make_read",
-    "put",
-    "restore",
-]
 
 log = logging.getLogger("smckpt")
 

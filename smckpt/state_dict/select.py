@@ -75,8 +75,6 @@ from smckpt.state_dict.tensors import (
     unsupported,
 )
 
-__all__ = ["Selection", "Selector"]
-
 _SCALARS = frozenset((int, float, str, bool, bytes, type(None)))
 
 

@@ -27,30 +27,6 @@ from smckpt.state_dict.tensors import (
     unwrapped,
 )
 
-__all__ = [
-    "FullStateDict",
-    "ModelStateDict",
-    "OptimizerStateDict",
-    "ParamGroups",
-    "RememberingDict",
-    "StatefulStateDict",
-    "Tag",
-    "clear_tag",
-    "is_parameter",
-    "is_stateful",
-    "is_stepped",
-    "local_of",
-    "model_of",
-    "plain_tag",
-    "put_back",
-    "renew_tag",
-    "set_model",
-    "set_parts",
-    "set_tag",
-    "stand_in",
-    "tag_of",
-]
-
 _ATTRIBUTE = "_smckpt_tag"
 _MODEL = "_smckpt_model"
 _PARTS = "_smckpt_parts"  # the tensors that an array was joined from

@@ -19,42 +19,6 @@ from smckpt.layout.entries import DTYPES, Path, dotted
 from smckpt.layout.mesh import Mesh, Placement
 from smckpt.layout.strided import Box
 
-__all__ = [
-    "PLAIN",
-    "arranged",
-    "cuts_itself",
-    "detached",
-    "dtensor_parts",
-    "dtype_name",
-    "expanded_in",
-    "fill",
-    "first_overlap",
-    "flagged",
-    "flags_of",
-    "flattened",
-    "from_numpy",
-    "is_dtensor",
-    "is_flattening",
-    "is_of_own_class",
-    "is_sharded_tensor",
-    "is_transformed",
-    "is_wrapper",
-    "lacking",
-    "mesh_of",
-    "of_parameters",
-    "order_of",
-    "pending_in",
-    "pending_on_mesh",
-    "placement_of",
-    "reach_of",
-    "refuse_kind",
-    "same_bits",
-    "shards_of",
-    "unsupported",
-    "unwrapped",
-    "zeros_on_mesh",
-]
-
 
 def lacking(strategy: str, name: str) -> StateError:
     """The error if the installed torch lacks a private name."""

@@ -22,8 +22,6 @@ from smckpt.state_dict.modes import computed_names, give_back, own_state_dict, r
 from smckpt.state_dict.tags import Tag, plain_tag, set_model, set_tag
 from smckpt.state_dict.tensors import detached, dtensor_parts, is_dtensor
 
-__all__ = ["DdpView", "Fsdp2View", "Held", "Member", "ModelView"]
-
 
 @dataclass(frozen=True)
 class Member:

@@ -21,19 +21,6 @@ from smckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
 from smckpt.storage import Access, Storage
 from smckpt.storage.urls import file_url
 
-__all__ = [
-    "SCRATCH_BYTES",
-    "Destination",
-    "HostMemory",
-    "OtherFile",
-    "SavedFile",
-    "Scratch",
-    "Span",
-    "Stores",
-    "not_missing",
-    "requests",
-]
-
 SCRATCH_BYTES = 16 << 20  # per thread, for bytes that are read but not wanted
 DISK = "use an older checkpoint, and check the disk"
 

@@ -24,13 +24,6 @@ from smckpt.registry import READERS
 from smckpt.storage import Storage
 from smckpt.storage.urls import file_url
 
-__all__ = [
-    "CommittedCatalogue",
-    "catalogue_of",
-    "open_any",
-    "open_catalogue",
-]
-
 
 class CommittedCatalogue(Catalogue):
     """A committed checkpoint of ours; made by `open_catalogue`.

@@ -22,8 +22,6 @@ from smckpt.layout.containers import is_closed, is_extra_state
 from smckpt.layout.entries import Entry, Path, dotted
 from smckpt.topology import ParallelState
 
-__all__ = ["LoadingRank", "Values"]
-
 Values = dict[str, tuple[Path, Any]]  # key → (path, value), of what is no tensor
 
 

@@ -25,17 +25,6 @@ from smckpt.layout.geometry import Geometry
 from smckpt.layout.mesh import Shape
 from smckpt.layout.strided import Box, Copy, Piece, Strided
 
-__all__ = [
-    "ambiguous",
-    "differing_names",
-    "other_degree",
-    "other_tensor",
-    "plan_local",
-    "refuse_names",
-    "reshard",
-    "uncovered",
-]
-
 
 def plan_local(
     me: LoadingRank,

@@ -19,8 +19,6 @@ from smckpt.checkpoint.records.crc import BLOCK
 from smckpt.layout.strided import elements
 from smckpt.layout.strided import execute as copy_elements
 
-__all__ = ["Portion", "PortionTargets", "TeamRuns", "divided", "portion_bytes", "portions", "teams"]
-
 _PORTION = 4 << 20  # bytes; larger ones leave the processor's cache before they are copied
 _FAR = 16 << 20  # bytes of a portion where requests take tens of milliseconds
 _TEAM = 64  # members: each talks with each other one

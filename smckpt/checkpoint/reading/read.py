@@ -31,22 +31,6 @@ from smckpt.errors import CorruptCheckpointError
 from smckpt.layout.strided import Box, Copy, elements
 from smckpt.layout.strided import execute as copy_elements
 
-__all__ = [
-    "Meter",
-    "Progress",
-    "ReadPlan",
-    "Reads",
-    "SharedReads",
-    "StoredCopy",
-    "execute",
-    "halves",
-    "ranges",
-    "same_bytes",
-    "scattered",
-    "share_of_processors",
-    "source_of",
-]
-
 Task = Callable[[], None]
 
 # Bytes of a request, if the storage takes so many. Smaller requests cost more per byte, but even a

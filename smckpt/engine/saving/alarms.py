@@ -25,8 +25,6 @@ from smckpt.layout.entries import Entry
 from smckpt.layout.image import Layout, shares
 from smckpt.staging.copies import checksums
 
-__all__ = ["Alarms", "Last", "Observed", "Observer", "Shared", "judge"]
-
 NAMED = 6  # names in a message
 CHOICES = ("off", "warn", "error")
 

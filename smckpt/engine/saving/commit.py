@@ -45,8 +45,6 @@ from smckpt.meeting.round import Meeting, Round
 from smckpt.storage import Access
 from smckpt.storage.urls import bucket_url, common_parent, parent_url, relative_url
 
-__all__ = ["Committed", "Committer", "Written"]
-
 LEASES_KEPT = 64  # directories whose lease is remembered
 PROBES_SOUGHT = 8  # directories in which a rank looks for a probe
 PROBE_SECONDS = 10.0  # the ranks wait for the verdict while a probe of a refused save is written

@@ -17,8 +17,6 @@ from smckpt.errors import CheckpointError, PeerError, UsageError
 from smckpt.meeting.group import Membership
 from smckpt.meeting.round import Meeting
 
-__all__ = ["GroupSave", "Steps", "Ticket", "refuse_unequal"]
-
 Groups = tuple[tuple[int, ...], ...]
 
 

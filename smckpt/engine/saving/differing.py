@@ -9,8 +9,6 @@ from typing import Any, TypeVar
 from smckpt.engine.saving.moment import NAMED, Moment
 from smckpt.errors import UsageError, as_checkpoint_error, few
 
-__all__ = ["of_moment", "ranks_text", "refuse_different", "tells_nothing"]
-
 T = TypeVar("T")
 
 # A checkpoint id that names a step: "run/step_5", "checkpoint-5", "0005"

@@ -27,17 +27,6 @@ from smckpt.storage import Access, Storage
 from smckpt.storage.budget import Share, Spread
 from smckpt.topology import ParallelState
 
-__all__ = [
-    "SaveHandle",
-    "SaveJob",
-    "SaveOptions",
-    "SaveRequest",
-    "SavesOfGroup",
-    "Timings",
-    "bytes_text",
-    "options_of",
-]
-
 log = logging.getLogger("smckpt")
 
 

@@ -26,14 +26,6 @@ import torch
 from smckpt.layout.entries import Path, dotted
 from smckpt.state_dict.select import Selection
 
-__all__ = [
-    "NAMED",
-    "Moment",
-    "loaded_steps",
-    "moment_of",
-    "moment_read",
-]
-
 NAMED = 8  # ranks, or counters, that are named one by one
 _DEEP = 5  # how many dicts deep counters are looked for
 

@@ -36,8 +36,6 @@ from smckpt.meeting.round import Round
 from smckpt.staging.arena import beside_captures
 from smckpt.staging.overlap import Overlap
 
-__all__ = ["SaveQueue"]
-
 LEAVE_SECONDS = 30.0  # seconds in which a thread ends, and in which peers leave the store's host
 
 IDLE_SECONDS = 1.0  # how often an idle queue looks whether its process group still exists

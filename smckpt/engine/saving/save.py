@@ -42,7 +42,6 @@ from smckpt.state_dict.select import Selection, Selector
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-__all__ = ["Compiled", "Saver", "Staged"]
 
 log = logging.getLogger("smckpt")
 

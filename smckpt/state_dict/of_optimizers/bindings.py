@@ -32,22 +32,6 @@ from smckpt.state_dict.tags import (
 from smckpt.state_dict.tensors import dtensor_parts, flagged, flags_of, is_dtensor
 from smckpt.state_dict.views import Held, Member, ModelView
 
-__all__ = [
-    "Binding",
-    "bind",
-    "bound",
-    "has_no_elements",
-    "inside",
-    "is_optimizer_dict",
-    "live_optimizers",
-    "optimizer_dicts",
-    "owner_of",
-    "placed_in",
-    "stock",
-    "stock_record",
-    "walked",
-]
-
 
 @dataclass(frozen=True)
 class Binding:

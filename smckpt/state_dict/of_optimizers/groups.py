@@ -19,16 +19,6 @@ from smckpt.state_dict.tensors import expanded_in, same_bits
 if TYPE_CHECKING:
     from smckpt.checkpoint.reading.catalogue import Catalogue
 
-__all__ = [
-    "fill_groups",
-    "matched_groups",
-    "name_left",
-    "names_of",
-    "names_record",
-    "number_as_saved",
-    "renamed_groups",
-    "with_own_numbers",
-]
 
 log = logging.getLogger("smckpt")
 

@@ -46,16 +46,6 @@ from smckpt.state_dict.tensors import dtensor_parts, is_dtensor, order_of
 if TYPE_CHECKING:
     from smckpt.checkpoint.reading.loading_rank import LoadingRank
 
-__all__ = [
-    "copy_exactly",
-    "fill_optimizer",
-    "in_common",
-    "named_as_target",
-    "of_no_parameter",
-    "prepare_optimizers",
-    "put",
-]
-
 
 def prepare_optimizers(
     state_dict: MutableMapping[str, Any],

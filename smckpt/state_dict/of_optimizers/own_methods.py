@@ -34,21 +34,6 @@ from smckpt.state_dict.of_optimizers.bindings import (
 )
 from smckpt.state_dict.tensors import dtensor_parts, is_dtensor, is_flattening
 
-__all__ = [
-    "copied",
-    "exactly",
-    "hand_over",
-    "hand_to_hooks",
-    "hand_to_wrapper",
-    "has_own_methods",
-    "init_optim_state",
-    "init_slots",
-    "is_optimizer",
-    "stock_methods",
-    "swaps_parameters",
-    "wrappers_in",
-]
-
 log = logging.getLogger("smckpt")
 
 _METHODS = ("state_dict", "load_state_dict")

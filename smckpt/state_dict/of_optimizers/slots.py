@@ -45,8 +45,6 @@ from smckpt.state_dict.tensors import (
 if TYPE_CHECKING:
     from smckpt.checkpoint.reading.loading_rank import LoadingRank
 
-__all__ = ["ABSENT", "Room", "SavedSlot", "SavedState", "aligned", "described", "room"]
-
 
 @dataclass(frozen=True)
 class SavedSlot:

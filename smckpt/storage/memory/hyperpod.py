@@ -37,8 +37,6 @@ from smckpt.storage.faults import name_taken, too_short
 from smckpt.storage.spool import SpooledWriter
 from smckpt.storage.urls import file_url, is_local
 
-__all__ = ["RETAINED", "Daemon", "HyperPodStorage", "daemon_url"]
-
 RANKS = 1024  # of a namespace in the daemon; those above are in further ones
 RETAINED = 8  # blobs of a rank that the daemon keeps, so that dead jobs cannot fill it
 SECONDS = 60.0  # for each piece of an answer, as the package waits

@@ -38,8 +38,6 @@ from smckpt.storage.memory.wire import (
     user_of,
 )
 
-__all__ = ["Keeper", "listening", "main"]
-
 # Bytes that are received, and sent, at a time. A rank that waits for copies hears of each piece:
 # over a slow link a larger one would take longer than IDLE.
 _PIECE = 8 << 20

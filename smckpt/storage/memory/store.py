@@ -38,8 +38,6 @@ from smckpt.storage.memory.wire import (
 )
 from smckpt.storage.urls import file_url
 
-__all__ = ["KeeperStorage", "asked_locally", "job_of"]
-
 Result = TypeVar("Result")
 
 VOTERS = 5  # keepers that hold each small file

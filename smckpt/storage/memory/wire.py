@@ -19,20 +19,6 @@ import struct
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = [
-    "KeeperRefusal",
-    "Peer",
-    "call",
-    "challenged",
-    "fill",
-    "local_name",
-    "own_address",
-    "receive",
-    "reply_of",
-    "send",
-    "user_of",
-]
-
 MOST = 1 << 26  # bytes of a header: a listing of a million files
 _LENGTH = struct.Struct(">I")
 _CREDENTIALS = struct.Struct("3i")  # process, user, group

@@ -222,12 +222,16 @@ def trained_late(folder: str, turns: list[tuple[str, str]]) -> list[list[str]]:
         for step in range(1, STEPS + 1):
             if step == 3:
                 optimizer.add_param_group({"params": [late], "lr": 0.01})
-            for parameter in (early, late)[: 1 + (step >= 3)]:
+            rests = "rests" in how and step >= 5
+            early.grad = late.grad = None
+            for parameter in (early, late)[: 1 + (step >= 3) - rests]:
                 parameter.grad = torch.ones_like(parameter) if parameter.numel() else None
             optimizer.step()
             if "skips" in how and rank == 1 and step == 4:
                 continue
             if "resumes" in how and step < 4:
+                continue
+            if "sparse" in how and step % 2:  # the second layer begins between two saves
                 continue
             if "unequal" in how and step == (6, 4)[rank]:  # as many saves on each rank
                 continue
@@ -237,7 +241,10 @@ def trained_late(folder: str, turns: list[tuple[str, str]]) -> list[list[str]]:
                 state["trainer"] = {"global_step": step}
             if tells == "an option":
                 state["args"] = {"train_steps": 1000}
-            name = {"the id": f"step_{step}", "a fixed number": "2"}.get(tells, "c")
+            if tells == "samples":
+                state["consumed_samples"] = 8 * step
+            ids = {"the id": f"step_{step}", "a fixed number": "2", "epochs": f"{step // 2}"}
+            name = ids.get(tells, "c")
             try:
                 smckpt.async_save(
                     state,
@@ -255,21 +262,25 @@ def trained_late(folder: str, turns: list[tuple[str, str]]) -> list[list[str]]:
 def test_ranks_that_hold_other_parameters_may_differ_in_step(tmp_path: Path) -> None:
     fine = [("alone", tells) for tells in ("", "step=", "a counter", "the id")]
     fine += [("alone resumes", "step="), ("alone resumes", "the id"), ("shared resumes", "")]
+    fine += [("alone sparse", tells) for tells in ("", "epochs", "samples")]
+    fine += [("alone sparse rests", "")]
     wrong = [("shared skips", ""), ("shared skips", "step="), ("alone skips", "step=")]
     wrong += [("alone skips", "a counter")]
     mixed = [("alone unequal", tells) for tells in ("a fixed number", "an option")]
     mixed += [("alone resumes unequal", "a fixed number"), ("alone resumes", "")]
+    mixed += [("alone sparse resumes", "epochs")]
     for told in run_ranks(trained_late, 2, str(tmp_path), [*fine, *wrong, *mixed], timeout=240):
         assert told[: len(fine)] == [[]] * len(fine)
-        for texts, case in zip(told[len(fine) : -4], wrong, strict=True):
+        for texts, case in zip(told[len(fine) : -len(mixed)], wrong, strict=True):
             assert len(texts) == 1, (case, texts)
             assert "different steps as one" in texts[0] and "rank 1 skipped the save" in texts[0]
         # Nothing that both ranks have goes on with the saves, so that they never meet again.
-        assert [len(texts) for texts in told[-4:]] == [2, 2, 2, 3]
-        for text in itertools.chain(*told[-4:]):
+        # But ids of its saves do, from the second one on.
+        assert [len(texts) for texts in told[-len(mixed) :]] == [2, 2, 2, 3, 1]
+        for text in itertools.chain(*told[-len(mixed) :]):
             assert "different steps as one" in text and "pass step=" in text
         # Before a first save nothing tells who is behind, if anybody is.
-        assert "skipped the save" in told[-4][0] and "skipped" not in str(told[-2:])
+        assert "skipped the save" in told[-len(mixed)][0] and "skipped" not in str(told[-3:])
 
 
 def stages_go_on(folder: str, turns: list[str], life: int) -> list[list[str]]:

@@ -273,9 +273,13 @@ class Committer:
     def _refuse_different(self, job: SaveJob, moments: dict[int, Moment]) -> None:
         """Refuse the saves of ranks that are at different steps."""
         again = job.request.directory in self._directories
-        earlier, self._refused = self._refused, {who: m.directory for who, m in moments.items()}
-        refuse_different(moments, ranks_text, values=again, earlier=earlier, last=self._last)
-        self._refused = {}
+        try:
+            refuse_different(
+                moments, ranks_text, values=again, earlier=self._refused, last=self._last
+            )
+        except UsageError:
+            self._refused = {who: moment.directory for who, moment in moments.items()}
+            raise
         lowest, *_ = sorted(moments)
         others = [who for who in moments if moments[who].metadata != moments[lowest].metadata]
         if others and not self._warned_of_metadata:
@@ -306,7 +310,7 @@ class Committer:
             )
         moments = {part.rank: part.moment for part in written.values()}
         self._refuse_different(job, moments)
-        self._last = moments
+        self._last, self._refused = moments, {}
         self._directories[job.request.directory] = None
         if len(self._directories) > LEASES_KEPT:
             del self._directories[next(iter(self._directories))]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -72,7 +73,7 @@ def refuse_different(
         )
         mixed.moment = vars(Moment())  # none is beyond that
         raise mixed
-    signs = _comparable(moments, last or {})
+    signs = _comparable(moments, last or {}, earlier or {})
     sign = _first_different(signs)
     directories = _grouped({who: moment.directory for who, moment in moments.items()})
     if sign is None and len(directories) < 2:
@@ -116,16 +117,15 @@ def refuse_different(
 
 
 def _comparable(
-    moments: Mapping[Any, Moment], last: Mapping[Any, Moment]
+    moments: Mapping[Any, Moment], last: Mapping[Any, Moment], earlier: Mapping[Any, str]
 ) -> dict[Any, dict[str, int | float]]:
-    """The signs of each. Ranks may hold other parameters of an optimizer, of which some began to
-    train later. So its steps since the last save count, where that is known; and nothing of it
-    where else tells that no rank skipped a save: what changes with each save, or shared parameters
-    that still train."""
+    """The signs of each. Ranks may hold other parameters of an optimizer, of which some begin to
+    train later, or rest. So its steps since the last save count, where that is known; and nothing
+    of it where else tells that no rank skipped a save: what changes with each save, or shared
+    parameters that still train."""
     signs = {who: dict(moment.signs) for who, moment in moments.items()}
     names = {name: None for moment in moments.values() for name in moment.of_parameters}
     common = set.intersection(*map(set, signs.values())) - names.keys()
-    who, any_one = next(iter(moments.items()))
     for name in names:
         holders = {who: moments[who] for who, one in signs.items() if name in one}
         before = {who: last.get(who, Moment()) for who in holders}
@@ -139,28 +139,58 @@ def _comparable(
         most = max(moment.signs[name] for moment in holders.values())
         loaded = any(name in moment.since_load for moment in holders.values())
         together = not loaded and _first_different(shared) is None and _joined(shared.values())
-        sure = together or _changes(any_one, last.get(who), common, most)
+        sure = together or _changes(moments, last, earlier, common, most)
         if sure or loaded or before.keys() <= last.keys():
-            for one, moment in holders.items():
-                since = signs[one].pop(name) - before[one].signs.get(name, 0)
-                if not sure:
-                    signs[one][f"{name} since the last save"] = moment.since_load.get(name, since)
+            counted = {
+                one: moment.since_load.get(name, signs[one][name] - before[one].signs.get(name, 0))
+                for one, moment in holders.items()
+            }
+            # A rank whose parameters all began to train since then has made as many steps or more,
+            # and one whose parameters all rest may have made any number.
+            began = {
+                one: name not in before[one].signs and name not in moment.since_load
+                for one, moment in holders.items()
+            }
+            most_since = max((n for one, n in counted.items() if not began[one]), default=math.inf)
+            for one, since in counted.items():
+                del signs[one][name]
+                if not sure and since > (most_since if began[one] else 0):
+                    signs[one][f"{name} since the last save"] = since
     return signs
 
 
-def _changes(moment: Moment, last: Moment | None, common: Iterable[str], steps: float) -> bool:
+def _changes(
+    moments: Mapping[Any, Moment],
+    last: Mapping[Any, Moment],
+    earlier: Mapping[Any, str],
+    common: Iterable[str],
+    steps: float,
+) -> bool:
     """Whether something that ranks have in common changes with each save: the caller's step, or
     what differs from the last save. Before there is one, its name has to tell."""
-    same = last is not None and last.directory == moment.directory
-    found = None if same else _STEP_IN_ID.search(moment.directory)
-    if found and (found[1] or int(found[2]) >= steps):  # else it may be the number of a trial
+    ids = {moment.directory for moment in moments.values()}
+    before = {earlier.get(who, last[who].directory if who in last else "") for who in moments}
+    if "" not in before:
+        if ids.isdisjoint(before):
+            return True
+    elif (
+        before == {""}
+        and (found := _STEP_IN_ID.search(min(ids))) is not None
+        and (
+            found[1] or int(found[2]) >= steps  # else it may be the number of a trial
+        )
+    ):
         return True
-    counters = [(match, one) for one in common if (match := _OF_STEPS.fullmatch(one))]
-    return "step" in common or any(
-        moment.signs[one] >= steps
-        and (last.signs.get(one) != moment.signs[one] if last else not match[4])
-        for match, one in counters
-    )
+    moment = next(iter(moments.values()))
+
+    def moves(counter: str) -> bool:
+        if last:
+            then = {each.signs.get(counter) for each in last.values()}
+            return moment.signs[counter] not in then
+        match = _OF_STEPS.fullmatch(counter)
+        return match is not None and not match[4]
+
+    return "step" in common or any(moment.signs[one] >= steps and moves(one) for one in common)
 
 
 def _joined(parameters: Iterable[Mapping[str, float]]) -> bool:

@@ -262,8 +262,7 @@ class _Differing:
                 key=lambda path: (path not in divided, zlib.crc32(str(path[-1]).encode())),
             )  # fmt: skip
             self.of_parameters[name] = {_digest(dotted(path)): _whole(steps[path]) for path in some}
-            if loaded:
-                gone = (step - loaded.get(path, 0) for path, step in steps.items())
+            if gone := [step - loaded[path] for path, step in steps.items() if path in loaded]:
                 self.since_load[name] = _whole(max(gone))
         return {name: _whole(max(steps.values())) for name, steps in each.items()}
 

@@ -34,6 +34,9 @@ _ONE_PROCESS = frozenset({"memory"})
 # Schemes with real directories: an empty one is removed. For other schemes `rmdir` may remove a
 # bucket.
 _DIRECTORIES = frozenset({"memory", "file", "local", "hdfs", "arrow_hdfs", "sftp", "ssh", "smb"})
+# What stores say of a file's bytes: S3, GCS, Azure, HDFS, SFTP and SMB, memory
+_OF_BYTES = ("size", "ETag", "etag", "VersionId", "generation", "md5Hash", "LastModified",
+             "last_modified", "updated", "mtime", "created")  # fmt: skip
 _IN_MEMORY = threading.Lock()  # memory:// needs two steps to create a file if it is absent
 
 
@@ -125,9 +128,19 @@ class FsspecStorage(Storage):
     def _refuse_replaced(self, path: str, *, again: bool = True) -> None:
         """Of a store `of_one_version`. again: also a file that was looked at before."""
         if self._versions is not None and (again or path not in self._versions):
-            now = str(self.fs.ukey(path))
+            now = self._version(path)
             if self._versions.setdefault(path, now) != now:
                 raise replaced(file_url(self.url, path.rpartition("/")[2]))
+
+    def _version(self, path: str) -> str:
+        """What tells the file's bytes from others. fsspec's own key is of all that it knows, which
+        may have the time of the last read."""
+        from fsspec import AbstractFileSystem
+
+        if type(self.fs).ukey is not AbstractFileSystem.ukey:
+            return str(self.fs.ukey(path))
+        found = self.fs.info(path)
+        return repr([found.get(key) for key in _OF_BYTES])
 
     def of_one_version(self) -> FsspecStorage:
         store = copy.copy(self)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import secrets
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from typing import Any
 import fsspec
 import pytest
 import torch
+from fsspec.implementations.memory import MemoryFileSystem
 
 import smckpt
 from smckpt.checkpoint.upkeep.transfer import copy_checkpoint
@@ -176,3 +178,26 @@ def test_a_store_that_ignores_the_condition_is_found_out(monkeypatch: pytest.Mon
     with pytest.raises(StorageError, match="lets a second create replace an existing file"):
         store.try_out("probe")
     assert store.list() == []
+
+
+class Accessed(MemoryFileSystem):
+    """Says when a file was last read, as SFTP's and SMB's file systems do."""
+
+    protocol = "accessed"
+    looks = itertools.count()
+
+    def info(self, path: str, **kwargs: Any) -> dict[str, Any]:
+        return {**super().info(path, **kwargs), "time": next(self.looks)}
+
+
+def test_a_file_that_is_read_is_no_other_one() -> None:
+    fsspec.register_implementation("accessed", Accessed, clobber=True)
+    writing = open_storage(f"accessed://here/{secrets.token_hex(6)}")
+    writing.put("data", b"first")
+    store = writing.of_one_version()
+    assert store.size("data") == 5
+    assert [store.read("data", at, 2) for at in (0, 2)] == [b"fi", b"rs"]
+    writing.delete("data")
+    writing.put("data", b"other")
+    with pytest.raises(CorruptCheckpointError, match="has changed since its reading began"):
+        store.read("data", 0, 2)

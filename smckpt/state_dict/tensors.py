@@ -120,6 +120,7 @@ def pending_in(tensor: torch.Tensor) -> list[Any] | None:
     return [[kind, {name: getattr(p, name) for name in _PLACED[kind]}] for kind, p in pairs]
 
 
+_MOST_PAIRS = 50_000  # of tensors that lie between each other: a third of a second
 _PENDING = ("Partial", "_NormPartial")
 _PLACED: dict[str, tuple[str, ...]] = {  # the arguments of torch's placements
     "Replicate": (),
@@ -203,7 +204,8 @@ def arranged(
 
 
 def first_overlap(named: Iterable[tuple[str, torch.Tensor]]) -> tuple[str, str] | None:
-    """Two of these local tensors that have elements in common, if there are such."""
+    """Two of these local tensors that have elements in common, if there are such. Of very many that
+    lie between each other, not all pairs are compared."""
     spans = []
     for name, tensor in named:
         if tensor.numel() and not is_wrapper(tensor) and tensor.layout is torch.strided:
@@ -212,9 +214,11 @@ def first_overlap(named: Iterable[tuple[str, torch.Tensor]]) -> tuple[str, str] 
             spans.append((str(tensor.device), start, end, name, _Addresses(tensor)))
     spans.sort(key=lambda span: span[:4])
     around: list[Any] = []  # the spans that reach beyond the start of the next one
+    left = _MOST_PAIRS
     for span in spans:
         around = [one for one in around if one[0] == span[0] and span[1] < one[2]]
-        for one in around:  # two columns of one array have no element in common
+        left -= len(around)
+        for one in around if left >= 0 else ():  # two columns of one array have none in common
             try:
                 common = np.shares_memory(one[-1], span[-1], max_work=10_000)  # type: ignore[arg-type]
             except np.exceptions.TooHardError:

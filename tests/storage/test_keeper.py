@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -520,6 +521,37 @@ def test_nobody_waits_while_memory_is_freed(
     written(store, "3", bytes(30 << 20))  # needs the memory of the first
     store.delete_many(["2", "3"])
     assert len(waits) >= 3 and not any(waits)
+
+
+def test_a_file_waits_for_memory_that_is_being_freed(
+    running: Running, store: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, waits, close = threading.Event(), threading.Event(), os.close
+
+    def closing(fd: int) -> None:
+        if os.fstat(fd).st_size == 40 << 20:
+            begun.set()
+            waits.wait(seconds(60))
+        close(fd)
+
+    def waiting(*arguments: Any) -> bool:
+        waits.set()
+        return wait_for(*arguments)
+
+    wait_for = running.keeper._freed.wait_for
+    monkeypatch.setattr(running.keeper._freed, "wait_for", waiting)
+    monkeypatch.setattr(os, "close", closing)
+    written(store, "1", bytes(40 << 20))
+    waits.clear()
+    with ThreadPoolExecutor(1) as pool:
+        deleted = pool.submit(store.delete, "1")
+        assert begun.wait(seconds(60))
+        try:
+            written(store, "2", bytes(41 << 20))
+        finally:
+            waits.set()
+        deleted.result(seconds(60))
+    assert held(running) == 41 << 20
 
 
 @pytest.mark.parametrize("how", ["from this host", "by a copy to another"])

@@ -44,6 +44,7 @@ _PIECE = 8 << 20
 # Bytes of a file from which on its memory is kept for the next file of its size. New pages cost
 # several times what it costs to write to them (docs/recovery.md).
 _REUSED = 1 << 20
+_FREEING_SECONDS = 60.0  # that a file waits for memory at most
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,8 @@ class Keeper:
         self._healing = threading.Lock()
         self._files: dict[str, dict[str, _Image]] = {}
         self._held = 0
+        self._freeing = 0  # of these: what is being freed
+        self._freed = threading.Condition(self._lock)
         self._spare: dict[int, list[int]] = {}  # memory of deleted files, by size: in _held too
         self._lent: set[int] = set()  # of files that somebody may still read when they are deleted
         self._replicas = 0
@@ -121,7 +124,7 @@ class Keeper:
                     send(made, {"error": [errno.EINVAL, f"no request of smckpt: {error!r}"]})
                 made.settimeout(None if local else IDLE)
         for fd, size in begun:  # never finished
-            self._release(fd, size)
+            self._release((fd, size))
 
     def _answer(
         self, made: socket.socket, asked: dict[str, Any], local: bool, begun: list[tuple[int, int]]
@@ -159,7 +162,7 @@ class Keeper:
                 _received(made, fd, size)
                 kept = self._publish(asked, _Image(fd, size))
             except BaseException:
-                self._release(fd, size)
+                self._release((fd, size))
                 raise
             send(made, {"created": kept})
         elif local:
@@ -197,7 +200,7 @@ class Keeper:
             socket.send_fds(made, [b"f"], [fd])
         elif do == "abort":
             while begun:
-                self._release(*begun.pop())
+                self._release(begun.pop())
             send(made, {})
         elif do == "finish":
             fd, size = begun.pop()
@@ -206,7 +209,7 @@ class Keeper:
                 hosts = self._copied(asked, image, lambda: send(made, {}))
                 kept = self._publish(asked, image)
             except BaseException:
-                self._release(fd, size)
+                self._release((fd, size))
                 raise
             send(made, {"created": kept, "hosts": hosts})
         else:
@@ -231,10 +234,14 @@ class Keeper:
                     made.sendfile(file, offset, length)
 
     def _reserve(self, size: int) -> int:
-        """Memory for a file; raises KeeperRefusal where the budget is used up."""
+        """Memory for a file, with what is being freed if that is needed; raises KeeperRefusal where
+        the budget is used up."""
         with contextlib.ExitStack() as freed, self._lock:
             if self._spare.get(size):
                 return self._spare[size].pop()
+            self._freed.wait_for(
+                lambda: not self._freeing or size <= self.budget - self._held, _FREEING_SECONDS
+            )
             for other, spare in self._spare.items():
                 while spare and size > self.budget - self._held:
                     self._held -= other
@@ -255,12 +262,21 @@ class Keeper:
             raise KeeperRefusal(error.errno or errno.ENOMEM, error.strerror) from error
         return fd
 
-    def _release(self, fd: int, size: int) -> None:
+    def _release(self, *gone: tuple[int, int]) -> None:
+        """Free the memory of files: descriptor and size of each."""
         with self._lock:
-            self._lent.discard(fd)
-        os.close(fd)  # takes half a second for each GiB
+            self._freeing += sum(size for _, size in gone)
+        self._free(gone)
+
+    def _free(self, gone: Sequence[tuple[int, int]]) -> None:
         with self._lock:
-            self._held -= size
+            self._lent.difference_update(fd for fd, _ in gone)
+        for fd, size in gone:
+            os.close(fd)  # takes half a second for each GiB
+            with self._lock:
+                self._held -= size
+                self._freeing -= size
+                self._freed.notify_all()
 
     def _lend(self, image: _Image) -> int:
         """A descriptor of a file, which may be deleted meanwhile. With the lock."""
@@ -282,8 +298,8 @@ class Keeper:
             for size, spare in self._spare.items():
                 while len(spare) > sizes[size]:
                     freed.append((spare.pop(), size))
-        for fd, size in freed:
-            self._release(fd, size)
+            self._freeing += sum(size for _, size in freed)
+        self._free(freed)
 
     def _publish(self, asked: dict[str, Any], image: _Image) -> bool:
         """Give a file its name. False: the name is taken, and the file is released."""
@@ -295,7 +311,7 @@ class Keeper:
             if kept:
                 here[name] = image
         if not kept:
-            self._release(image.fd, image.size)
+            self._release((image.fd, image.size))
         elif old is not None:
             self._retire([old])
         return kept

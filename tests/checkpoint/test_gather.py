@@ -18,7 +18,7 @@ from smckpt.checkpoint.commits.part import table_of, tables_digest
 from smckpt.checkpoint.reading.committed import open_catalogue
 from smckpt.checkpoint.records import sealed
 from smckpt.checkpoint.records.rows import encode_rows
-from smckpt.checkpoint.records.sealed import PART_VERSION
+from smckpt.checkpoint.records.sealed import PACKED_VERSION, PART_VERSION
 from smckpt.errors import CheckpointError, FormatVersionError, StateError
 from smckpt.layout.entries import Entry
 from smckpt.layout.geometry import PerRankGeometry
@@ -167,17 +167,34 @@ def test_a_save_writes_a_table_once_for_all_ranks_that_have_it(tmp_path: Path) -
     assert rows == [[0, 20], [0, 20], [0, 21], [21, 22]]
 
 
-def test_parts_of_version_3_load_and_are_verified() -> None:
+@pytest.mark.parametrize("folder", sorted(make_fixture.ROOT.glob("parts-*")), ids=lambda p: p.name)
+def test_parts_of_version_3_load_and_are_verified(folder: Path) -> None:
     """Made by `tests.support.tools.make_fixture`; one of the two parts names the other's table."""
     import torch
 
-    folder = make_fixture.ROOT / f"parts-{PART_VERSION[0]}.{PART_VERSION[1]}"
     bodies = [json.loads(path.read_bytes())["body"] for path in folder.glob("part-*")]
     assert sorted("digest" in body["layout"] for body in bodies) == [False, True]
     loaded = smckpt.load(checkpoint_id=folder)
     assert loaded is not None and loaded["step"] == 7
     assert torch.equal(loaded["model"]["w"], torch.arange(12.0).view(4, 3))
     assert torch.equal(loaded["optimizer"]["state"][0]["momentum_buffer"], torch.ones(4, 3))
+    assert smckpt.verify_checkpoint(folder).ok
+
+
+def test_there_are_fixtures_of_the_versions_of_now() -> None:
+    kinds = {"parts": PART_VERSION, "packed": PACKED_VERSION}
+    now = {f"{kind}-{version[0]}.{version[1]}" for kind, version in kinds.items()}
+    assert now <= {path.name for path in make_fixture.ROOT.iterdir()}
+
+
+def test_packed_tables_load_and_are_verified() -> None:
+    folder = make_fixture.ROOT / "packed-4.0"
+    for path in (*folder.glob("part-*"), *folder.glob("manifest-*")):
+        body = json.loads(path.read_bytes())["body"]
+        assert body["format"] == [4, 0] and "layout" in body["packed"]
+    loaded = smckpt.load(checkpoint_id=folder)
+    assert loaded is not None and loaded["step"] == 7
+    assert [int(each) for each in loaded["model"].values()] == [*range(400)]
     assert smckpt.verify_checkpoint(folder).ok
 
 

@@ -150,14 +150,14 @@ def test_only_the_manifest_lies_in_the_directory_and_readers_need_no_option(
     assert found.path == step
     [name] = [name for name in names if name.startswith("manifest-")]
     body = open_json(open_storage(step).read(name), name)
-    assert body["format"] == [2, 1], "a reader that does not know of this must refuse it"
+    assert body["format"] == [2, 2], "a reader that does not know of this must refuse it"
     assert read_file(Manifest, open_storage(step), name).spread == FOUR
 
 
 def test_what_is_not_sharded_is_written_as_ever(s3_root: str) -> None:
     group_at(s3_root, spread=None).save()
     manifest = choose_commit(open_storage(s3_root)).manifests[0][1]
-    assert manifest.format == (1, 1)
+    assert manifest.format == (1, 2)
     assert "spread" not in manifest.to_json()
 
 

@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 
-FORMAT_VERSION = (1, 1)  # (major, minor); a reader refuses a newer major version
+FORMAT_VERSION = (1, 2)  # (major, minor); a reader refuses a newer major version
 # of manifests with prefix sharding, which older readers cannot read
-PREFIX_SHARDING_VERSION = (2, 1)
+PREFIX_SHARDING_VERSION = (2, 2)
 # of parts, whose table the part of another rank may have; a reader of 2.x would miss it
-PART_VERSION = (3, 0)
+PART_VERSION = (3, 1)
 # of files in which a table is packed
 PACKED_VERSION = (4, 0)
 MAX_JSON_BYTES = 1 << 30  # a manifest of a million tensors takes 200 MB

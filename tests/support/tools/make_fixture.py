@@ -22,6 +22,7 @@ from smckpt.checkpoint.records.format import GroupManifest, record_name
 from smckpt.checkpoint.records.objects import encode_object
 from smckpt.checkpoint.records.sealed import (
     FORMAT_VERSION,
+    PACKED_VERSION,
     PART_VERSION,
     PREFIX_SHARDING_VERSION,
 )
@@ -227,11 +228,26 @@ def save_parts(folder: str) -> None:
     smckpt.save(state, checkpoint_id=folder, step=7)
 
 
+def save_packed(folder: str) -> None:
+    """A save whose table is long enough to be packed."""
+    import torch
+
+    import smckpt
+
+    names = [f"layers.{n}.self_attention.projection.weight" for n in range(400)]
+    smckpt.save({"model": {n: torch.full((1,), i) for i, n in enumerate(names)}, "step": 7},
+                checkpoint_id=folder, step=7)  # fmt: skip
+
+
 if __name__ == "__main__":
-    parts = ROOT / f"parts-{PART_VERSION[0]}.{PART_VERSION[1]}"
-    if not parts.exists():
-        run_ranks(save_parts, 2, "/tmp/checkpoints/run")  # the path is in the files
-        shutil.move("/tmp/checkpoints/run", parts)
+    for kind, version, save, ranks in (
+        ("parts", PART_VERSION, save_parts, 2),
+        ("packed", PACKED_VERSION, save_packed, 1),
+    ):
+        folder = ROOT / f"{kind}-{version[0]}.{version[1]}"
+        if not folder.exists():
+            run_ranks(save, ranks, "/tmp/checkpoints/run")  # the path is in the files
+            shutil.move("/tmp/checkpoints/run", folder)
     # Beside the groups' directories, so that all lies in the checkpoint's.
     for version, spread in (
         (FORMAT_VERSION, None),

@@ -34,7 +34,8 @@ class Round:
     point: its name, the same on all members. leader: the member that decides. timeout: seconds for
     gathering; the others wait for the answer long enough for gathering, deciding and rounds of the
     leader's. None: the transport's own limit. brings, gives: types of the messages; None for plain
-    JSON data. spent: keys that nobody reads after this round.
+    JSON data. spent: keys that nobody reads after this round. moment: of the save that this member
+    brings; where it gives the round up, the error that others find says so.
     """
 
     point: str
@@ -43,6 +44,7 @@ class Round:
     brings: type[Any] | None = None
     gives: type[Any] | None = None
     spent: Sequence[str] = ()
+    moment: dict[str, Any] | None = None
 
 
 class Transport:
@@ -103,6 +105,7 @@ class Meeting:
         brings: type[B] | None = None,
         gives: type[D] | None = None,
         spent: Sequence[str] = (),
+        moment: dict[str, Any] | None = None,
     ) -> D:
         """Bring a message, and return the leader's decision on the messages of all.
 
@@ -115,12 +118,12 @@ class Meeting:
             decide: makes the answer, on the leader alone. It gets a function that returns the
                 messages of all by member, or raises a member's error. So a leader can take either
                 to a round of leaders before it answers.
-            point, leader, timeout, brings, gives, spent: see `Round`.
+            point, leader, timeout, brings, gives, spent, moment: see `Round`.
 
         Raises:
             CheckpointError: the one error. PeerError: a member stayed away, named.
         """
-        held = Round(point, leader, timeout, brings, gives, spent)
+        held = Round(point, leader, timeout, brings, gives, spent, moment)
         own: Exception | None = None
         try:
             message = Message(self.member, bring())

@@ -84,6 +84,7 @@ class OverStore(Transport):
             try:
                 answer = self._heard(held, key)
             except PeerError as error:  # a leader that comes later must not count on this member
+                error.moment = held.moment
                 self.keys.set(own_key, _packed(Message(self._member, error=error)))
                 raise
         self._part(held, own_key)

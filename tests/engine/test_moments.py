@@ -205,6 +205,29 @@ def test_the_groups_of_a_step_meet_again(tmp_path: Path, who: tuple[int, ...], h
         assert value == STEPS and found
 
 
+def each_another_step(folder: str) -> list[str]:
+    heard = []
+    for number, step in enumerate([dist.get_rank(), 5, 6]):
+        options = smckpt.SaveOptions(timeout=seconds(60 if number else 2))
+        try:
+            smckpt.save(
+                {"w": torch.ones(2)}, checkpoint_id=f"{folder}/{number}", step=step, options=options
+            )
+        except errors.SaveFailedError as error:
+            heard.append(f"{number}: {error}")
+        dist.barrier()  # as a training step, where rank 0 waits until rank 1 gave its save up
+    return heard
+
+
+def test_a_rank_that_waited_alone_meets_the_others_at_the_next_save(tmp_path: Path) -> None:
+    """Each brought another step, and that of rank 1 was the later one, which it brought again."""
+    for heard in run_ranks(each_another_step, 2, str(tmp_path)):
+        assert heard[0].startswith("0: ") and not any(each.startswith("2: ") for each in heard)
+    assert [smckpt.latest_checkpoint(tmp_path / name) is not None for name in "012"] == [
+        False, True, True,
+    ]  # fmt: skip
+
+
 # -- what differs between ranks on purpose ---------------------------------------------------------
 
 

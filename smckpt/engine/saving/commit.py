@@ -160,6 +160,7 @@ class Committer:
             timeout=job.timeout,
             brings=Written,
             gives=Committed,
+            moment=vars(job.moment),
         )
 
     def rounds_of(self, number: int, coordinator: int) -> list[Round]:
@@ -216,6 +217,7 @@ class Committer:
             timeout=job.timeout,
             brings=Moment,
             gives=str,
+            moment=vars(job.moment),
         )
         self.probed = True  # on all ranks alike
         self._prober, self._unseen = wrote, [path] if meeting.member else []

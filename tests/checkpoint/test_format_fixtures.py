@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import smckpt
 from smckpt.checkpoint.reading.catalogue import Catalogue
 from smckpt.checkpoint.reading.committed import open_catalogue
 from smckpt.checkpoint.reading.loading_rank import LoadingRank
@@ -138,3 +139,18 @@ def test_without_its_record_it_does_not_exist(fixture, tmp_path):
     for place in (copy, copy / "shard0"):
         with pytest.raises(CheckpointNotFoundError):
             open_catalogue(open_storage(str(place)))
+
+
+def test_numbers_of_an_optimizer_outside_a_block_are_no_names_of_an_earlier_block() -> None:
+    """Written by the smckpt of 28 November 2026, in a process that had opened a block."""
+    import torch
+
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    smckpt.load(
+        {"model": model, "optimizer": optimizer},
+        checkpoint_id=make_fixture.ROOT / "numbered-1.1",
+    )
+    assert [*optimizer.state] == [*model.parameters()]
+    for state in optimizer.state.values():
+        assert state["step"] == 1 and torch.allclose(state["exp_avg"], torch.tensor(0.1))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -19,10 +20,26 @@ from smckpt.checkpoint.records.format import PartRecord, parse_name
 from smckpt.checkpoint.records.headers import Header, read_header
 from smckpt.checkpoint.records.rows import decode_containers, rows_of_groups
 from smckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
-from smckpt.layout.entries import DTYPES, Entry, Path
+from smckpt.layout.entries import DTYPES, Entry, Path, dotted
 from smckpt.registry import READERS
 from smckpt.storage import Storage
 from smckpt.storage.urls import file_url
+
+
+def _by_number(row: Entry, optimizers: Mapping[str, Any]) -> Entry:
+    """A row of an optimizer's state whose record names parameters by their numbers alone. An older
+    smckpt gave such a row, of a state from outside a block, the names of an earlier block."""
+    at = len(row.before)
+    number = row.path[at] if 1 < at < len(row.path) and row.before[-1] == "state" else None
+    if not isinstance(number, int):
+        return row
+    ids = optimizers.get(dotted(row.before[:-1]), {}).get("ids", ())
+    if number >= len(ids) or ids[number] != [str(number)] or row.fqns == (str(number),):
+        return row
+    last = row.path[-1]
+    return replace(
+        row, geometry=row.geometry.named(lambda _: str(last)), before=row.path[:-1], after=()
+    )
 
 
 class CommittedCatalogue(Catalogue):
@@ -45,7 +62,7 @@ class CommittedCatalogue(Catalogue):
         self.manifests = tuple(group.manifest for group in self._groups)
         self.object_ranks = tuple(sorted(r for m in self.manifests for r in m.group_ranks))
         tables = ((g.manifest.layout, g.manifest.group_ranks, g.storage.url) for g in self._groups)
-        self._rows = tuple(rows_of_groups(tables))
+        self._rows = tuple(_by_number(row, self.optimizers) for row in rows_of_groups(tables))
         self._kinds: dict[int, dict[Path, str]] = {}
         self._files: dict[int, list[SavedFile]] = {}
         self._headers: dict[SavedFile, Header] = {}

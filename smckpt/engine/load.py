@@ -124,10 +124,11 @@ class Loader:
                 tree, request = state_dict, replace(request, refusal=request.refusal or failed)
             with _without_collections():  # the plan's objects are freed inside the block
                 planned = self._fill(tree, request, clock)
-                with neutral():
-                    steps = loaded_steps(planned.state_dict, planned.selection)
-            self.loaded.update(steps)
-            self._note(steps)
+                if len(self.group.ranks) > 1:  # whose saves are compared
+                    with neutral():
+                        steps = loaded_steps(planned.state_dict, planned.selection)
+                    self.loaded.update(steps)
+                    self._note(steps)
             if state_dict is None:
                 return joined(planned.state_dict)  # type: ignore[no-any-return]
             opened.memory.left(unread(planned, request))

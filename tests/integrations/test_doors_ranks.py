@@ -16,7 +16,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from safetensors.torch import load_file
 
 import smckpt
-from smckpt.errors import CheckpointNotFoundError
+from smckpt.errors import CheckpointNotFoundError, UsageError
 from smckpt.integrations.accelerate import SmckptAccelerator, merge_fsdp_weights
 from smckpt.integrations.lightning import SmckptCheckpointIO, SmckptTrainer
 from tests.support.launch import run_ranks
@@ -45,6 +45,8 @@ def accelerates(out: Path) -> None:
         optimizer.step()
     Accelerator.save_state(accelerator, str(out / "step_2"))  # accelerate's own, saved over
     dist.barrier()
+    with pytest.raises(UsageError, match="lost a slash"):  # on each rank, so that none waits
+        accelerator.save_state("s3:/bucket/run")
     for name in ("step_2", "step_4"):
         accelerator.save_state(str(out / name))
         smckpt.maybe_finalize_async_calls()

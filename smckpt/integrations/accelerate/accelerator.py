@@ -155,8 +155,8 @@ def save_state(
             )
     elif not directory:
         raise UsageError("save_state has no directory", remedy="pass output_dir")
-    there = disk_path(directory) if accelerator.is_main_process else None
-    before = stock_files(there) if there else {}
+    there = disk_path(directory)
+    before = stock_files(there) if there and accelerator.is_main_process else {}
     # before the rest, as accelerate does: a hook may draw random numbers
     models, hooked = _saved_by_hooks(accelerator, directory, arguments)
     with _rest_alone(accelerator), tempfile.TemporaryDirectory() as folder:

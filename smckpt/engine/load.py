@@ -378,9 +378,10 @@ class Loader:
                 with _swept(request, theirs):
                     found = open_any(request.storage, choose=theirs)
             opened.append(found)
-            return Choice(found.identity, found.name, for_all(found, rounds.group.count))
+            shared = for_all(found, rounds.group.count)
+            return Choice(found.identity, request.storage.url, found.name, shared)
 
-        commit = rounds.choose(partial(unless, failure, f"load of {request.directory}"), look)
+        commit = rounds.choose(partial(unless, failure, "load"), look)
         return commit, opened[0] if opened else None
 
     # -- the plan ----------------------------------------------------------------------------

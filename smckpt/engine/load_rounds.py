@@ -27,10 +27,12 @@ class Address:
 
 @dataclass(frozen=True)
 class Choice:
-    """A commit: its identity, and the name of the file that committed it, if it is known. read: the
-    commit as one rank has read it for all, if it is small."""
+    """A commit: its identity, the directory where one rank has found it, and the name of the file
+    that committed it, if it is known. read: the commit as that rank has read it for all, if it is
+    small."""
 
     choose: str
+    directory: str
     name: str | None = None
     read: Commit | None = None
 
@@ -149,8 +151,8 @@ def refuse_other_calls(calls: Mapping[int, str], name: Callable[[int], str]) -> 
         made = (f"{call} on {', '.join(map(name, who[:8]))}" for call, who in by_call.items())
         raise UsageError(
             f"the ranks made different calls: {' and '.join(made)}",
-            remedy="make the same call of smckpt, with the same checkpoint_id, planner= and "
-            "reader, on all ranks of process_group",
+            remedy="make the same call of smckpt, with the same planner= and reader, on all ranks "
+            "of process_group",
         )
 
 

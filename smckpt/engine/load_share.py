@@ -17,6 +17,7 @@ from smckpt.checkpoint.reading.read import Reads
 from smckpt.decoding import decode
 from smckpt.engine.load_plan import LoadPlan, LoadRequest
 from smckpt.engine.load_rounds import Address, Choice, Rounds
+from smckpt.errors import CheckpointError, UsageError
 from smckpt.meeting.group import Group
 from smckpt.meeting.keys import to_text
 from smckpt.storage import Storage
@@ -58,7 +59,25 @@ def for_all(catalogue: Catalogue, count: int) -> Commit | None:
 
 
 def open_chosen(storage: Storage, commit: Choice) -> Catalogue:
-    """The catalogue of the commit that another rank has chosen."""
+    """The catalogue of the commit that another rank has chosen. Where this rank was asked for
+    another directory, such as its host's own, that one has to hold it too.
+
+    Raises:
+        UsageError: it does not.
+    """
+    if commit.directory != storage.url:
+        try:
+            return open_any(storage, choose=commit.choose, name=commit.name)
+        except CheckpointError as error:
+            what = (
+                f"this rank loads from {storage.url}, which does not hold the commit that its "
+                f"group loads from {commit.directory}: {error.message}"
+            )
+        # not from that error, which would look like that of a commit that was swept
+        raise UsageError(
+            what, remedy="pass the same checkpoint_id on all ranks of process_group",
+            path=storage.url,
+        )  # fmt: skip
     if commit.read is None:
         return open_any(storage, choose=commit.choose, name=commit.name)
     return catalogue_of(storage, commit.read)

@@ -24,9 +24,10 @@ _LAYER_TYPES = frozenset(
 )  # fmt: skip
 _ABOVE_ZERO = re.compile(r"rope_theta|rope_local_base_freq|rotary_emb_base|factor")
 _NOT_BELOW = re.compile(r"\w*(_eps|_epsilon)")
-# of what names and modules are made one by one: the largest models have some 200 and 500
-_COUNTS = re.compile(r"\w*layers?|depth|\w*(num|n)_(\w+_)?experts")
-_MOST = 1 << 14
+# of what names and modules are made one by one: the largest models have some 200 and 500; doge's
+# experts, of which it has 16,384 and more, are rows of one tensor
+_COUNTS = re.compile(r"(\w+_)?layers|n_layer|depth|(\w+_)?(num|n)_(\w+_)?experts")
+_MOST = 1 << 17
 # what a model computes with; infinity has a meaning in other keys
 _FINITE = re.compile(
     r"\w*(_eps|_epsilon|theta|base|freq|factor|multiplier|scaling|scale|scalar|capping|limit)"

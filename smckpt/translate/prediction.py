@@ -53,13 +53,16 @@ def further_layers(
 
 
 def beyond_model(name: str, settings: ModelConfig | None) -> bool:
-    """Whether a released name is of such a layer, also of a family without a table. There a layer
-    is `mtp`, or a number that the model itself does not have."""
-    layers = settings.values.get("num_hidden_layers") if settings is not None else None
+    """Whether a released name is of such a layer, also of a family without a table: of `mtp`, or of
+    a number that follows the model's own, if the config has such layers."""
     if _NAMED_MTP.search(name) is not None:
         return True
+    values = settings.values if settings is not None else {}
+    layers, count = values.get("num_hidden_layers"), values.get(PREDICTION_LAYERS)
     number = _LAYER.search(name)
-    return number is not None and isinstance(layers, int) and int(number.group(1)) >= layers
+    if number is None or not isinstance(layers, int) or not isinstance(count, int):
+        return False
+    return layers <= int(number.group(1)) < layers + count
 
 
 def kept_layers(

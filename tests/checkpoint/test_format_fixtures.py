@@ -154,3 +154,11 @@ def test_numbers_of_an_optimizer_outside_a_block_are_no_names_of_an_earlier_bloc
     assert [*optimizer.state] == [*model.parameters()]
     for state in optimizer.state.values():
         assert state["step"] == 1 and torch.allclose(state["exp_avg"], torch.tensor(0.1))
+
+
+def test_parts_of_flat_parameters_keep_the_names_of_that_block() -> None:
+    """Written by the same smckpt, of an FSDP1 model on two ranks: they have no other names."""
+    loaded = smckpt.load(checkpoint_id=make_fixture.ROOT / "numbered-flat-1.1")
+    assert loaded is not None
+    shapes = {n: tuple(s["exp_avg"].shape) for n, s in loaded["optimizer"]["state"].items()}
+    assert shapes == {"0.weight": (6, 4), "0.bias": (6,), "2.weight": (2, 6), "2.bias": (2,)}

@@ -475,3 +475,12 @@ def test_each_rank_that_is_named_gives_an_object_of_its_own(tmp_path: Path) -> N
             if name != "other keys":  # of these a load without a target has both
                 assert plain(found) == plain(form), (name, rank)
         assert refused == ("array" in name)
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_values_in_a_file_of_a_torch_before_1_6_are_loaded(tmp_path: Path, zipped: bool) -> None:
+    state = {"w": torch.ones(2), "array": np.arange(3.0), "loss": np.float64(0.5), "step": 7}
+    torch.save(state, tmp_path / "a.pt", _use_new_zipfile_serialization=zipped)
+    found = smckpt.load(checkpoint_id=tmp_path / "a.pt")
+    assert found is not None and found.keys() == state.keys()
+    assert found["array"].tolist() == [0, 1, 2] and (found["loss"], found["step"]) == (0.5, 7)

@@ -176,6 +176,13 @@ def test_the_trainer_does_not_begin_anew_where_a_folder_cannot_be_listed(tmp_pat
         found.choose(True)
 
 
+@pytest.mark.parametrize("of", ["file://", ""])
+def test_a_root_has_what_the_trainer_names_below_its_output_dir(tmp_path: Path, of: str) -> None:
+    found = Checkpoints(f"{of}{tmp_path}/out", "s3://b/run")
+    assert found.url_of(f"{of}{tmp_path}/out") == "s3://b/run"
+    assert found.url_of(f"{of}{tmp_path}/out/checkpoint-2") == "s3://b/run/checkpoint-2"
+
+
 def test_the_trainers_rotation_leaves_a_pinned_step_with_all_that_is_beside_it(
     tmp_path: Path,
 ) -> None:

@@ -21,25 +21,36 @@ from smckpt.checkpoint.records.headers import Header, read_header
 from smckpt.checkpoint.records.rows import decode_containers, rows_of_groups
 from smckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
 from smckpt.layout.entries import DTYPES, Entry, Path, dotted
+from smckpt.layout.flat_geometry import FlatGeometry
 from smckpt.registry import READERS
 from smckpt.storage import Storage
 from smckpt.storage.urls import file_url
 
 
-def _by_number(row: Entry, optimizers: Mapping[str, Any]) -> Entry:
-    """A row of an optimizer's state whose record names parameters by their numbers alone. An older
-    smckpt gave such a row, of a state from outside a block, the names of an earlier block."""
-    at = len(row.before)
-    number = row.path[at] if 1 < at < len(row.path) and row.before[-1] == "state" else None
-    if not isinstance(number, int):
-        return row
-    ids = optimizers.get(dotted(row.before[:-1]), {}).get("ids", ())
-    if number >= len(ids) or ids[number] != [str(number)] or row.fqns == (str(number),):
-        return row
-    last = row.path[-1]
-    return replace(
-        row, geometry=row.geometry.named(lambda _: str(last)), before=row.path[:-1], after=()
-    )
+def _by_number(rows: Sequence[Entry], optimizers: Mapping[str, Any]) -> tuple[Entry, ...]:
+    """The rows of optimizers' states whose record names parameters by their numbers alone. An older
+    smckpt gave such a row, of a state from outside a block, the names of an earlier block. Parts of
+    flat parameters have nothing but these names."""
+
+    def of_number(row: Entry) -> bool:
+        at = len(row.before)
+        number = row.path[at] if 1 < at < len(row.path) and row.before[-1] == "state" else None
+        if not isinstance(number, int):
+            return False
+        ids = optimizers.get(dotted(row.before[:-1]), {}).get("ids", ())
+        return number < len(ids) and ids[number] == [str(number)] != [*row.fqns]
+
+    def by_path(row: Entry) -> Entry:
+        last = str(row.path[-1])
+        geometry = row.geometry.named(lambda _: last)
+        return replace(row, geometry=geometry, before=row.path[:-1], after=())
+
+    found = [row for row in rows if of_number(row)]
+    flat = {
+        row.before for row in found if len(row.fqns) > 1 or isinstance(row.geometry, FlatGeometry)
+    }
+    named = {id(row): by_path(row) for row in found if row.before not in flat}
+    return tuple(named.get(id(row), row) for row in rows)
 
 
 class CommittedCatalogue(Catalogue):
@@ -62,7 +73,7 @@ class CommittedCatalogue(Catalogue):
         self.manifests = tuple(group.manifest for group in self._groups)
         self.object_ranks = tuple(sorted(r for m in self.manifests for r in m.group_ranks))
         tables = ((g.manifest.layout, g.manifest.group_ranks, g.storage.url) for g in self._groups)
-        self._rows = tuple(_by_number(row, self.optimizers) for row in rows_of_groups(tables))
+        self._rows = _by_number(list(rows_of_groups(tables)), self.optimizers)
         self._kinds: dict[int, dict[Path, str]] = {}
         self._files: dict[int, list[SavedFile]] = {}
         self._headers: dict[SavedFile, Header] = {}

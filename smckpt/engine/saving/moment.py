@@ -69,19 +69,21 @@ class Moment:
         """Whether this is a later save than the one that was refused."""
         if refused is None:
             return False
-        own = self._telling()
-        for name, value in refused._telling().items():
+        own, other = self._telling(), refused._telling()
+        if "step" in own and own["step"] == other.get("step"):  # the caller's
+            return False
+        for name, value in other.items():
             mine = own.get(name)
             if mine is not None and mine != value:
                 return mine > value
         return bool(refused.directory and self.directory) and self.directory != refused.directory
 
     def _telling(self) -> dict[str, int | float]:
-        """What tells who is behind. An optimizer's own step comes last, since ranks may hold other
-        parameters of it."""
+        """What tells who is behind. Ranks may hold other parameters of an optimizer, whose steps
+        have no common scale."""
         counters = {n: value for n, value in self.signs.items() if n not in self.of_parameters}
         steps = {digest: n for of in self.of_parameters.values() for digest, n in of.items()}
-        return {**counters, **steps, **self.signs}
+        return {**counters, **steps}
 
 
 def moment_read(data: Any) -> Moment | None:

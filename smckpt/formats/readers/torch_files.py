@@ -321,16 +321,16 @@ def _opened(source: SourceFiles, file: ArchiveRecord) -> ForeignCheckpoint:
         whole = {name: whole_tensor((name,), stored) for name, stored in tensors.items()}
         sizes = {_name(file): file.nbytes}
         return ForeignCheckpoint(file.path, "safetensors", whole, source, files=sizes)
-    # torch says what the state is, with tensors that are mapped and not read. The archive, read in
-    # the same order, says where their bytes are. In a store, and of a torch before 1.6, the file
-    # says both.
+    # torch says what the state is, with tensors that are mapped and not read (but those of a torch
+    # before 1.6). The file, read in the same order, says where their bytes are. In a store it says
+    # both.
     root = state = torch_root(source, file)
-    mapped = is_archive(source.read(file, 0, min(4, file.nbytes))) and file.on_disk
-    if mapped and file == source.whole(file.path):
+    mapped = is_archive(source.read(file, 0, min(4, file.nbytes)))
+    if file.on_disk and file == source.whole(file.path):
         try:
-            state = plain_load(file.path, mmap=True)
+            state = plain_load(file.path, mmap=mapped)
         except Exception:  # torch, zip and pickle raise many kinds
-            state = load_inert(Path(file.path))
+            state = load_inert(Path(file.path)) if mapped else root
     if not isinstance(state, Mapping) or not isinstance(root, dict):
         raise UsageError(
             f"the file holds {_kind(root)}",

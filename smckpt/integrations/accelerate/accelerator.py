@@ -174,7 +174,8 @@ def save_state(
     limit = accelerator.project_configuration.total_limit
 
     def after_commit(_: smckpt.SaveHandle) -> None:
-        remove_stale(directory, before)
+        if there:
+            remove_stale(there, before)
         if named and limit is not None:
             _keep_last(accelerator, max(limit, 1), iteration)
 

@@ -85,7 +85,7 @@ class Checkpoints:
         if self.root is None or (there := disk_path(directory)) is None:
             return directory
         root = self.root.rstrip("/")
-        below = os.path.relpath(there, self.output_dir)
+        below = os.path.relpath(there, disk_path(self.output_dir) or self.output_dir)
         if below == os.curdir:
             return root
         if not below.startswith(os.pardir):

@@ -44,7 +44,7 @@ _PIECE = 8 << 20
 # Bytes of a file from which on its memory is kept for the next file of its size. New pages cost
 # several times what it costs to write to them (docs/recovery.md).
 _REUSED = 1 << 20
-_FREEING_SECONDS = 60.0  # that a file waits for memory at most
+_FREEING_SECONDS = 15.0  # that a file waits for memory at most; who asks hears nothing until then
 
 
 @dataclass(frozen=True)

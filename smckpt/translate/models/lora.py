@@ -18,7 +18,7 @@ from typing import Any, Generic, TypeVar
 from smckpt.checkpoint.records.sealed import read_json
 from smckpt.errors import TensorMismatchError, UsageError
 from smckpt.layout.mesh import Shape
-from smckpt.translate.tables.families import find_family
+from smckpt.translate.tables.families import is_built_in
 
 ADAPTER_CONFIG = "adapter_config.json"
 PREFIX = "base_model.model."
@@ -310,7 +310,7 @@ class LoraConfig:
         but its config has one value for all: that of the last, or of somebody's hand."""
         if self.model_type in _CONV1D_FAMILIES:
             return _WRAPPED.sub("", module).rpartition(".")[2] in _CONV1D
-        return not find_family(self.model_type or "") and bool(self.values.get("fan_in_fan_out"))
+        return not is_built_in(self.model_type or "") and bool(self.values.get("fan_in_fan_out"))
 
     def refuse_unmerged(self) -> None:
         """Raise UsageError if merging is more than adding the product."""

@@ -17,6 +17,8 @@ import smckpt
 from smckpt import Adapter, ExportOptions, ImportOptions, Parallel, errors, export_hf
 from smckpt.cli.app import app
 from smckpt.translate import import_hf, verify_hf
+from smckpt.translate.config import ModelConfig
+from smckpt.translate.prediction import beyond_model
 from tests.support.launch import run_ranks
 from tests.support.models import families
 from tests.support.models import next_families as ref
@@ -388,3 +390,15 @@ def test_verification_compares_them_where_both_sides_have_them(tmp_path, release
     report = verify_hf(folder, against=tmp_path / "ranks")
     assert report.compared == len(state) + len(more) * kept
     assert [text for text in report.problems if "checkpoint" in text] == []
+
+
+def test_layers_of_another_stack_are_no_layers_that_predict_further_tokens() -> None:
+    """Such as a decoder's, or a tower's, of which there are more than the config says of layers."""
+    settings = ModelConfig({"model_type": "blenderbot", "num_hidden_layers": 2}, None)
+    assert not beyond_model("model.decoder.layers.2.self_attn.q_proj.weight", settings)
+    settings = ModelConfig({"model_type": "deepseek_v3", "num_hidden_layers": 61, LAYERS: 1})
+    beyond = [
+        n for n in range(60, 64) if beyond_model(f"model.layers.{n}.eh_proj.weight", settings)
+    ]
+    assert beyond == [61]
+    assert beyond_model("mtp.layers.0.self_attn.q_proj.weight", None)

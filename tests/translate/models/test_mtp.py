@@ -396,9 +396,8 @@ def test_layers_of_another_stack_are_no_layers_that_predict_further_tokens() -> 
     """Such as a decoder's, or a tower's, of which there are more than the config says of layers."""
     settings = ModelConfig({"model_type": "blenderbot", "num_hidden_layers": 2}, None)
     assert not beyond_model("model.decoder.layers.2.self_attn.q_proj.weight", settings)
-    settings = ModelConfig({"model_type": "deepseek_v3", "num_hidden_layers": 61, LAYERS: 1})
-    beyond = [
-        n for n in range(60, 64) if beyond_model(f"model.layers.{n}.eh_proj.weight", settings)
-    ]
-    assert beyond == [61]
+    values = {"model_type": "deepseek_v3", "num_hidden_layers": 61, LAYERS: 1}
+    names = {n: f"model.layers.{n}.eh_proj.weight" for n in range(60, 64)}
+    further = [n for n, name in names.items() if beyond_model(name, ModelConfig(values, None))]
+    assert further == [61]
     assert beyond_model("mtp.layers.0.self_attn.q_proj.weight", None)

@@ -542,6 +542,7 @@ def test_a_file_waits_for_memory_that_is_being_freed(
     monkeypatch.setattr(running.keeper._freed, "wait_for", waiting)
     monkeypatch.setattr(os, "close", closing)
     written(store, "1", bytes(40 << 20))
+    begun.clear()  # set where this process closed its own descriptor
     waits.clear()
     with ThreadPoolExecutor(1) as pool:
         deleted = pool.submit(store.delete, "1")

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 import smckpt
 from smckpt import DistributedFileSystemWriter, errors
+from smckpt.engine.saving.differing import tells_nothing
 from smckpt.engine.saving.moment import Moment, moment_of
 from smckpt.state_dict.select import Selector
 from tests.support.launch import run_ranks
@@ -289,7 +290,12 @@ def test_ranks_that_hold_other_parameters_may_differ_in_step(tmp_path: Path) -> 
     fine += [("alone resumes", "step="), ("alone resumes", "the id"), ("shared resumes", "")]
     fine += [("alone sparse", tells) for tells in ("", "epochs", "samples")]
     fine += [("alone sparse rests", "")]
-    wrong = [("shared skips", ""), ("shared skips", "step="), ("alone skips", "step=")]
+    wrong = [
+        ("shared skips", "epochs"),
+        ("shared skips", ""),
+        ("shared skips", "step="),
+        ("alone skips", "step="),
+    ]
     wrong += [("alone skips", "a counter")]
     mixed = [("alone unequal", tells) for tells in ("a fixed number", "an option")]
     mixed += [("alone resumes unequal", "a fixed number"), ("alone resumes", "")]
@@ -540,6 +546,25 @@ def test_a_stage_is_not_beyond_another_one_by_the_steps_of_its_own_parameters() 
     assert shared.is_beyond(given_up) and not given_up.is_beyond(shared)
     step = {"step": 3}
     assert not replace(shared, signs=step).is_beyond(replace(given_up, signs=step))
+
+
+def test_nothing_tells_a_skipped_save_where_a_stage_rests() -> None:
+    """Its steps stand still whether it skips or not, and those of the other one have no scale."""
+
+    def stages(first: int, second: int, **others: int) -> dict[int, Moment]:
+        steps = {"a": first}, {"b": second}
+        return {
+            rank: Moment("d", {"o": n, **others}, of_parameters={"o": of})
+            for rank, (of, n) in enumerate(zip(steps, (first, second), strict=True))
+        }
+
+    assert tells_nothing(stages(9, 15), stages(9, 12))
+    assert not tells_nothing(stages(12, 15), stages(9, 12))  # the steps since the last save do
+    assert not tells_nothing(stages(9, 15, step=3), stages(9, 12, step=2))
+    alike = {
+        rank: replace(each, of_parameters={"o": {"a": 9}}) for rank, each in stages(9, 9).items()
+    }
+    assert not tells_nothing(alike, alike)
 
 
 def alone_then_together(folder: str, who: int, met: bool) -> list[str]:

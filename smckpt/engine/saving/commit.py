@@ -293,10 +293,10 @@ class Committer:
                 ranks_text(others),
                 lowest,
             )
-        if again and not self._warned and tells_nothing(moments.values()):
+        if again and not self._warned and tells_nothing(moments, self._last):
             self._warned = True
             log.warning(
-                "nothing in the state tells two steps apart, and all saves go to %s: if a rank "
+                "nothing in the state tells two steps apart, and saves go to %s again: if a rank "
                 "skipped a save, two steps would be committed as one. What to do: pass step= to "
                 "each save, or put the step into the state",
                 job.request.directory,

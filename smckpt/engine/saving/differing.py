@@ -37,10 +37,26 @@ def of_moment(moment: Moment, decide: Callable[[], T]) -> T:
         raise ours from error
 
 
-def tells_nothing(moments: Iterable[Moment]) -> bool:
-    """Whether ranks have tensors, and none of them has a counter."""
-    holders = [moment for moment in moments if moment.holds]
-    return len(holders) > 1 and not any(moment.signs for moment in holders)
+def tells_nothing(moments: Mapping[Any, Moment], last: Mapping[Any, Moment]) -> bool:
+    """Whether ranks have tensors and nothing in them tells a skipped save: there is no counter, or
+    no common one, and the optimizer's parameters, each rank's own, rest on one of them.
+
+    Args:
+        last: who → its moment in the last save that was not refused.
+    """
+    holders = {who: moment for who, moment in moments.items() if moment.holds}
+    if len(holders) < 2 or not any(moment.signs for moment in holders.values()):
+        return len(holders) > 1
+    names = {name for moment in holders.values() for name in moment.of_parameters}
+    if set.intersection(*(set(moment.signs) for moment in holders.values())) - names:
+        return False
+    return any(
+        who in last and last[who].signs.get(name) == moment.signs[name]
+        for name in names
+        if not set.intersection(*(set(m.of_parameters.get(name, ())) for m in holders.values()))
+        for who, moment in holders.items()
+        if name in moment.signs
+    )
 
 
 def refuse_different(
@@ -167,30 +183,23 @@ def _changes(
     steps: float,
 ) -> bool:
     """Whether something that ranks have in common changes with each save: the caller's step, or
-    what differs from the last save. Before there is one, its name has to tell."""
+    what names a step and differs from the last save. So do ids that none brought to a refused save
+    just before: of ranks that are apart, one brought the id there."""
     ids = {moment.directory for moment in moments.values()}
-    before = {earlier.get(who, last[who].directory if who in last else "") for who in moments}
-    if "" not in before:
-        if ids.isdisjoint(before):
-            return True
-    elif (
-        before == {""}
-        and (found := _STEP_IN_ID.search(min(ids))) is not None
-        and (
-            found[1] or int(found[2]) >= steps  # else it may be the number of a trial
-        )
-    ):
+    before = {earlier.get(who, "") for who in moments}
+    if "" not in before and ids.isdisjoint(before):
         return True
-    moment = next(iter(moments.values()))
-
-    def moves(counter: str) -> bool:
-        if last:
-            then = {each.signs.get(counter) for each in last.values()}
-            return moment.signs[counter] not in then
-        match = _OF_STEPS.fullmatch(counter)
-        return match is not None and not match[4]
-
-    return "step" in common or any(moment.signs[one] >= steps and moves(one) for one in common)
+    who, moment = next(iter(moments.items()))
+    then = last.get(who)
+    found = None if then and then.directory in ids else _STEP_IN_ID.search(moment.directory)
+    if found and (found[1] or int(found[2]) >= steps):  # else it may be the number of a trial
+        return True
+    counters = [(match, one) for one in common if (match := _OF_STEPS.fullmatch(one))]
+    return "step" in common or any(
+        moment.signs[one] >= steps
+        and (then.signs.get(one) != moment.signs[one] if then else not match[4])
+        for match, one in counters
+    )
 
 
 def _joined(parameters: Iterable[Mapping[str, float]]) -> bool:

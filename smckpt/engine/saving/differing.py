@@ -154,8 +154,9 @@ def _comparable(
         shared = {w: {d: n for d, n in each.items() if d not in own} for w, each in of.items()}
         most = max(moment.signs[name] for moment in holders.values())
         loaded = any(name in moment.since_load for moment in holders.values())
-        together = not loaded and _first_different(shared) is None and _joined(shared.values())
-        sure = together or _changes(moments, last, earlier, common, most)
+        alike = _first_different(shared) is None
+        together = not loaded and alike and _joined(shared.values())
+        sure = together or _changes(moments, last, earlier if alike else {}, common, most)
         if sure or loaded or before.keys() <= last.keys():
             counted = {
                 one: moment.since_load.get(name, signs[one][name] - before[one].signs.get(name, 0))

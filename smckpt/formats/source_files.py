@@ -78,7 +78,7 @@ class SourceFiles:
             UsageError: it cannot be read, or is no regular file.
             CheckpointNotFoundError: a store has no such file.
         """
-        if not ArchiveRecord(path, 0, 0).on_disk:
+        if not is_local(path):
             storage, name = self._store(path)
             return ArchiveRecord(path, 0, storage.size(name))
         if os.path.exists(path) and not os.path.isfile(path):  # to open a pipe would wait for ever

@@ -19,8 +19,9 @@ from typing import Any
 import pytest
 
 from smckpt import find_checkpoints, verify_checkpoint
+from smckpt.checkpoint.commits.contents import contents_of
 from smckpt.checkpoint.commits.discover import FoundCheckpoint, found_at
-from smckpt.checkpoint.commits.remove import finish_removals, pinned
+from smckpt.checkpoint.commits.remove import finish_removals, pinned, remove_checkpoint
 from smckpt.checkpoint.commits.run_directory import RunDirectory, Template
 from smckpt.errors import (
     CheckpointNotFoundError,
@@ -269,13 +270,23 @@ def test_a_link_that_somebody_puts_there_during_a_deletion_is_not_followed(tmp_p
     made = synthetic.state([on_mesh("w", (10, 6), mesh, "R S0")], synthetic.whole({"w": (10, 6)}))
     Step(tmp_path / "10", {"part0": (0, 2), "part1": (1, 3)}, made).save(step=10)
     (ten,) = find_checkpoints(tmp_path)
+    group, elsewhere = tmp_path / "10" / "part1", tmp_path / "elsewhere"
+    storage = open_storage(str(tmp_path / "10"))
+    read = contents_of(storage)
+
+    def refused_behind_a_link(call: Callable[[], object]) -> None:
+        shutil.move(group, elsewhere)
+        group.symlink_to(elsewhere)
+        before = contents(tmp_path / "10"), contents(elsewhere)
+        with pytest.raises(UsageError, match="symbolic link"):
+            call()
+        assert (contents(tmp_path / "10"), contents(elsewhere)) == before
+        group.unlink()
+        shutil.move(elsewhere, group)
+
+    refused_behind_a_link(lambda: remove_checkpoint(read))  # it is not marked either
     assert killed_at(1, lambda: steps_of(tmp_path).remove(ten))  # marked, nothing deleted
-    shutil.move(tmp_path / "10" / "part1", tmp_path / "elsewhere")
-    (tmp_path / "10" / "part1").symlink_to(tmp_path / "elsewhere")
-    before = contents(tmp_path / "10"), contents(tmp_path / "elsewhere")
-    with pytest.raises(UsageError, match="symbolic link"):
-        finish_removals(open_storage(str(tmp_path / "10")))
-    assert (contents(tmp_path / "10"), contents(tmp_path / "elsewhere")) == before
+    refused_behind_a_link(lambda: finish_removals(storage))
 
 
 def test_in_s3_too(tmp_path: Path, s3_root: str) -> None:

@@ -95,7 +95,7 @@ KEEPING = [
     of(
         "keep: links are looked for before the mark", "checkpoint/commits/remove.py",
         "        group.storage.refuse_links()\n", "",
-        RETENTION + "test_a_step_whose_group_is_a_link_is_not_deleted_at_all",
+        RETENTION + "test_a_link_that_somebody_puts_there_during_a_deletion_is_not_followed",
     ),
     of(
         "keep: links are looked for in all groups before one is deleted", "checkpoint/commits/remove.py",

@@ -515,25 +515,26 @@ def test_two_may_not_apply_to_one_directory(served: Served) -> None:
             served.apply()
 
 
+@pytest.mark.parametrize("before", ["numbers_in", "_next_number"])
 def test_two_publishes_at_one_moment_do_not_both_count(
-    served: Served, monkeypatch: pytest.MonkeyPatch
+    served: Served, monkeypatch: pytest.MonkeyPatch, before: str
 ) -> None:
     module = import_module("smckpt.translate.publishing.publish")
     served.publish()
     write(served.model, weights(1))
-    numbers = module.numbers_in
+    called = getattr(module, before)
 
-    def late(root: Any) -> list[int]:
-        found = numbers(root)
-        monkeypatch.setattr(module, "numbers_in", numbers)
+    def late(*args: Any) -> Any:
+        listed = called(*args)
+        monkeypatch.setattr(module, before, called)
         write(served.model, weights(2))
         other = threading.Thread(target=served.publish)
         other.start()
         other.join(seconds(60))
         write(served.model, weights(1))
-        return found
+        return listed
 
-    monkeypatch.setattr(module, "numbers_in", late)
+    monkeypatch.setattr(module, before, late)
     with pytest.raises(errors.StorageError, match="another process has published"):
         served.publish()
     write(served.model, weights(2))
@@ -689,7 +690,9 @@ def test_a_forged_table_of_a_full_publish_is_refused(served: Served, what: str) 
         served.apply()
 
 
-def test_a_host_of_another_root_takes_nothing_from_its_base(served: Served) -> None:
+def test_a_host_of_another_root_takes_nothing_from_its_base(
+    served: Served, caplog: pytest.LogCaptureFixture
+) -> None:
     served.publish()
     served.apply()
     shutil.rmtree(served.root)
@@ -700,6 +703,7 @@ def test_a_host_of_another_root_takes_nothing_from_its_base(served: Served) -> N
     served.publish()
     served.apply()
     served.assert_same()
+    assert "is no base" not in caplog.text  # it was not even compared
 
 
 def test_a_half_removed_directory_is_made_anew(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -50,11 +51,12 @@ from smckpt.translate.models.quantized import dequantized
 from smckpt.translate.prediction import beyond_model
 from smckpt.translate.ranks.pipeline import JoinedTensors
 from smckpt.translate.ranks.translated import Translated, TranslatedSource
-from smckpt.translate.stream import read_elements, tied_names
+from smckpt.translate.stream import equal, read_elements, tied_names
 from smckpt.translate.tables.hub import HubTensor, find_ties
 from smckpt.translate.tables.layouts import looks_transformed
 
 _LOOKED_AT = 4096  # elements of a weight
+_IN_LIST = re.compile(r"\.\d+\.")  # the name of a layer's tensor
 _EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"  # one of each, for `find_ties`
 
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
@@ -248,7 +250,9 @@ def _merged_here(
     if settings is not None and settings.ties_embeddings:
         plain = [t.base if isinstance(t, Merged) else t for t in made.targets]
         tied = tied_names(TranslatedSource(reader), plain)
-    adapters[0][1].refuse_tied(tied, made.changed)
+    if settings is not None and settings.ties_embeddings is not False:
+        begun = {n: t for parts, _ in adapters for n, t in parts.originals.items()}
+        _refuse_tied(TranslatedSource(reader), base, begun, changes)
     notes = (*head_notes([*stored], settings), *(made.notes if settings is not None else ()))
     notes += maybe_merged
     targets = [target for target in made.targets if target.name not in tied]
@@ -410,6 +414,34 @@ def _merged_there(
         MergedSource(_both(reader, directory)), made.targets, (), notes, made.naming,
         further=further,
     )  # fmt: skip
+
+
+def _refuse_tied(
+    source: TranslatedSource, base: Mapping[str, Translated],
+    originals: Mapping[str, Translated], changed: Collection[str],
+) -> None:  # fmt: skip
+    """Raise UsageError if an adapter changes a tensor, and not another one that was the same: such
+    is the head of a model that ties it to the embedding, by whatever name.
+
+    Args:
+        originals: what tensors were that the adapter saves whole.
+    """
+    begun = {
+        name: tensor
+        for name, tensor in {**base, **originals}.items()
+        if len(tensor.shape) == 2 and not _IN_LIST.search(name)
+    }
+    for name in sorted(begun.keys() & {*changed, *originals}):
+        for other in sorted(begun.keys() - {name}):
+            if equal(source, begun[name], begun[other]):
+                if name not in changed and equal(source, base[name], base[other]):
+                    continue  # both are saved whole, and alike
+                raise UsageError(
+                    f"the adapter changes {name}, an embedding or head that is one tensor with "
+                    f"{other} in the base",
+                    remedy='export it with lora="adapter"; or, if the model was trained with both, '
+                    "pass config= with tie_word_embeddings=False",
+                )
 
 
 def _refuse_both(whole: Mapping[str, Translated], made: _ToWrite) -> None:

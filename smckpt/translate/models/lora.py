@@ -55,14 +55,15 @@ class PeftTensors(Generic[T]):
     pairs: module → (A, B); a module with several parameters that have a pair is there several
     times, with `.base_layer` behind its name. magnitudes: module → DoRA's vector. embeddings: the
     modules whose weights are embeddings. saved: tensors that the adapter saves whole, by the
-    model's names. base: the rest, by the model's names. adapter: names in the adapter's file →
-    tensor.
+    model's names; originals: what these were, where the state has it. base: the rest, by the
+    model's names. adapter: names in the adapter's file → tensor.
     """
 
     pairs: dict[str, dict[str, T]] = field(default_factory=dict)
     magnitudes: dict[str, T] = field(default_factory=dict)
     embeddings: set[str] = field(default_factory=set)
     saved: dict[str, T] = field(default_factory=dict)
+    originals: dict[str, T] = field(default_factory=dict)
     base: dict[str, T] = field(default_factory=dict)
     adapter: dict[str, T] = field(default_factory=dict)
 
@@ -135,8 +136,8 @@ def sort(tensors: Mapping[str, T], wanted: str | None = None) -> PeftTensors[T]:
             parts.base[short] = tensor
         else:
             parts.saved[short] = parts.adapter[PREFIX + name] = tensor
-    for name, tensor in parts.saved.items():
-        parts.base[name] = tensor
+    parts.originals = {name: parts.base[name] for name in parts.saved.keys() & parts.base.keys()}
+    parts.base |= parts.saved
     return parts
 
 
@@ -237,17 +238,40 @@ class LoraConfig:
         without = self.values.get("exclude_modules") or []
         if not isinstance(named, list) or not isinstance(without, list):
             return
-        if any(map(self.values.get, ("target_parameters", "layers_to_transform"))):
+        if self.values.get("target_parameters"):
             return
+        chosen = {m: m in named or self._is_in_layers(m) for m in modules}
         wanted = {m for m in modules if _ends_with(m, named) and not _ends_with(m, without)}
+        wanted = {m for m in wanted if chosen[m] is not False}
         paired = modules & {_WRAPPED.sub("", module) for module in pairs}
-        if differ := sorted(wanted ^ paired):
-            more = f" and exclude_modules={without}" if without else ""
+        if differ := sorted(m for m in wanted ^ paired if chosen[m] is not None):
+            further = ("exclude_modules", "layers_to_transform", "layers_pattern")
+            more = [f", {key}={self.values[key]}" for key in further if self.values.get(key)]
             raise TensorMismatchError(
-                f"the config has target_modules={named}{more}, but not so the LoRA matrices of "
-                f"{differ[:8]}",
+                f"the config has target_modules={named}{''.join(more)}, but not so the LoRA "
+                f"matrices of {differ[:8]}",
                 remedy="pass lora_config= of this adapter, and a checkpoint of the whole adapter",
             )
+
+    def _is_in_layers(self, module: str) -> bool | None:
+        """Whether `layers_to_transform` has a module's layer; None: PEFT's releases differ."""
+        layers, lists = map(self.values.get, ("layers_to_transform", "layers_pattern"))
+        if layers is None or layers == []:
+            return True
+        numbers = [*map(str, layers if isinstance(layers, list) else [layers])]
+        lists = [lists] if isinstance(lists, str) else lists or []
+        if not all(re.fullmatch(r"[\w.]+", name) for name in lists):
+            return None  # an expression
+        words = module.split(".")
+        # releases take the first or the last number, and only of a list that is in a module, or not
+        found = [
+            word in numbers
+            for at, word in enumerate(words[:-1])
+            if at and word.isdecimal() and (not lists or _ends_with(".".join(words[:at]), lists))
+        ]
+        if words[1:2] and words[1].isdecimal() and found:
+            return None
+        return found[0] if len(set(found)) == 1 else (None if found else False)
 
     def weights(
         self, pairs: Mapping[str, Mapping[str, Any]], shapes: Mapping[str, Shape]
@@ -341,17 +365,6 @@ class LoraConfig:
             raise UsageError(
                 f"the adapter trains biases of the base (bias={self.values['bias']!r})",
                 remedy='export it with lora="merge", from a checkpoint that has the base',
-            )
-
-    def refuse_tied(self, tied: Iterable[str], changed: Iterable[str]) -> None:
-        """Raise UsageError if an embedding is tied to the head and the adapter changes one of the
-        two."""
-        names = set(changed)
-        embeds = any("embed" in name or "wte" in name for name in names)
-        if (tied and embeds) or names & set(tied):
-            raise UsageError(
-                "the adapter changes an embedding that the config ties to the head",
-                remedy='export it with lora="adapter"',
             )
 
     def _of(self, module: str, patterns: str, default: str) -> Any:

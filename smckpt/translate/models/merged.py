@@ -286,7 +286,8 @@ def changes_of(
             raise KeysMismatchError(
                 f"the base weights that the adapter changes are missing: {lost[:8]}",
                 remedy="pass base= the Hugging Face directory of the base model, and config= if "
-                "that has none",
+                "that has none; a head that is tied to the embedding goes out with "
+                'lora="adapter" alone',
             )
         config.check_targets(parts.pairs, built, parts.saved)
         own = {

@@ -14,7 +14,13 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, GPT2Config, GptOssConfig
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GptOssConfig,
+    WhisperConfig,
+    WhisperForConditionalGeneration,
+)
 
 from smckpt import Adapter, ExportOptions, Parallel, errors, export_hf
 from smckpt.translate.models import lora as our_lora
@@ -462,7 +468,11 @@ def test_an_adapter_that_lacks_a_module_of_its_config_is_refused(tmp_path):
     fewer = {**config, "target_modules": sorted({*config["target_modules"]} - {"q_proj"})}
     without = {**config, "exclude_modules": ["layers.1.self_attn.q_proj"]}
     whole = {**config, "modules_to_save": ["lm_head"]}
-    cases = ((state, config), (lost, config), (state, fewer), (state, without), (state, whole))
+    layer = {**config, "layers_to_transform": [1], "layers_pattern": "layers"}
+    cases = (
+        (state, config), (lost, config), (state, fewer), (state, without), (state, whole),
+        (state, layer),
+    )  # fmt: skip
     for number, (tensors, values) in enumerate(cases):
         adapter = Adapter(lora="merge", lora_config=values, base=tmp_path / "base")
         checkpoint = saved(tmp_path / str(number), tensors)
@@ -485,6 +495,31 @@ def test_a_turned_adapter_of_a_model_without_conv1d_is_merged_as_peft_does(tmp_p
         adapter=Adapter(lora="merge", lora_config=config, base=tmp_path / "base"),
     )
     assert_merged(tmp_path / "hf", model)
+
+
+@pytest.mark.parametrize(
+    "layers, module, found",
+    [
+        ({"layers_to_transform": 1}, "model.layers.1.q", True),
+        ({"layers_to_transform": [0, 2]}, "model.layers.1.q", False),
+        ({"layers_to_transform": [0], "layers_pattern": ["h", "blocks"]}, "t.h.0.q", True),
+        ({"layers_to_transform": [0], "layers_pattern": "blocks"}, "t.h.0.q", False),
+        ({"layers_to_transform": [1]}, "encoder.block.1.layer.0.k", None),
+        ({"layers_to_transform": [1], "layers_pattern": "layers"}, "layers.1.q", None),
+    ],
+)
+def test_layers_to_transform_says_what_is_adapted_as_far_as_all_releases_of_peft_agree(
+    layers, module, found
+):
+    """The first number counts, or the last; of a list that stands first, or not."""
+    config = our_lora.LoraConfig({"target_modules": ["q", "k"], **layers})
+    shapes = {f"{module}.weight": (2, 2)}
+    for paired in ([module], []):
+        if found is None or bool(paired) == found:
+            config.check_targets(paired, shapes, [])
+        else:
+            with pytest.raises(errors.TensorMismatchError, match="layers_to_transform"):
+                config.check_targets(paired, shapes, [])
 
 
 def test_what_is_no_matrix_is_not_compared_with_the_modules_of_a_config():
@@ -551,6 +586,29 @@ def test_an_embedding_trained_apart_from_its_tied_head_is_not_written_for_both(t
         )
         again = AutoModelForCausalLM.from_pretrained(folder / "hf")
         assert (logits(again) - logits(model)).abs().max() <= 1e-4
+
+
+@pytest.mark.parametrize("more", [{"target_modules": ["q_proj", "proj_out"]},
+                                  {"modules_to_save": ["embed_tokens"]}])  # fmt: skip
+def test_a_tied_head_is_found_by_its_values_whatever_its_name(tmp_path, more):
+    """Whisper's is proj_out; the delta of a tied head was lost, a new embedding became the head."""
+    torch.manual_seed(2)
+    model = WhisperForConditionalGeneration(
+        WhisperConfig(
+            vocab_size=ref.V, d_model=32, encoder_layers=1, decoder_layers=1, num_mel_bins=8,
+            encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=48,
+            decoder_ffn_dim=48, max_source_positions=20, max_target_positions=20, pad_token_id=0,
+            bos_token_id=1, eos_token_id=2, decoder_start_token_id=1,
+            architectures=["WhisperForConditionalGeneration"],
+        )
+    )  # fmt: skip
+    model = peft_model(model, rank_pattern={}, **{"target_modules": ["q_proj"], **more})
+    checkpoint = saved(tmp_path, model.state_dict())
+    given = Adapter(lora="merge", lora_config=model.peft_config)
+    with pytest.raises(errors.UsageError, match="is one tensor with"):
+        export_hf(checkpoint, tmp_path / "no", config=model.config, adapter=given)
+    untied = {**model.config.to_dict(), "tie_word_embeddings": False}
+    export_hf(checkpoint, tmp_path / "hf", config=untied, adapter=given)  # as the error advises
 
 
 def test_embeddings_and_transposed_layers_are_merged(tmp_path):

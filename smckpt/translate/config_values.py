@@ -26,7 +26,7 @@ _ABOVE_ZERO = re.compile(r"rope_theta|rope_local_base_freq|rotary_emb_base|facto
 _NOT_BELOW = re.compile(r"\w*(_eps|_epsilon)")
 # of what names and modules are made one by one: the largest models have some 200 and 500; doge's
 # experts, of which it has 16,384 and more, are rows of one tensor
-_COUNTS = re.compile(r"(\w+_)?layers|n_layer|depth|(\w+_)?(num|n)_(\w+_)?experts")
+_COUNTS = re.compile(r"(\w+_)?layers|n_layer|depth|(\w{0,64}_)?(num|n)_(\w{0,64}_)?experts")
 _MOST = 1 << 17
 # what a model computes with; infinity has a meaning in other keys
 _FINITE = re.compile(

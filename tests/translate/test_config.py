@@ -240,6 +240,11 @@ def test_the_classes_of_a_family_are_its_own(name):
     assert class_of_others({"model_type": name, "architectures": ["OwnForCausalLM"]}) is not None
 
 
+def test_a_long_key_holds_no_export_up():
+    with within(10):
+        refuse_impossible({"model_type": "own", "num_" * 100_000: 1 << 20}, None)
+
+
 def test_generation_settings_come_from_the_config():
     config = read_config({"model_type": "gpt2", "eos_token_id": 7, "pad_token_id": None})
     assert config is not None

@@ -136,7 +136,9 @@ def _legacy(file: ArchiveRecord, head: bytes) -> Archive:
     stream = io.BytesIO(head)
     sizes: dict[str, int] = {}
 
-    def storage(pid: Any) -> _Storage:
+    def stored(pid: Any) -> Any:
+        if pid[0] == "module":  # the class of a module that was saved itself, with its source
+            return pid[1]
         kind, named, key, _, numel, view = pid
         found = _storage((kind, named, key, None, numel))
         if view is not None or type(numel) is not int:
@@ -147,7 +149,7 @@ def _legacy(file: ArchiveRecord, head: bytes) -> Archive:
     _, protocol, system = (read_pickle(stream) for _ in range(3))
     if protocol != _PROTOCOL or not system["little_endian"]:
         raise ValueError("its storages are in big-endian order")
-    root = read_pickle(stream, storage)
+    root = read_pickle(stream, stored)
     keys = read_pickle(stream)
     records, at = {}, stream.tell()
     for key in keys:

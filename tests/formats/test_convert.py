@@ -484,3 +484,18 @@ def test_values_in_a_file_of_a_torch_before_1_6_are_loaded(tmp_path: Path, zippe
     found = smckpt.load(checkpoint_id=tmp_path / "a.pt")
     assert found is not None and found.keys() == state.keys()
     assert found["array"].tolist() == [0, 1, 2] and (found["loss"], found["step"]) == (0.5, 7)
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_module_that_was_saved_itself_is_named_in_a_file_of_any_torch(tmp_path, zipped) -> None:
+    """In an older file, the id of a module's class stood for damage."""
+    at, module = tmp_path / "a.pt", torch.nn.Linear(2, 2)
+    torch.save(module, at, _use_new_zipfile_serialization=zipped)
+    with pytest.raises(
+        UsageError, match=r"object of torch\.nn\.modules\.linear\.Linear.*state_dict"
+    ):
+        convert(at, tmp_path / "no", to="smckpt")
+    torch.save({"model": module, "w": torch.ones(2)}, at, _use_new_zipfile_serialization=zipped)
+    target = {"w": torch.zeros(2)}
+    smckpt.load(target, checkpoint_id=at)
+    assert target["w"].tolist() == [1, 1]

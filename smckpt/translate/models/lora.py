@@ -217,28 +217,23 @@ class LoraConfig:
     def check_targets(
         self, pairs: Iterable[str], shapes: Mapping[str, Shape], saved: Iterable[str]
     ) -> None:
-        """Compare what has a pair, and is saved whole, with lists of the config.
-
-        Args:
-            saved: what is not adapted because the adapter saves it whole.
+        """Compare what has a pair, and is saved whole instead, with lists of the config.
 
         Raises:
             TensorMismatchError: they differ.
         """
         matrices = {n for n, shape in shapes.items() if len(shape) == 2 and ".experts." not in n}
-        weights = {name for name in matrices - {*saved} if name.endswith(".weight")}
-        modules = {name.removesuffix(".weight") for name in weights}
+        modules = {n.removesuffix(".weight") for n in matrices - {*saved} if n.endswith(".weight")}
         whole = self.values.get("modules_to_save") or ()
         if lost := sorted(module for module in modules if _ends_with(module, whole)):
             raise TensorMismatchError(
                 f"the config has modules_to_save={whole}, but the state has not {lost[:8]}",
                 remedy="pass lora_config= of this adapter, and a checkpoint of the whole adapter",
             )
-        named = self.values.get("target_modules")
+        named: Any = self.values.get("target_modules")
         without = self.values.get("exclude_modules") or []
-        if not isinstance(named, list) or not isinstance(without, list):
-            return
-        if self.values.get("target_parameters"):
+        compared = isinstance(named, list) and isinstance(without, list)
+        if not compared or self.values.get("target_parameters"):
             return
         chosen = {m: m in named or self._is_in_layers(m) for m in modules}
         wanted = {m for m in modules if _ends_with(m, named) and not _ends_with(m, without)}
@@ -260,7 +255,7 @@ class LoraConfig:
             return True
         numbers = [*map(str, layers if isinstance(layers, list) else [layers])]
         lists = [lists] if isinstance(lists, str) else lists or []
-        if not all(re.fullmatch(r"[\w.]+", name) for name in lists):
+        if not all(isinstance(name, str) and re.fullmatch(r"[\w.]+", name) for name in lists):
             return None  # an expression
         words = module.split(".")
         # releases take the first or the last number, and only of a list that is in a module, or not

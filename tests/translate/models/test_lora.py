@@ -506,6 +506,7 @@ def test_a_turned_adapter_of_a_model_without_conv1d_is_merged_as_peft_does(tmp_p
         ({"layers_to_transform": [0], "layers_pattern": "blocks"}, "t.h.0.q", False),
         ({"layers_to_transform": [1]}, "encoder.block.1.layer.0.k", None),
         ({"layers_to_transform": [1], "layers_pattern": "layers"}, "layers.1.q", None),
+        ({"layers_to_transform": [1], "layers_pattern": [3]}, "model.layers.1.q", None),
     ],
 )
 def test_layers_to_transform_says_what_is_adapted_as_far_as_all_releases_of_peft_agree(

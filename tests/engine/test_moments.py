@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 import smckpt
 from smckpt import DistributedFileSystemWriter, errors
-from smckpt.engine.saving.differing import tells_nothing
+from smckpt.engine.saving.differing import ranks_text, refuse_different, tells_nothing
 from smckpt.engine.saving.moment import Moment, moment_of
 from smckpt.state_dict.select import Selector
 from tests.support.launch import run_ranks
@@ -565,6 +565,22 @@ def test_nothing_tells_a_skipped_save_where_a_stage_rests() -> None:
         rank: replace(each, of_parameters={"o": {"a": 9}}) for rank, each in stages(9, 9).items()
     }
     assert not tells_nothing(alike, alike)
+
+
+@pytest.mark.parametrize("before", [{"a": 7, "b": 3}, {"a": 7}], ids=["goes on", "begins"])
+def test_a_skipped_save_is_found_where_the_parameter_of_most_steps_rests(
+    before: dict[str, int],
+) -> None:
+    """The largest step of the optimizer stands still then, on the ranks that skip too."""
+
+    def moment(**steps: int) -> Moment:
+        return Moment("latest", {"o": max(steps.values())}, of_parameters={"o": {**steps}})
+
+    last = {rank: moment(**before) for rank in range(2)}
+    mixed = {0: moment(a=7, b=6), 1: moment(a=7, b=4)}
+    with pytest.raises(errors.UsageError, match="since the last save is"):
+        refuse_different(mixed, ranks_text, values=True, last=last)
+    refuse_different({0: mixed[0], 1: mixed[0]}, ranks_text, values=True, last=last)
 
 
 def alone_then_together(folder: str, who: int, met: bool) -> list[str]:

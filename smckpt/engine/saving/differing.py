@@ -159,7 +159,7 @@ def _comparable(
         sure = together or _changes(moments, last, earlier if alike else {}, common, most)
         if sure or loaded or before.keys() <= last.keys():
             counted = {
-                one: moment.since_load.get(name, signs[one][name] - before[one].signs.get(name, 0))
+                one: moment.since_load.get(name, _gone(moment, before[one], name))
                 for one, moment in holders.items()
             }
             # A rank whose parameters all began to train since then has made as many steps or more,
@@ -174,6 +174,14 @@ def _comparable(
                 if not sure and since > (most_since if began[one] else 0):
                     signs[one][f"{name} since the last save"] = since
     return signs
+
+
+def _gone(moment: Moment, last: Moment, name: str) -> int | float:
+    """The steps since the last save: of the parameter that made the most, since the one with the
+    largest step may rest."""
+    then, of = last.of_parameters.get(name, {}), moment.of_parameters.get(name, {})
+    steps = [n - then.get(digest, 0) for digest, n in of.items()]
+    return max([moment.signs[name] - last.signs.get(name, 0), *steps])
 
 
 def _changes(

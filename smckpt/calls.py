@@ -1,4 +1,5 @@
-"""What public calls have in common: their options, and that a thread is in one of them at a time.
+"""What calls have in common: their options, their threads, and that a thread is in one public call
+at a time.
 
 A signal handler runs on top of the code that it interrupted. If that is a call of smckpt, a second
 call from the handler could wait for a lock that its own thread holds. The interrupted call is on
@@ -14,13 +15,15 @@ import os
 import sys
 import traceback
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
 from smckpt.errors import UsageError
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
+_R = TypeVar("_R")
 
 
 def alone(name: str = "", *, outer: bool = False) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
@@ -55,6 +58,33 @@ def undisturbed(call: Callable[_P, object], *args: _P.args, **kwargs: _P.kwargs)
     except BaseException:  # sys.exit too
         with contextlib.suppress(Exception):
             traceback.print_exc()
+
+
+def in_threads(
+    call: Callable[[_T], _R], items: Iterable[_T], threads: int, name: str = ""
+) -> list[_R]:
+    """The result of each call, in order, of `threads` calls at once. As the interpreter ends, it
+    starts no thread: then this thread makes the calls that are left. One may be made twice.
+
+    Raises:
+        Exception: what the first call of those raised that failed; others may have been made.
+    """
+    wanted = list(items)
+    if len(wanted) < 2:
+        return list(map(call, wanted))
+
+    def begun(item: _T) -> Callable[[], _R]:
+        try:
+            return pool.submit(call, item).result
+        except RuntimeError:  # the pool's own: a saving thread outlives the script, and deletes
+            return functools.partial(call, item)
+
+    with ThreadPoolExecutor(min(threads, len(wanted)), name) as pool:
+        try:
+            return [result() for result in list(map(begun, wanted))]
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
 
 
 def end_process(status: int) -> NoReturn:

@@ -9,7 +9,6 @@ import tarfile
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,6 +17,7 @@ from typing import NoReturn
 
 from awscrt import checksums
 
+from smckpt.calls import in_threads
 from smckpt.checkpoint.records.sealed import at_once
 from smckpt.errors import CorruptCheckpointError, UsageError
 from smckpt.layout.strided import Box, Copy, elements, execute
@@ -123,8 +123,7 @@ class SourceFiles:
                 for start, data in zip(starts, found, strict=True):
                     fill(start, memoryview(data))
             return list(map(bytes, found))
-        with ThreadPoolExecutor(_AT_ONCE, "smckpt-read") as pool:
-            return list(pool.map(read, starts))
+        return in_threads(read, starts, _AT_ONCE, "smckpt-read")
 
     def copy(
         self,

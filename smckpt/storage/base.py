@@ -15,10 +15,10 @@ import importlib
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
+from smckpt.calls import in_threads
 from smckpt.decoding import decode
 from smckpt.errors import UsageError
 from smckpt.registry import Registry
@@ -266,8 +266,7 @@ class Storage(ABC):
 
     def delete_many(self, names: Collection[str]) -> None:
         """Remove files, in any order. A missing one is no error."""
-        with ThreadPoolExecutor(_DELETERS, "smckpt-delete") as pool:
-            list(pool.map(self.delete, names))
+        in_threads(self.delete, names, _DELETERS, "smckpt-delete")
 
     def put(self, name: str, data: bytes) -> None:
         """Create a small file. It is durable when this returns. A crash may leave it half written,

@@ -576,6 +576,25 @@ def test_a_deletion_that_the_end_of_the_process_cuts_short_is_no_error(
     assert steps(tmp_path / "run") == [2]
 
 
+ENDS_AT_ONCE = """
+import sys, torch, smckpt
+manager = smckpt.CheckpointManager(sys.argv[1], keep_last_n=1)
+for step in (1, 2, 3):
+    manager.save(step, {"a": torch.ones(300_000)})
+raise SystemExit(3)
+"""
+
+
+def test_what_is_deleted_while_the_interpreter_ends_is_deleted_whole(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    done = subprocess.run(
+        [sys.executable, "-c", ENDS_AT_ONCE, str(run)],
+        capture_output=True, text=True, timeout=seconds(120), check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (3, "")
+    assert [path.name for path in run.iterdir()] == ["3"]
+
+
 def test_what_is_known_of_rivals_is_bounded_by_what_is_there(tmp_path: Path) -> None:
     kept = keeper(tmp_path)
     rivals = Rivals(kept._steps)

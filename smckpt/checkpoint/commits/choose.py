@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from typing import Any
 
+from smckpt.calls import in_threads
 from smckpt.checkpoint.commits.foreign import (
     checksum_of_dcp,
     foreign_format,
@@ -218,8 +218,7 @@ def _by_record(storage: Storage, file: ParsedName) -> Commit:
         here = strict.at(join_url(storage.url, group.directory))
         return here.url, read_file(Manifest, here, group.manifest, group.crc64, known=known)
 
-    with ThreadPoolExecutor(min(FILES_AT_ONCE, len(record.groups))) as pool:
-        manifests = tuple(pool.map(one, record.groups))
+    manifests = tuple(in_threads(one, record.groups, FILES_AT_ONCE))
     _refuse_mixed(record, file_url(storage.url, name), manifests)
     return Commit(
         name, name, record.committed_at, file.order, manifests, True, record.groups, record.replaces

@@ -10,10 +10,10 @@ import logging
 import socket
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NoReturn
 
+from smckpt.calls import in_threads
 from smckpt.checkpoint.commits.choose import commits_at
 from smckpt.checkpoint.commits.foreign import checksum_of_dcp, delete_dcp
 from smckpt.checkpoint.commits.gather import gather_parts
@@ -277,7 +277,8 @@ def publish_record(
         )
     known = Known()
 
-    def read(here: Storage, group: GroupManifest) -> Manifest:
+    def read(of: tuple[Storage, GroupManifest]) -> Manifest:
+        here, group = of
         try:
             return read_file(Manifest, here, group.manifest, group.crc64, known=known)
         except CheckpointNotFoundError as error:
@@ -289,8 +290,7 @@ def publish_record(
             ) from error
 
     name = record_name(fencing_token, number, session)
-    with ThreadPoolExecutor(min(FILES_AT_ONCE, len(groups))) as pool:
-        manifests = list(pool.map(read, map(storage.at, urls), groups))
+    manifests = in_threads(read, zip(map(storage.at, urls), groups, strict=True), FILES_AT_ONCE)
     _check_step(manifests, urls, join_url(storage.url, name), fencing_token)
     record = Record(
         session=session,

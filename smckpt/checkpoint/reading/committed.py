@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
+from smckpt.calls import in_threads
 from smckpt.checkpoint.commits.choose import Commit, choose_commit, read_part
 from smckpt.checkpoint.commits.contents import Contents, opened
 from smckpt.checkpoint.commits.foreign import refuse_newer_dcp
@@ -156,8 +156,7 @@ class CommittedCatalogue(Catalogue):
         files = [file for rank in sorted(set(ranks)) for file in self._files_of(rank)]
         files = [file for file in files if file not in self._headers]
         if len(files) > 1:
-            with ThreadPoolExecutor(min(FILES_AT_ONCE, len(files)), "smckpt-headers") as pool:
-                list(pool.map(self.header, files))
+            in_threads(self.header, files, FILES_AT_ONCE, "smckpt-headers")
 
     def header(self, file: SavedFile) -> Header:
         """The header of a data file.

@@ -10,11 +10,11 @@ parts, each from one other rank.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from smckpt.calls import in_threads
 from smckpt.checkpoint.reading.catalogue import Catalogue
 from smckpt.checkpoint.records.files import FILES_AT_ONCE
 from smckpt.errors import TopologyError
@@ -406,8 +406,7 @@ class LoadingRank:
         while at < len(ranks):
             some = ranks[at : at + count]
             if len(some) > 1:
-                with ThreadPoolExecutor(len(some), "smckpt-values") as pool:
-                    list(pool.map(self.objects, some))
+                in_threads(self.objects, some, len(some), "smckpt-values")
             yield from some
             at, count = at + count, FILES_AT_ONCE
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from smckpt.calls import alone
+from smckpt.calls import alone, in_threads
 from smckpt.checkpoint.commits.contents import replacement
 from smckpt.checkpoint.reading.committed import CommittedCatalogue, open_catalogue
 from smckpt.checkpoint.reading.read import Progress
@@ -151,9 +150,11 @@ class _FileChecks(Sink):
     def report(self, url: str, threads: int) -> Report:
         """After the scan: the report of the whole checkpoint."""
         catalogue = self._catalogue
-        with ThreadPoolExecutor(threads, "smckpt-verify") as pool:
-            parts = pool.map(lambda rank: _check_part(catalogue, rank), catalogue.object_ranks)
-            found = {*self._problems, *(problem for part in parts for problem in part)}
+        parts = in_threads(
+            lambda rank: _check_part(catalogue, rank),
+            catalogue.object_ranks, threads, "smckpt-verify",
+        )  # fmt: skip
+        found = {*self._problems, *(problem for part in parts for problem in part)}
         found |= {*_stored_once(catalogue, self._damaged), *_covered(catalogue)}
         return Report(
             url=url,

@@ -20,10 +20,10 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
+from smckpt.calls import in_threads
 from smckpt.decoding import decode
 from smckpt.errors import (
     CheckpointNotFoundError,
@@ -388,10 +388,7 @@ class HyperPodStorage(Storage):
             return self._blobs[name]
 
     def _each(self, ask: Callable[[Any], Any], of: Collection[Any]) -> Sequence[Any]:
-        if len(of) < 2:
-            return [*map(ask, of)]
-        with ThreadPoolExecutor(min(len(of), _ASKED_AT_ONCE), "smckpt-hyperpod") as pool:
-            return list(pool.map(ask, of))
+        return in_threads(ask, of, _ASKED_AT_ONCE, "smckpt-hyperpod")
 
     def _lost(self, name: str) -> CheckpointNotFoundError:
         return CheckpointNotFoundError(

@@ -17,10 +17,10 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from smckpt.calls import in_threads
 from smckpt.errors import CheckpointNotFoundError, MemoryBudgetError, StorageError
 from smckpt.storage.base import Access, FileInfo, FileWriter, Storage
 from smckpt.storage.disk.posix_read import STRETCH, Descriptor, Reading
@@ -344,10 +344,7 @@ class KeeperStorage(Storage):
             except OSError as error:
                 return error
 
-        if len(which) == 1:
-            return [one(which[0])]
-        with ThreadPoolExecutor(min(len(which), _ASKED_AT_ONCE), "smckpt-keepers") as pool:
-            return list(pool.map(one, which))
+        return in_threads(one, which, _ASKED_AT_ONCE, "smckpt-keepers")
 
     def _at(self, name: str) -> dict[str, Any]:
         return {"directory": self._directory, "name": name}

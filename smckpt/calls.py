@@ -13,10 +13,11 @@ import contextlib
 import functools
 import os
 import sys
+import threading
 import traceback
 import weakref
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
 from smckpt.errors import UsageError
@@ -60,31 +61,35 @@ def undisturbed(call: Callable[_P, object], *args: _P.args, **kwargs: _P.kwargs)
             traceback.print_exc()
 
 
+class Threads(ThreadPoolExecutor):
+    """Threads that make calls. As the interpreter ends, it starts none: then who submits a call
+    makes it. A save that is committed only then still deletes older steps, and its `on_commit=` may
+    load, verify and export."""
+
+    def submit(self, fn: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> Future[_T]:
+        try:
+            return super().submit(fn, *args, **kwargs)
+        except RuntimeError:
+            if threading.main_thread().is_alive():
+                raise
+        made: Future[_T] = Future()
+        try:
+            made.set_result(fn(*args, **kwargs))
+        except BaseException as error:
+            made.set_exception(error)
+        return made
+
+
 def in_threads(
     call: Callable[[_T], _R], items: Iterable[_T], threads: int, name: str = ""
 ) -> list[_R]:
-    """The result of each call, in order, of `threads` calls at once. As the interpreter ends, it
-    starts no thread: then this thread makes the calls that are left. One may be made twice.
-
-    Raises:
-        Exception: what the first call of those raised that failed; others may have been made.
-    """
+    """The result of each call, in order, of `threads` calls at once. The first failure cancels the
+    calls that have not begun, and is raised."""
     wanted = list(items)
     if len(wanted) < 2:
         return list(map(call, wanted))
-
-    def begun(item: _T) -> Callable[[], _R]:
-        try:
-            return pool.submit(call, item).result
-        except RuntimeError:  # the pool's own: a saving thread outlives the script, and deletes
-            return functools.partial(call, item)
-
-    with ThreadPoolExecutor(min(threads, len(wanted)), name) as pool:
-        try:
-            return [result() for result in list(map(begun, wanted))]
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+    with Threads(min(threads, len(wanted)), name) as pool:
+        return list(pool.map(call, wanted))
 
 
 def end_process(status: int) -> NoReturn:

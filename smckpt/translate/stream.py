@@ -8,12 +8,13 @@ from __future__ import annotations
 import math
 import queue
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import ExitStack
 from typing import Any, Protocol
 
 import numpy as np
 
+from smckpt.calls import Threads
 from smckpt.checkpoint.reading.read import Meter, Progress
 from smckpt.errors import TensorMismatchError, UsageError
 from smckpt.layout.entries import DTYPES
@@ -73,7 +74,7 @@ def write_chunks(
         meter.add(chunk.length)
 
     with ExitStack() as stack:
-        pool = ThreadPoolExecutor(threads, "smckpt-export")
+        pool = Threads(threads, "smckpt-export")
         stack.callback(pool.shutdown, cancel_futures=True)
         before: list[Future[None]] = []
         for file in files:

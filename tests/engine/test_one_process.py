@@ -472,6 +472,29 @@ def test_a_normal_exit_drains_the_save_in_flight(tmp_path: Path) -> None:
     assert bool(target["a"].all())
 
 
+def test_who_hears_of_the_last_commit_may_read_it_while_the_interpreter_ends(
+    tmp_path: Path,
+) -> None:
+    done = run_script(
+        """
+        import sys, threading
+        import torch, smckpt
+        from smckpt.checkpoint.upkeep.transfer import copy_checkpoint
+        first, second = sys.argv[1:]
+        def committed(_):
+            threading.main_thread().join()  # from now on Python starts no pool of threads
+            copy_checkpoint(first, second)
+            assert smckpt.verify_checkpoint(second).ok
+            print(torch.equal(smckpt.load(checkpoint_id=second)["w"], state["w"]))
+        state = {"w": torch.arange(3_000_000.0), "x": [torch.ones(5)] * 3, "step": 1}
+        options = smckpt.SaveOptions(on_commit=committed)
+        smckpt.async_save(state, checkpoint_id=first, options=options)
+        """,
+        str(tmp_path / "1"), str(tmp_path / "2"),
+    )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (0, "True\n", "")
+
+
 def test_a_save_in_an_exit_handler_is_waited_for_too(tmp_path: Path) -> None:
     """Python runs no handler that is registered by another one, and torch imports a module whose
     handler ends children and waits for what has asked it to."""

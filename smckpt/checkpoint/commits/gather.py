@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from smckpt.calls import Threads
 from smckpt.checkpoint.commits.part import tables_digest
 from smckpt.checkpoint.records.crc import crc64, hex64
 from smckpt.checkpoint.records.files import FILES_AT_ONCE
@@ -69,7 +69,7 @@ def gather_parts(
             path=storage.url,
         )
     group = _Group(storage, attempt)
-    with ThreadPoolExecutor(min(FILES_AT_ONCE, len(parts))) as pool:
+    with Threads(min(FILES_AT_ONCE, len(parts))) as pool:
         ordered = sorted(map(int, parts))
         for batch in (ordered[at : at + _BATCH] for at in range(0, len(ordered), _BATCH)):
             read = pool.map(lambda rank: _read(storage, rank, parts[str(rank)]), batch)

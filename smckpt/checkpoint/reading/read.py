@@ -12,11 +12,12 @@ import os
 import resource
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
+from smckpt.calls import Threads
 from smckpt.checkpoint.reading.blocks import (
     SCRATCH_BYTES,
     Destination,
@@ -357,7 +358,7 @@ def _run(tasks: Sequence[Task], threads: int) -> None:
         for task in tasks:
             task()
         return
-    with ThreadPoolExecutor(threads, thread_name_prefix="smckpt-read") as pool:
+    with Threads(threads, thread_name_prefix="smckpt-read") as pool:
         futures: list[Future[None]] = [pool.submit(task) for task in tasks]
         try:
             for future in futures:

@@ -10,11 +10,10 @@ import fnmatch
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from smckpt.calls import alone
+from smckpt.calls import Threads, alone
 from smckpt.checkpoint.reading.catalogue import Catalogue, SavedPiece
 from smckpt.checkpoint.reading.committed import open_catalogue
 from smckpt.checkpoint.reading.read import Meter, Progress, StoredCopy, execute
@@ -117,7 +116,7 @@ def compare_catalogues(
         return found
 
     try:
-        with ThreadPoolExecutor(threads, "smckpt-diff") as pool:
+        with Threads(threads, "smckpt-diff") as pool:
             found = [one for each in pool.map(compare, names) for one in each]
     finally:
         for side in sides:

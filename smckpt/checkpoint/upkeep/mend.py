@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 
+from smckpt.calls import Threads
 from smckpt.checkpoint.commits.contents import Contents, GroupContents
 from smckpt.checkpoint.reading.blocks import SavedFile, Scratch
 from smckpt.checkpoint.reading.read import Progress
@@ -194,7 +194,7 @@ def damages_of(
                 saved[SavedFile(storage, file, part.rank, scratch)] = group
     scanned = _Scanned()
     scan(saved, [scanned], threads=threads, progress=progress)
-    with ThreadPoolExecutor(threads, "smckpt-repair") as pool:
+    with Threads(threads, "smckpt-repair") as pool:
         for one, group in saved.items():
             found += _of_file(scanned.files[one], group, donors, pool)
     return found
@@ -230,7 +230,7 @@ def _of_part(
 
 
 def _of_file(
-    file: ScannedFile, group: GroupContents, donors: Donors, pool: ThreadPoolExecutor
+    file: ScannedFile, group: GroupContents, donors: Donors, pool: Threads
 ) -> Iterator[Damage]:
     """What is wrong with a data file and with its checksums."""
     record, saved = file.record, file.saved

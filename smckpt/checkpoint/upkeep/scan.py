@@ -11,11 +11,12 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
+from smckpt.calls import Threads
 from smckpt.checkpoint.reading.blocks import SavedFile, Scratch, not_missing
 from smckpt.checkpoint.reading.read import Meter, Progress
 from smckpt.checkpoint.records.crc import BLOCK, combine, crc64
@@ -258,7 +259,7 @@ class Workers:
     copied stays open from its first piece on."""
 
     def __init__(self, threads: int) -> None:
-        self._pool = ThreadPoolExecutor(threads, "smckpt-scan")
+        self._pool = Threads(threads, "smckpt-scan")
         self._most = 2 * threads
 
     def do(self, calls: Iterable[Callable[[], T]]) -> Iterator[T]:

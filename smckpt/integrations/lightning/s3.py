@@ -12,12 +12,12 @@ import io
 import mmap
 import os
 import re
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import fsspec
 from fsspec.spec import AbstractFileSystem
 
+from smckpt.calls import Threads
 from smckpt.checkpoint.records.format import parse_name
 from smckpt.errors import CheckpointNotFoundError, UsageError
 from smckpt.integrations.replaced import remove_or_keep
@@ -196,7 +196,7 @@ def _upload(url: Any, data: memoryview, chunk_size_MB: int, concurrency: int) ->
     writer = storage.create_file(name, len(data), replace=True)
     piece = writer.piece or chunk_size_MB * _MB
     try:
-        with ThreadPoolExecutor(concurrency, "smckpt-upload") as pool:
+        with Threads(concurrency, "smckpt-upload") as pool:
             starts = range(0, len(data), piece)
             list(pool.map(lambda at: writer.write_at(at, data[at : at + piece]), starts))
         writer.finish()
@@ -213,7 +213,7 @@ def _download(
     def read(at: int) -> None:
         storage.read_into(name, at, [target[at : at + piece]])
 
-    with ThreadPoolExecutor(concurrency, "smckpt-download") as pool:
+    with Threads(concurrency, "smckpt-download") as pool:
         list(pool.map(read, range(0, len(target), piece)))
 
 

@@ -10,9 +10,9 @@ import math
 import re
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+from smckpt.calls import Threads
 from smckpt.errors import UsageError
 from smckpt.formats.boxes import SavedBox, SavedTensor
 from smckpt.formats.degrees import Degrees
@@ -170,7 +170,7 @@ def refuse_equal_files(tensors: Iterable[SavedTensor], source: SourceFiles) -> N
 
     by_size: dict[int, list[ArchiveRecord]] = {}
     begin_alike: dict[tuple[int, bytes], list[ArchiveRecord]] = {}
-    with ThreadPoolExecutor(_AT_ONCE, "smckpt-compare") as pool:
+    with Threads(_AT_ONCE, "smckpt-compare") as pool:
         for found in pool.map(source.whole, sorted(boxes)):
             by_size.setdefault(found.nbytes, []).append(found)
         files = [file for several in by_size.values() if len(several) > 1 for file in several]
@@ -297,7 +297,7 @@ def _beginnings(reader: TensorReader, keys: Sequence[TensorKey]) -> list[bytes]:
         count = min(math.prod(tensor.shape), max(1, _BEGINNING // itemsize))
         chunks.append(Chunk(0, 0, (Range(tensor, 0, count, 0),)))
         memory.append(memoryview(bytearray(count * itemsize)))
-    with ThreadPoolExecutor(_AT_ONCE, "smckpt-compare") as pool:
+    with Threads(_AT_ONCE, "smckpt-compare") as pool:
         reads = zip(source.plans_of(chunks), memory, strict=True)
         for done in [pool.submit(source.read, plan, [view]) for plan, view in reads]:
             done.result()

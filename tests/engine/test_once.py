@@ -173,7 +173,7 @@ def damaged(folder: str) -> tuple[str, str, int]:
         loaded(folder, state_on(mesh_of((4, 1)), seed=1))
     except errors.CheckpointError as error:
         passed_on = error.__cause__ or error  # on a rank that did not read it: what was sent
-        assert isinstance(passed_on, errors.CorruptCheckpointError)
+        assert isinstance(passed_on, errors.CorruptCheckpointError), (repr(error), repr(passed_on))
         assert passed_on.rank == error.rank
         assert passed_on.message.count("undefined") < 2
         return type(error).__name__, error.message, error.rank

@@ -565,6 +565,14 @@ def test_nothing_tells_a_skipped_save_where_a_stage_rests() -> None:
         rank: replace(each, of_parameters={"o": {"a": 9}}) for rank, each in stages(9, 9).items()
     }
     assert not tells_nothing(alike, alike)
+    shared = {
+        rank: replace(each, of_parameters={"o": {"a": 9, "b": each.signs["o"]}})
+        for rank, each in stages(9, 15).items()
+    }
+    assert tells_nothing(shared, {0: shared[0], 1: replace(shared[1], signs={"o": 12})})
+    untrained = replace(shared[0], signs={}, of_parameters={})
+    assert tells_nothing({0: untrained, 1: shared[1]}, {0: untrained})
+    assert not tells_nothing({0: untrained, 1: shared[1]}, {0: untrained, 1: shared[1]})
 
 
 @pytest.mark.parametrize("before", [{"a": 7, "b": 3}, {"a": 7}], ids=["goes on", "begins"])

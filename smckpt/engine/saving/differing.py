@@ -38,25 +38,22 @@ def of_moment(moment: Moment, decide: Callable[[], T]) -> T:
 
 
 def tells_nothing(moments: Mapping[Any, Moment], last: Mapping[Any, Moment]) -> bool:
-    """Whether ranks have tensors and nothing in them tells a skipped save: there is no counter, or
-    no common one, and the optimizer's parameters, each rank's own, rest on one of them.
+    """Whether ranks have tensors and nothing in them tells a skipped save: there is no counter in
+    common, and each optimizer rests on one of the ranks while another one trains.
 
     Args:
         last: who → its moment in the last save that was not refused.
     """
     holders = {who: moment for who, moment in moments.items() if moment.holds}
-    if len(holders) < 2 or not any(moment.signs for moment in holders.values()):
-        return len(holders) > 1
     names = {name for moment in holders.values() for name in moment.of_parameters}
-    if set.intersection(*(set(moment.signs) for moment in holders.values())) - names:
+    if len(holders) < 2 or set.intersection(*(set(m.signs) for m in holders.values())) - names:
         return False
-    return any(
-        who in last and last[who].signs.get(name) == moment.signs[name]
-        for name in names
-        if not set.intersection(*(set(m.of_parameters.get(name, ())) for m in holders.values()))
+    since = [
+        [name in moment.signs and _gone(moment, last.get(who, Moment()), name) for name in names]
         for who, moment in holders.items()
-        if name in moment.signs
-    )
+    ]
+    trains = any(map(any, since)) or not any(moment.signs for moment in holders.values())
+    return trains and not any(map(all, zip(*since, strict=True)))
 
 
 def refuse_different(

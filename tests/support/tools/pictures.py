@@ -1,7 +1,7 @@
 """Draw the docs' pictures: `python -m tests.support.tools.pictures [browse] [costs]`.
 
 `browse.png`: the page of `smckpt browse` about a run of two FSDP ranks, in Chromium. `costs.png`:
-the first table of figures in docs/benchmarks.md. (`train.png` is what `./dev train` draws.)
+the table of saves and loads in docs/benchmarks.md. (`train.png` is what `./dev train` draws.)
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ def browse(out: Path) -> None:
 
 
 def costs(out: Path) -> None:
-    """Bars of the first table of figures in docs/benchmarks.md."""
-    text = (ROOT / "docs" / "benchmarks.md").read_text().split("\n## ")[2]
+    """Bars of the table of saves and loads in docs/benchmarks.md."""
+    text = (ROOT / "docs" / "benchmarks.md").read_text().partition("## Saves and loads")[2]
     rows = re.findall(r"^\| \**(.+?)\** \| ([\d.]+) \(([\d.]+)–([\d.]+)\) ", text, re.M)
     found = {name: [float(one) for one in figures] for name, *figures in rows}
     bars = [(label, *(found[name] for name in names)) for label, names in PAIRS.items()]

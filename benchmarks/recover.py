@@ -158,6 +158,15 @@ def from_another_host(
         took = seconds(lambda: smckpt.load(other, checkpoint_id=where), repeats + 1)[1:]
         assert all(torch.equal(other[key], state[key]) for key in state)
         print(f"{'memory of another host: a load, ÷ sendfile':60}{text(took, limit)}")
+        few = {"few": torch.zeros(1024)}
+        smckpt.save(few, checkpoint_id=f"keeper://{names[1]}/2")
+        near, far = (
+            seconds(partial(smckpt.load, few, checkpoint_id=f"keeper://{name}/2"), repeats + 1)[1:]
+            for name in reversed(names)
+        )
+        limit = statistics.median(near)
+        print(f"{'memory of this host: a load of 4 kB':60}{text(near, limit)}")
+        print(f"{'memory of another host: a load of 4 kB':60}{text(far, limit)}")
 
 
 def with_a_copy(state: dict[str, torch.Tensor], nbytes: int, repeats: int) -> None:

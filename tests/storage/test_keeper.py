@@ -33,7 +33,7 @@ from smckpt.storage.memory import store as memory_store
 from smckpt.storage.memory import wire
 from smckpt.storage.memory.keeper import Keeper, listening
 from smckpt.storage.memory.store import asked_locally
-from smckpt.storage.memory.wire import Peer, call, local_name, receive, send
+from smckpt.storage.memory.wire import Peer, call, challenged, local_name, receive, send
 from smckpt.storage.urls import parent_url
 from tests.support.limits import seconds
 
@@ -182,6 +182,26 @@ def test_who_does_not_know_the_secret_is_answered_nothing(running: Running, stor
         assert set(receive(raw)) == {"challenge"}
         send(raw, {"do": "list", "directory": "run/1"})
         assert raw.recv(1) == b""
+
+
+@pytest.mark.parametrize("asks", [True, False], ids=["who asks", "who answers"])
+def test_neither_side_waits_before_it_sends_what_is_small(asks: bool) -> None:
+    """A header would hold the bytes behind it up until the other side's receipt, 40 ms later."""
+    secret, answered = "a" * 64, []
+    with socket.create_server(("127.0.0.1", 0)) as door:
+
+        def answer() -> None:
+            made, _ = door.accept()
+            with made:
+                assert challenged(made, secret)
+                answered.append(made.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with call(Peer("x", *door.getsockname(), secret)) as made:
+            asked = made.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+        thread.join(seconds(20))
+    assert ([asked] if asks else answered) == [1]
 
 
 def test_a_server_that_does_not_know_the_secret_is_not_believed(running: Running) -> None:

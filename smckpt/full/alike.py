@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from smckpt.checkpoint.records.objects import encode_object
 from smckpt.errors import UsageError
 from smckpt.full.wire import gathers, in_rows
 from smckpt.layout.containers import items_of
 from smckpt.layout.entries import Path, dotted
-from smckpt.state_dict.tensors import dtensor_parts, is_dtensor, is_flattening
+from smckpt.state_dict.tensors import dtensor_parts, is_dtensor, is_flattening, is_value
 
 
 def sums_of(state: Mapping[Any, Any], on_mesh: Mapping[str, Any]) -> dict[Path, int]:
@@ -36,10 +37,12 @@ def sums_of(state: Mapping[Any, Any], on_mesh: Mapping[str, Any]) -> dict[Path, 
 
 def _sum_of(value: Any) -> int:
     """Of what FULL refuses elsewhere, and of objects, 0."""
-    if isinstance(value, torch.Tensor) and is_dtensor(value):
+    if isinstance(value, torch.Generator) or (isinstance(value, torch.Tensor) and is_value(value)):
+        value = repr(encode_object(value))
+    elif isinstance(value, torch.Tensor) and is_dtensor(value):
         value = repr((value.dtype, dtensor_parts(value)[2:]))
     elif isinstance(value, torch.Tensor):
-        if value.is_meta or value.layout != torch.strided or is_flattening(value):
+        if value.is_meta or is_flattening(value):
             return 0
         plain = in_rows(value.detach()).cpu().reshape(-1)
         value = plain.view(torch.uint8).numpy().tobytes() if plain.numel() else tuple(value.shape)

@@ -36,7 +36,14 @@ from smckpt.state_dict.tags import (
     set_tag,
     tag_of,
 )
-from smckpt.state_dict.tensors import dtensor_parts, flagged, flags_of, is_dtensor, is_flattening
+from smckpt.state_dict.tensors import (
+    dtensor_parts,
+    flagged,
+    flags_of,
+    is_dtensor,
+    is_flattening,
+    is_value,
+)
 from smckpt.state_dict.views import ModelView
 
 
@@ -367,7 +374,7 @@ def _refuse_odd(optimizer: torch.optim.Optimizer) -> None:
         for slot, value in slots.items() if isinstance(slots, Mapping) else ():
             shapes = [()] if not isinstance(parameter, torch.Tensor) else [(), parameter.shape]
             if items_of(value) is not None or (
-                isinstance(value, torch.Tensor) and value.shape not in shapes
+                isinstance(value, torch.Tensor) and (is_value(value) or value.shape not in shapes)
             ):
                 odd.append(slot)
         if odd:

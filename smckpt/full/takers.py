@@ -44,7 +44,7 @@ from smckpt.state_dict.of_optimizers.slots import SavedSlot, room
 from smckpt.state_dict.parts import refuse_gathered
 from smckpt.state_dict.select import Selector
 from smckpt.state_dict.tags import FullStateDict, ModelStateDict, Tag, plain_tag, set_tag
-from smckpt.state_dict.tensors import flags_of, is_dtensor, order_of
+from smckpt.state_dict.tensors import flags_of, is_dtensor, is_value, order_of
 from smckpt.state_dict.views import ModelView
 
 
@@ -246,6 +246,12 @@ class FullTaker(Taker):
                 "state: they give it memory; or call to_empty(device=) first",
             )
         refuse_gathered(self.view.model.named_parameters())
+        values = [name for name, tensor in tensors if gathers() and is_value(tensor)]
+        if values:  # torch's broadcast takes none
+            raise StateError(
+                f"{values[0]} of the model is sparse, nested or quantised: FULL cannot gather it",
+                remedy="take LOCAL or SHARDED state, or put the model itself into the state",
+            )
 
     def state_of_model(self) -> dict[str, Any]:
         check_together(self.view, self._check_model)

@@ -22,7 +22,7 @@ from smckpt.layout.geometry import Geometry
 from smckpt.layout.mesh import Mesh
 from smckpt.state_dict.modes import give_extra_state
 from smckpt.state_dict.tags import Tag, plain_tag, set_tag, stand_in
-from smckpt.state_dict.tensors import lacking
+from smckpt.state_dict.tensors import fill, is_value, lacking
 from smckpt.state_dict.views import Held, Member, ModelView
 
 log = logging.getLogger("smckpt")
@@ -175,6 +175,10 @@ class Fsdp1View(ModelView):
                         "another FSDP unit: FSDP1 shards it in one of them only",
                         remedy="wrap the two modules in one unit",
                     )
+                if is_value(tensor):
+                    out[fqn] = tensor
+                    self.computed.add(fqn)
+                    continue
                 value = tensor.detach()
                 if dtypes.get(fqn, value.dtype) != value.dtype:
                     value = stand_in(value, dtypes[fqn])
@@ -217,6 +221,9 @@ class Fsdp1View(ModelView):
 
     def give_back(self, given: Mapping[str, Any]) -> None:
         give_extra_state(self.model, given, self.name)
+        for raw, buffer in self.model.named_buffers(remove_duplicate=False):
+            if is_value(buffer) and self.name(raw) in given:
+                fill(buffer, given[self.name(raw)])
         for raw in self.hooked():  # torch gathers whole parameters for them, by collectives
             _say_not_called(self.name(raw))
 

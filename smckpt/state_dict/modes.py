@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from smckpt.errors import StateError
 from smckpt.layout.containers import is_extra_state
-from smckpt.state_dict.tensors import dtensor_parts, is_dtensor
+from smckpt.state_dict.tensors import dtensor_parts, is_dtensor, is_value
 
 
 @contextmanager
@@ -82,18 +82,20 @@ def own_state_dict(model: nn.Module) -> dict[str, Any]:
 
 
 def computed_names(model: nn.Module, raw: Mapping[str, Any]) -> Iterator[str]:
-    """The names in the model's own state dict whose values are not memory of the model."""
+    """The names in the model's own state dict whose values are not memory of the model, or not
+    filled in place (`is_value`)."""
     live: set[int] = set()
     for module in model.modules():
-        live.update(map(id, module._parameters.values()))
-        live.update(map(id, module._buffers.values()))
+        for tensors in (module._parameters.values(), module._buffers.values()):
+            live.update(id(each) for each in tensors if each is not None and not is_value(each))
     others = [(name, value) for name, value in raw.items() if id(value) not in live]
     if not others:  # the common case
         return
     memory = {_memory_of(t) for tensors in (model.parameters(), model.buffers()) for t in tensors}
     memory.discard(None)
     for name, value in others:
-        if not isinstance(value, torch.Tensor) or _memory_of(value) not in memory:
+        tensor = isinstance(value, torch.Tensor)
+        if not tensor or is_value(value) or _memory_of(value) not in memory:
             yield name
 
 

@@ -131,10 +131,23 @@ def _put(tree: Any, path: Path, value: Any) -> Any:
     key, children = _key_in(tree, path[0]) if path else (None, None)
     if children is None:
         return None
-    new = value if len(path) == 1 else _put(children[key], path[1:], value)
+    new = _settled(children[key], value) if len(path) == 1 else _put(children[key], path[1:], value)
     if len(path) > 1 and (new is None or new is children[key]):
         return None if new is None else tree
     return renewed(tree, {key: new})
+
+
+def _settled(live: Any, saved: Any) -> Any:
+    """The saved value, in which a random generator is the live one, which others may hold, too."""
+    if isinstance(live, torch.Generator) and isinstance(saved, torch.Generator):
+        return live.set_state(saved.get_state()) if live.device == saved.device else saved
+    if isinstance(live, torch.Tensor) and isinstance(saved, torch.Tensor):
+        return saved.to(live.device)
+    pairs, lives = dict(items_of(saved) or ()), dict(items_of(live) or ())
+    deeper = [key for key in pairs.keys() & lives.keys() if type(pairs[key]) not in _PLAIN]
+    changed = {key: _settled(lives[key], pairs[key]) for key in deeper}
+    changed = {key: new for key, new in changed.items() if new is not pairs[key]}
+    return renewed(saved, changed) if changed else saved
 
 
 def _key_in(tree: Any, key: Any) -> tuple[Any, Mapping[Any, Any] | None]:
@@ -148,6 +161,7 @@ def _key_in(tree: Any, key: Any) -> tuple[Any, Mapping[Any, Any] | None]:
 
 
 _NONE = object()
+_PLAIN = (int, float, str, bool, type(None))
 
 
 def make_read(

@@ -66,6 +66,7 @@ from smckpt.state_dict.tensors import (
     is_of_own_class,
     is_sharded_tensor,
     is_transformed,
+    is_value,
     mesh_of,
     of_parameters,
     order_of,
@@ -283,6 +284,9 @@ class Selector:
         if type(value) is dict:  # the common case, without the slow check of abstract classes
             return self._children(value, value.items(), path, walk)
         if isinstance(value, torch.Tensor):
+            if is_value(value):
+                walk.objects.append(ObjectLeaf(path, value))
+                return False
             whole = type(value) in PLAIN or cuts_itself(value)
             if whole or (held := self._parts(value, path)) is None:
                 walk.tensors.append((path, value))

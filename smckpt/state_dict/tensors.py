@@ -86,6 +86,13 @@ def is_flattening(tensor: torch.Tensor) -> bool:
     return kind not in PLAIN and hasattr(kind, "__tensor_flatten__") and not is_dtensor(tensor)
 
 
+def is_value(tensor: torch.Tensor) -> bool:
+    """Whether its elements are no array in memory: a sparse, nested or quantised tensor, which a
+    checkpoint keeps as a value beside the tensors."""
+    odd = tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested
+    return odd and type(tensor) in PLAIN and not is_transformed(tensor)
+
+
 def zeros_on_mesh(
     like: torch.Tensor,
     shape: tuple[int, ...],

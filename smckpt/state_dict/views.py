@@ -20,7 +20,7 @@ from smckpt.layout.geometry import Geometry, MeshGeometry
 from smckpt.layout.mesh import Mesh, Placement
 from smckpt.state_dict.modes import computed_names, give_back, own_state_dict, read_by
 from smckpt.state_dict.tags import Tag, plain_tag, set_model, set_tag
-from smckpt.state_dict.tensors import detached, dtensor_parts, is_dtensor
+from smckpt.state_dict.tensors import detached, dtensor_parts, is_dtensor, is_value
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class ModelView:
                     f"two tensors of the model have the name {fqn!r}",
                     remedy="rename the module that ends in a wrapper's name",
                 )
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, torch.Tensor) and not is_value(value):
                 is_parameter = isinstance(value, nn.Parameter)
                 value = detached(value)
                 if value.is_meta:

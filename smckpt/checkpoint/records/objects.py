@@ -181,12 +181,17 @@ class _Encoder:
             return encoded
         if library == "torch" and type(value).__name__ in ("dtype", "device"):
             return _tagged(f"torch.{type(value).__name__}", str(value).removeprefix("torch."))
+        if library == "torch" and type(value).__name__ == "Generator":
+            state = value.get_state().numpy().tobytes()
+            return _tagged("torch.Generator", [str(value.device), base64.b64encode(state).decode()])
         return _tagged("torch.save", base64.b64encode(self._torch_bytes(value, path)).decode())
 
     def _torch_bytes(self, value: Any, path: str) -> bytes:
         import torch
 
         buffer = io.BytesIO()
+        if isinstance(value, torch.Tensor):  # a load may have no such device
+            value = value.detach().cpu()
         try:
             torch.save(value, buffer)
             with torch.serialization.safe_globals(list(self._allow)):
@@ -412,6 +417,20 @@ def _decode_dtype(name: str) -> Any:
     return dtype
 
 
+def _decode_generator(data: Any) -> Any:
+    import torch
+
+    device, text = torch.device(data[0]), base64.b64decode(data[1], validate=True)
+    try:
+        made = torch.Generator(device)
+    except RuntimeError as error:
+        raise StateError(
+            f"a random generator was saved on the device {device}, which is not here: {error}",
+            remedy="load it on such a device, or leave it out of the target",
+        ) from error
+    return made.set_state(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+
+
 def _decode_torch(text: str) -> Any:
     import torch
 
@@ -469,5 +488,6 @@ _DECODERS: dict[str, Callable[[Any], Any]] = {
     "torch.dtype": _decode_dtype,
     "torch.Size": lambda v: import_module("torch").Size(v),
     "torch.device": lambda v: import_module("torch").device(v),
+    "torch.Generator": _decode_generator,
     "torch.save": _decode_torch,
 }

@@ -29,7 +29,7 @@ from smckpt.state_dict.tags import (
     set_tag,
     tag_of,
 )
-from smckpt.state_dict.tensors import dtensor_parts, flagged, flags_of, is_dtensor
+from smckpt.state_dict.tensors import dtensor_parts, flagged, flags_of, is_dtensor, is_value
 from smckpt.state_dict.views import Held, Member, ModelView
 
 
@@ -211,9 +211,10 @@ def placed_in(binding: Binding | None) -> Callable[[Path, torch.Tensor], str]:
 
 
 def walked(value: Any, take: Callable[[torch.Tensor, Path], Any], at: Path = ()) -> Any:
-    """The slots of a parameter, with `take(tensor, path)` for each tensor in them."""
+    """The slots of a parameter, with `take(tensor, path)` for each tensor in them that is no
+    value."""
     if isinstance(value, torch.Tensor):
-        return take(value, at)
+        return value if is_value(value) else take(value, at)
     if (pairs := items_of(value)) is None:
         return value
     items = {key: walked(child, take, (*at, key)) for key, child in pairs}

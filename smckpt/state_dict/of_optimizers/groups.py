@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from smckpt.checkpoint.records.objects import encode_object
 from smckpt.errors import KeysMismatchError, StateError, few
 from smckpt.layout.entries import Path, dotted
 from smckpt.state_dict.of_optimizers.bindings import Binding, bound, inside, is_optimizer_dict
 from smckpt.state_dict.of_optimizers.slots import ABSENT, SavedSlot, SavedState
 from smckpt.state_dict.tags import RememberingDict
-from smckpt.state_dict.tensors import expanded_in, same_bits
+from smckpt.state_dict.tensors import expanded_in, is_value, same_bits
 
 if TYPE_CHECKING:
     from smckpt.checkpoint.reading.catalogue import Catalogue
@@ -37,7 +38,8 @@ def fill_groups(binding: Binding, groups: list[dict[str, Any]]) -> None:
         for key, value in theirs.items():
             if key == "params":
                 continue
-            if isinstance(mine.get(key), torch.Tensor) and isinstance(value, torch.Tensor):
+            both = isinstance(mine.get(key), torch.Tensor) and isinstance(value, torch.Tensor)
+            if both and not is_value(value):
                 first = given.setdefault(id(mine[key]), value)
                 if expanded_in(mine[key]) or not same_bits(first, value):
                     mine[key] = value
@@ -174,6 +176,8 @@ def _equal(one: Any, other: Any) -> bool:
         return one is other
     if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
         both = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
+        if both and (is_value(one) or is_value(other)):
+            return bool(encode_object(one) == encode_object(other))
         return both and bool(torch.equal(one, other))
     return bool(one == other)
 

@@ -41,7 +41,7 @@ from smckpt.state_dict.of_optimizers.slots import (
     room,
 )
 from smckpt.state_dict.tags import StatefulStateDict, put_back
-from smckpt.state_dict.tensors import dtensor_parts, is_dtensor, order_of
+from smckpt.state_dict.tensors import dtensor_parts, is_dtensor, is_value, order_of
 
 if TYPE_CHECKING:
     from smckpt.checkpoint.reading.loading_rank import LoadingRank
@@ -353,7 +353,8 @@ def fill_optimizer(binding: Binding, given: Mapping[str, Any]) -> None:
 
 def _copy_all(given: Any, live: Any, name: str) -> None:
     if isinstance(given, torch.Tensor):
-        copy_exactly(live, given, name)
+        if not is_value(given):  # the live state has that very one
+            copy_exactly(live, given, name)
     else:
         lives = dict(items_of(live) or ())
         for key, value in items_of(given) or ():

@@ -32,7 +32,7 @@ from smckpt.state_dict.of_optimizers.bindings import (
     live_optimizers,
     optimizer_dicts,
 )
-from smckpt.state_dict.tensors import dtensor_parts, is_dtensor, is_flattening
+from smckpt.state_dict.tensors import dtensor_parts, is_dtensor, is_flattening, is_value
 
 log = logging.getLogger("smckpt")
 
@@ -206,6 +206,8 @@ def exactly(now: Any, saved: Any) -> Any:
     """Give the tensors of a live state dict the saved bits, in place where they have the dtype.
     Returns what belongs in the place of `now`."""
     if isinstance(saved, torch.Tensor):
+        if is_value(saved):
+            return saved
         if not isinstance(now, torch.Tensor) or now is saved or now.shape != saved.shape:
             return now
         if is_flattening(saved):  # its class would compute other parts

@@ -36,6 +36,7 @@ from smckpt.state_dict.tensors import (
     flagged,
     flags_of,
     is_dtensor,
+    is_value,
     mesh_of,
     order_of,
     pending_in,
@@ -374,6 +375,8 @@ def described(value: Any, *, flat: bool = False, cut: bool = False) -> Any:
         flat: its parameter is flat, so a tensor may be the part of a flat one. cut: a mesh cuts it.
     """
     if isinstance(value, torch.Tensor):
+        if is_value(value):
+            return value
         if pending_in(value) and (parts := parts_of(value, ())):
             return {**{name: described(part) for name, part in parts[0].items()}, FACTS: parts[1]}
         tag = tag_of(value)

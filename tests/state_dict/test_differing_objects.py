@@ -202,6 +202,7 @@ def of_rank(rank: int) -> dict[str, Any]:
         "w": torch.ones(2),
         "items": ({"a": T, "n": 3}, {"a": T + 1, "n": 4})[: 1 + rank % 2],
         "net": OrderedDict({f"{rank}.weight": T + rank, f"{rank}._extra_state": {"amax": rank}}),
+        "turned": OrderedDict((k, T[: 1 + (rank == 0)]) for k in ("ab" if rank == 0 else "ba")),
         "form": [[5, T], {"k": 5, "l": T}, {"k": [T], "l": 7}][rank],
     }
     if rank:

@@ -84,8 +84,11 @@ class Planner:
         return out
 
     def tensors(self) -> Iterator[LogicalTensor]:
-        """All tensors that this rank can load whole, each with the path by which it is found."""
-        for name in filter(self._me.takes, self._catalogue.logical):
+        """All tensors that this rank can load whole, each with the path by which it is found: those
+        of the followed rank first, in its order."""
+        rows = [row for row in self._catalogue.rows if self._me.has(row)]
+        own = dict.fromkeys(row.logical_name(fqn) for row in rows for fqn in row.fqns)
+        for name in filter(self._me.takes, dict.fromkeys((*own, *self._catalogue.logical))):
             row, fqn = self._rows(name)[0]
             # Where name and path agree, the row's own path is used: a fqn is text, but a key may
             # be a number.

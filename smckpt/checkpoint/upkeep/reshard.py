@@ -241,7 +241,10 @@ class _NewRank:
         self.parts: dict[Path, _LackedPart] = {}
         self._own_paths = {path for path, _ in me.objects(me.saved).values()}
         tops: set[Path] = set()  # top keys of a model in stages
-        for key, rows in kept.items():
+        order = {row.key: n for n, row in enumerate(catalogue.rows) if me.has(row)}
+        for key, rows in sorted(
+            kept.items(), key=lambda one: order.get(one[0], len(catalogue.rows))
+        ):
             row, at = rows[0], None
             name = row.logical_name(row.fqns[0])
             alone, has = row.geometry.per_rank, any(map(me.has, rows))

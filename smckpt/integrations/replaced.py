@@ -12,7 +12,7 @@ from typing import Any
 
 import smckpt
 from smckpt.checkpoint.commits.remove import remove_probes
-from smckpt.checkpoint.commits.run_directory import RunDirectory, Template
+from smckpt.checkpoint.commits.run_directory import RetentionPolicy, RunDirectory, Template
 from smckpt.errors import CheckpointNotFoundError, CheckpointPinnedError, UsageError
 from smckpt.formats.conversion.stock import is_stock
 from smckpt.manager.retention import Newest
@@ -96,14 +96,14 @@ def run_directory(root: str, template: str, arguments: Mapping[str, Any]) -> Run
     return RunDirectory(access_to(root, **arguments).open(root), Template(template))
 
 
-def keep_last(run: RunDirectory, count: int, newest: int) -> None:
-    """Remove the steps before the last `count`, as `CheckpointManager(keep_last_n=count)` does, and
-    what killed saves have left.
+def keep_last(run: RunDirectory, kept: int | RetentionPolicy, newest: int) -> None:
+    """Remove the steps that are not kept, and what killed saves have left.
 
     Args:
-        newest: the step that was just committed.
+        kept: the number of the last steps, as in `CheckpointManager(keep_last_n=)`, or a policy.
+        newest: the step that was just committed, which stays.
     """
-    run.keep((Newest(count),), run.template.subpath(newest))
+    run.keep((Newest(kept) if isinstance(kept, int) else kept,), run.template.subpath(newest))
     remove_probes(run.root, [subpath for step, subpath in run.directories() if step < newest])
 
 

@@ -49,7 +49,9 @@ class Newest:
         by_step = sorted(steps, key=lambda one: (one.step or 0, one.committed_at))
         by_time = sorted(steps, key=lambda one: one.committed_at)
         return [
-            one for order in (by_step, by_time) for one in _first(order[::-1], self.count, whole)
+            one
+            for order in (by_step, by_time)
+            for one in first_whole(order[::-1], self.count, whole)
         ]
 
 
@@ -84,7 +86,7 @@ class Best:
         refuse_count("Best", self.count, 1)
 
     def kept(self, steps: Sequence[FoundCheckpoint], whole: Whole) -> list[FoundCheckpoint]:
-        return _first(self.ranked(steps), self.count, whole)
+        return first_whole(self.ranked(steps), self.count, whole)
 
     def ranked(self, found: Iterable[FoundCheckpoint]) -> list[FoundCheckpoint]:
         """Those that have the metric, best first; of two equal ones the newer first."""
@@ -98,7 +100,9 @@ class Best:
         return [one for *_, one in sorted(scored, key=lambda each: each[:2])]
 
 
-def _first(found: Sequence[FoundCheckpoint], count: int, whole: Whole) -> list[FoundCheckpoint]:
+def first_whole(
+    found: Sequence[FoundCheckpoint], count: int, whole: Whole
+) -> list[FoundCheckpoint]:
     """The first `count` that are whole, and all others before the last of them."""
     stay = []
     for one in found:

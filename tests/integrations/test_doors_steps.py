@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,21 @@ def test_accelerate_reads_a_step_again_before_it_takes_an_older_one(
     with failing("preadv", errno.EIO, target, times=1 if passes else -1) as met:
         accelerator.load_state()
     assert met and value(accelerator) == (1 if passes else 0)
+
+
+def test_total_limit_keeps_what_accelerate_keeps_where_numbers_begin_again(
+    accelerator: SmckptAccelerator, tmp_path: Path
+) -> None:
+    folder, kept = tmp_path / "checkpoints", []
+    for save_state in (accelerator.save_state, partial(Accelerator.save_state, accelerator)):
+        shutil.rmtree(folder, ignore_errors=True)
+        kept.append(list[list[str]]())
+        for number in (5, 6, 0, 1, 7, 2):
+            accelerator.project_configuration.iteration = number
+            save_state()
+            smckpt.maybe_finalize_async_calls()
+            kept[-1].append(names(folder))
+    assert kept[0] == kept[1]
 
 
 def test_accelerate_takes_no_step_of_another_folder(

@@ -9,6 +9,7 @@ import weakref
 import zipfile
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,7 +19,8 @@ from accelerate.utils import broadcast_object_list as broadcast_objects
 from torch.optim import Optimizer
 
 import smckpt
-from smckpt.checkpoint.commits.run_directory import RunDirectory
+from smckpt.checkpoint.commits.discover import FoundCheckpoint
+from smckpt.checkpoint.commits.run_directory import RunDirectory, Whole
 from smckpt.checkpoint.records.format import parse_name
 from smckpt.errors import CheckpointNotFoundError, UsageError
 from smckpt.integrations.replaced import (
@@ -30,6 +32,7 @@ from smckpt.integrations.replaced import (
     stock_files,
     store_arguments,
 )
+from smckpt.manager.retention import first_whole
 from smckpt.manager.room import get_memory
 from smckpt.manager.state import optimizer_state
 from smckpt.meeting.round import over_group
@@ -274,11 +277,25 @@ def _run_on_load(hooks: dict[Any, Any], models: list[Any], directory: str) -> No
     over_group().round("hooks", run, lambda brought: brought() and None)
 
 
+@dataclass(frozen=True)
+class _HighestNumbers:
+    """Keeps `count` steps beside `newest`, which may have a lower number than they: accelerate
+    numbers from 0 after a load."""
+
+    count: int
+    newest: int
+
+    def kept(self, steps: Sequence[FoundCheckpoint], whole: Whole) -> list[FoundCheckpoint]:
+        others = sorted(steps, key=lambda one: one.step or 0, reverse=True)
+        return first_whole([one for one in others if one.step != self.newest], self.count, whole)
+
+
 def _keep_last(accelerator: Any, count: int, newest: int) -> None:
-    """Remove older checkpoints, with what hooks wrote into their directories."""
+    """Remove older checkpoints, with what hooks wrote into their directories. Beside the newest one
+    those of the highest numbers stay, as accelerate counts them."""
     run = _run(accelerator)
     before = {one.path: one.metadata.get(_HOOKED) or {} for one in run.all()}
-    keep_last(run, count, newest)
+    keep_last(run, _HighestNumbers(count - 1, newest), newest)
     left = {one.path for one in run.all()}
     for path, hooked in before.items():
         if path not in left:

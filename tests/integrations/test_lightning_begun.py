@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
@@ -234,3 +235,53 @@ def test_a_link_to_the_last_leaves_what_lightning_leaves_in_a_new_directory(tmp_
     wanted = names_after_each_epoch(Trainer, tmp_path / "stock")
     assert names_after_each_epoch(SmckptTrainer, tmp_path / "ours") == wanted
     assert (tmp_path / "ours" / "last.ckpt").is_symlink()
+
+
+@pytest.mark.parametrize("folder", ["weights", "."])  # of their own, and that of all
+def test_the_last_is_one_that_fit_can_resume_from(tmp_path: Path, folder: str) -> None:
+    """A callback may save the weights alone, and more often than another one saves all."""
+    for batches, at in ((3, None), (4, "last")):
+        alone = ModelCheckpoint(
+            tmp_path / folder, "weights-{step}", every_n_train_steps=1, save_top_k=-1,
+            save_weights_only=True,
+        )  # fmt: skip
+        whole, begins = ModelCheckpoint(tmp_path, every_n_train_steps=2, save_last=True), Begins()
+        made = SmckptTrainer(
+            max_epochs=1, callbacks=[whole, alone, begins], plugins=[SmckptCheckpointIO()],
+            **{**PLAIN, "limit_train_batches": batches},
+        )  # fmt: skip
+        made.fit(BoringModel(), ckpt_path=at)
+    assert begins.step == 2
+
+
+class Requeued(Begins):
+    """Saves as Lightning does before it has SLURM queue the job again."""
+
+    def __init__(self) -> None:
+        self.committed: list[int] = []
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        root = trainer.default_root_dir
+        trainer.save_checkpoint(trainer._checkpoint_connector.hpc_save_path(root))
+        self.committed.append(len(smckpt.find_checkpoints(root)))
+
+
+@pytest.mark.parametrize("at", [None, "hpc"])
+def test_what_is_saved_for_slurm_is_committed_before_the_job_is_queued_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: Any
+) -> None:
+    monkeypatch.setattr(SLURMEnvironment, "detect", lambda: True)
+    saves = Requeued()
+    for kept, resumes in ((saves, None), (Begins(), at)):
+        made = SmckptTrainer(
+            max_epochs=2, callbacks=[kept], plugins=[SmckptCheckpointIO(), LightningEnvironment()],
+            enable_checkpointing=False, default_root_dir=tmp_path, **PLAIN,
+        )  # fmt: skip
+        if kept is saves:
+            made.fit_loop.max_epochs = 1
+        else:  # a kill in the middle of a later save
+            (tmp_path / "hpc_ckpt_5.ckpt").mkdir()
+            (tmp_path / "hpc_ckpt_5.ckpt" / "probe-0123456789ab.json").touch()
+        made.fit(BoringModel(), ckpt_path=resumes)
+    assert saves.committed == [1, 2, 3, 4]
+    assert kept.step == 4

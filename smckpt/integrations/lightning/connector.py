@@ -27,7 +27,7 @@ from torch import distributed as dist
 from smckpt.checkpoint.records.objects import decode_object, encode_object
 from smckpt.formats.conversion.stock import optimizer_key, state_of
 from smckpt.integrations.kept import KeptSteps, memory_of
-from smckpt.integrations.lightning.plugin import SAVE_OPTIONS, Saves, written_by_lightning
+from smckpt.integrations.lightning.plugin import OF_SLURM, SAVE_OPTIONS, Saves, written_by_lightning
 from smckpt.manager.memory import Memory
 from smckpt.manager.room import get_memory
 from smckpt.manager.state import random_state, set_random_state
@@ -58,6 +58,19 @@ class SmckptCheckpointConnector(_CheckpointConnector):  # type: ignore[misc]
         if ckpt_path == "last" and (on_exception or any(map(_is_model_checkpoint, callbacks))):
             return ckpt_path  # the ranks do not meet yet
         return super()._parse_ckpt_path(state_fn, ckpt_path, *args, **kwargs)
+
+    @property
+    def _hpc_resume_path(self) -> str | None:
+        """The newest of SLURM's checkpoints; one that a kill left uncommitted is passed over."""
+        newest: str | None = super()._hpc_resume_path
+        if newest is None or not is_local(newest):
+            return newest
+        saves, found = self._saves() or Saves({}), list[tuple[int, str]]()
+        for one in os.scandir(os.path.dirname(newest)):
+            number = OF_SLURM.fullmatch(one.name)
+            if number and (written_by_lightning(one.path) or saves.find(one.path)):
+                found.append((int(number[1]), one.path))
+        return max(found)[1] if found else None
 
     def resume_start(self, checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
         strategy = self.trainer.strategy
@@ -157,7 +170,11 @@ class SmckptCheckpointConnector(_CheckpointConnector):  # type: ignore[misc]
                 last |= {callback.ckpt_path} if os.path.exists(callback.ckpt_path) else set()
         for steps in kept:
             found += islice(steps.newest_first(), 1)
-        ours = max(found, key=lambda one: (one.step or 0, one.committed_at), default=None)
+        found.sort(key=lambda one: (one.step or 0, one.committed_at), reverse=True)
+        fits = self.trainer.state.fn == TrainerFn.FITTING
+        # fit needs the optimizers, which a save_weights_only callback leaves out
+        resumable = (one for one in found if not fits or saves.has_optimizers(one))
+        ours = next(resumable, found[0] if found else None)
         stock = max(filter(written_by_lightning, last), key=_modified, default=None)
         if stock is not None and (ours is None or _modified(stock) > ours.committed_at):
             return stock

@@ -15,6 +15,7 @@ import io
 import itertools
 import logging
 import os
+import re
 import sys
 import threading
 from collections.abc import Callable, Mapping
@@ -51,7 +52,9 @@ log = logging.getLogger("smckpt")
 
 _QUEUE = "lightning"
 SAVE_OPTIONS = smckpt.SaveOptions(queue=_QUEUE)
+_KINDS_ALONE = smckpt.LoadOptions(only=LIGHTNING_KEYS[1:])
 _REMOVAL_SECONDS = 600.0
+OF_SLURM = re.compile(r"hpc_ckpt_(\d+)\.ckpt")  # saved before the job is queued again
 _MB = 1 << 20
 
 
@@ -77,7 +80,7 @@ class Saves:
     def save(self, state: dict[str, Any], path: str, *, wait: bool, **arguments: Any) -> None:
         """
         Args:
-            wait: return when it is committed.
+            wait: return when it is committed; a save before SLURM ends the job always does.
             arguments: for `smckpt.async_save`.
 
         Raises:
@@ -131,7 +134,7 @@ class Saves:
             settled.set()
 
         handle.add_done_callback(ended)
-        if wait:
+        if wait or OF_SLURM.fullmatch(os.path.basename(path)):
             handle.wait()
 
     def make_room(self, path: str) -> None:
@@ -186,6 +189,14 @@ class Saves:
             if isinstance(error.__cause__, NotADirectoryError):  # a file, in a store on a disk
                 return []
             raise
+
+    def has_optimizers(self, path: str) -> bool:
+        """Whether they were saved with the checkpoint, as without `save_weights_only`."""
+        try:
+            kinds = self.load(path, no_dist=True, options=_KINDS_ALONE)[LIGHTNING_KEYS[1]]
+            return not isinstance(kinds, Mapping) or kinds.get("optimizers") is not None
+        except (CheckpointError, KeyError):
+            return True  # the load that follows says what is wrong, on all ranks
 
     def read(self, path: str) -> bytes:
         """

@@ -5,8 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
-import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +13,13 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from smckpt.errors import CheckpointError, TensorMismatchError, UsageError, errors_at
+from smckpt.errors import (
+    CheckpointError,
+    KeysMismatchError,
+    TensorMismatchError,
+    UsageError,
+    errors_at,
+)
 from smckpt.formats.degrees import refuse_given, refuse_store
 from smckpt.formats.names import ADAPTER_WEIGHTS, ADAPTER_WEIGHTS_BIN
 from smckpt.formats.readers.rank_files import open_directory
@@ -46,18 +51,18 @@ from smckpt.translate.models.merged import (
     changed_tensor,
     changes_of,
 )
+from smckpt.translate.models.meta_model import Fit
 from smckpt.translate.models.model_source import Parallel, open_model
 from smckpt.translate.models.quantized import dequantized
+from smckpt.translate.models.tied import OF_LAYER, named_ties, refuse_tied, refuse_untied, together
 from smckpt.translate.prediction import beyond_model
 from smckpt.translate.ranks.pipeline import JoinedTensors
 from smckpt.translate.ranks.translated import Translated, TranslatedSource
-from smckpt.translate.stream import equal, read_elements, tied_names
-from smckpt.translate.tables.hub import HubTensor, find_ties
+from smckpt.translate.stream import read_elements, tied_names
+from smckpt.translate.tables.hub import HubTensor
 from smckpt.translate.tables.layouts import looks_transformed
 
 _LOOKED_AT = 4096  # elements of a weight
-_IN_LIST = re.compile(r"\.\d+\.")  # the name of a layer's tensor
-_EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"  # one of each, for `find_ties`
 
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 
@@ -250,9 +255,9 @@ def _merged_here(
     if settings is not None and settings.ties_embeddings:
         plain = [t.base if isinstance(t, Merged) else t for t in made.targets]
         tied = tied_names(TranslatedSource(reader), plain)
-    if settings is not None and settings.ties_embeddings is not False:
+    if settings is not None and settings.ties_embeddings is not False and not together(adapters):
         begun = {n: t for parts, _ in adapters for n, t in parts.originals.items()}
-        _refuse_tied(TranslatedSource(reader), base, begun, changes)
+        refuse_tied(TranslatedSource(reader), base, begun, changes)
     notes = (*head_notes([*stored], settings), *(made.notes if settings is not None else ()))
     notes += maybe_merged
     targets = [target for target in made.targets if target.name not in tied]
@@ -364,16 +369,13 @@ def _merged_there(
     own = [target for name, target in stored.items() if name not in further]
     built: Mapping[str, Shape] = {target.name: target.shape for target in own}
     hub: Mapping[str, HubTensor] = {}
-    known = whole.keys() <= shapes.keys() and all(
-        len(config.weights(parts.pairs, shapes)) == len(parts.pairs) for parts, config in adapters
-    )
-    if not known:
-        found = comparison.names(own, url, memory=True)
-        if not isinstance(found, str) and found is not None and found.memory:
-            shapes, built = {**shapes, **found.memory}, found.memory
-            hub = {tensor.name: tensor for tensor in found.hub or ()}
-    else:
-        comparison.names(own, url)
+    known = whole.keys() <= shapes.keys() and _fit_names(adapters, shapes, built)
+    adapted = [f"{n}." for parts, _ in adapters for n in (*parts.pairs, *parts.saved)]
+    found = comparison.names(own, url, memory=not known or not all(map(OF_LAYER.search, adapted)))
+    ties: Sequence[tuple[str, str]] | None = None
+    if isinstance(found, Fit) and found.memory:
+        shapes, built, ties = {**shapes, **found.memory}, found.memory, found.ties
+        hub = {tensor.name: tensor for tensor in found.hub or ()}
     changes = changes_of(adapters, shapes, built)
     saved = {name: replace(tensor, name=name) for name, tensor in whole.items()}
     moved = [t for t in hub.values() if all(name in saved for name, _ in t.parts)]
@@ -383,18 +385,9 @@ def _merged_there(
     ]
     made = _ToWrite(targets, [*changes], HUB)
     _refuse_both(whole, made)
-    if settings is not None and settings.ties_embeddings:
-        # The directory has no head of its own, and the trained model's head is the embedding as it
-        # was: there is no place for both.
-        together = all(config.values.get("ensure_weight_tying") for _, config in adapters)
-        headed = find_ties([*(target.name for target in made.targets), _EMBEDDING])
-        if not headed and not together and find_ties([*made.changed, *whole, _HEAD]):
-            raise UsageError(
-                "the adapter trains an embedding that the config ties to the head, and the head "
-                "was not trained with it",
-                remedy='export it with lora="adapter"; or, if the checkpoint has the base, leave '
-                "base= out and pass config= with tie_word_embeddings=False",
-            )
+    if ties is None and settings is not None and settings.ties_embeddings:
+        ties = named_ties([*stored, *changes])
+    refuse_untied(ties or (), hub, targets, changes.keys(), adapters)
     *_, other = _compared(reader, directory, adapters)
     differs = (
         f"{other} has other values in the checkpoint than in base=, with the adapter and without: "
@@ -416,32 +409,12 @@ def _merged_there(
     )  # fmt: skip
 
 
-def _refuse_tied(
-    source: TranslatedSource, base: Mapping[str, Translated],
-    originals: Mapping[str, Translated], changed: Collection[str],
-) -> None:  # fmt: skip
-    """Raise UsageError if an adapter changes a tensor, and not another one that was the same: such
-    is the head of a model that ties it to the embedding, by whatever name.
-
-    Args:
-        originals: what tensors were that the adapter saves whole.
-    """
-    begun = {
-        name: tensor
-        for name, tensor in {**base, **originals}.items()
-        if len(tensor.shape) == 2 and not _IN_LIST.search(name)
-    }
-    for name in sorted(begun.keys() & {*changed, *originals}):
-        for other in sorted(begun.keys() - {name}):
-            if equal(source, begun[name], begun[other]):
-                if name not in changed and equal(source, base[name], base[other]):
-                    continue  # both are saved whole, and alike
-                raise UsageError(
-                    f"the adapter changes {name}, an embedding or head that is one tensor with "
-                    f"{other} in the base",
-                    remedy='export it with lora="adapter"; or, if the model was trained with both, '
-                    "pass config= with tie_word_embeddings=False",
-                )
+def _fit_names(adapters: Adapters, shapes: Mapping[str, Shape], built: Mapping[str, Shape]) -> bool:
+    """Whether the adapters' names are those of a directory."""
+    try:
+        return bool(changes_of(adapters, shapes, built))
+    except (KeysMismatchError, TensorMismatchError):
+        return False
 
 
 def _refuse_both(whole: Mapping[str, Translated], made: _ToWrite) -> None:

@@ -36,8 +36,7 @@ _TOKENS = re.compile(
 _UNMERGED = ("lora_bias", "use_qalora", "use_bdlora", "layer_replication",
              "trainable_token_indices", "alora_invocation_tokens",
              "kasa_config", "velora_config", "monteclora_config")  # fmt: skip
-# Ways to begin that take the adapter's first values out of the base's weights. Such an adapter
-# belongs to the changed base, which a checkpoint of the whole model has.
+# Ways to begin that take the adapter's first values out of the base's weights, and change these.
 _OUT_OF_BASE = re.compile(r"pissa(_niter_\d+)?|olora|corda|loftq|lora_ga", re.IGNORECASE)
 # Families with Conv1D, and the names that it has there.
 _CONV1D_FAMILIES = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp")
@@ -105,6 +104,8 @@ def sort(tensors: Mapping[str, T], wanted: str | None = None) -> PeftTensors[T]:
         elif saved is not None:
             adapters.add(saved["adapter"])
             short = f"{saved['module']}.{saved['rest']}"
+            if short in parts.saved:
+                raise UsageError(f"modules_to_save has {short} twice", remedy="use PEFT")
             parts.saved[short] = parts.adapter[PREFIX + short] = tensor
         elif (tokens := _TOKENS.match(name)) is not None:
             if tokens["adapter"]:
@@ -193,7 +194,7 @@ class LoraConfig:
                     remedy="use a checkpoint of the whole adapter",
                 )
             rank = self._of(module, "rank_pattern", "r")
-            found = (sides["A"].shape[0], sides["B"].shape[1])
+            found = ((*sides["A"].shape, 0)[0], (*sides["B"].shape, 0, 0)[1])
             if found != (rank, rank) and not self._of_experts(module, *found):
                 raise TensorMismatchError(
                     f"{module} has LoRA matrices of rank {found[0]} and {found[1]}; the config "
@@ -239,9 +240,10 @@ class LoraConfig:
         wanted = {m for m in modules if _ends_with(m, named) and not _ends_with(m, without)}
         wanted = {m for m in wanted if chosen[m] is not False}
         paired = modules & {_WRAPPED.sub("", module) for module in pairs}
-        if differ := sorted(m for m in wanted ^ paired if chosen[m] is not None):
+        further_too = paired if self.values.get("ensure_weight_tying") else set()  # by ties
+        if differ := sorted(m for m in (wanted | further_too) ^ paired if chosen[m] is not None):
             further = ("exclude_modules", "layers_to_transform", "layers_pattern")
-            more = [f", {key}={self.values[key]}" for key in further if self.values.get(key)]
+            more = [f", {k}={v}" for k in further if (v := self.values.get(k)) is not None]
             raise TensorMismatchError(
                 f"the config has target_modules={named}{''.join(more)}, but not so the LoRA "
                 f"matrices of {differ[:8]}",
@@ -320,8 +322,7 @@ class LoraConfig:
         return int(self._of(module, "rank_pattern", "r"))
 
     def scaling(self, module: str) -> float:
-        alpha, rank = self._of(module, "alpha_pattern", "lora_alpha"), self._of(
-            module, "rank_pattern", "r")  # fmt: skip
+        alpha, rank = self._of(module, "alpha_pattern", "lora_alpha"), self.rank(module)
         return float(alpha / (math.sqrt(rank) if self.values.get("use_rslora") else rank))
 
     def transposes(self, module: str) -> bool:
@@ -333,8 +334,7 @@ class LoraConfig:
 
     def refuse_unmerged(self) -> None:
         """Raise UsageError if merging is more than adding the product."""
-        used = [key for key in _UNMERGED if self.values.get(key)]
-        if used:
+        if used := [key for key in _UNMERGED if self.values.get(key)]:
             raise UsageError(
                 f"smckpt does not merge an adapter with {', '.join(used)}",
                 remedy='export it with lora="adapter" and merge it with PEFT',
@@ -453,10 +453,11 @@ def read_lora_config(source: Any, adapter: str | None = None) -> LoraConfig:
         )
     for name, patterns in (("r", "rank_pattern"), ("lora_alpha", "alpha_pattern")):
         of = values.get(patterns) or {}
-        if not isinstance(of, Mapping) or not all(map(_is_number, [values[name], *of.values()])):
+        numbers = [values[name], *(of.values() if isinstance(of, Mapping) else [None])]
+        if not all(_is_number(n) and (name != "r" or n == int(n) > 0) for n in numbers):
             raise UsageError(
-                f"{name} or {patterns} of the adapter's config is no number: {values[name]!r}, "
-                f"{str(of)[:80]}",
+                f"{name} or {patterns} of the adapter's config is no number that fits: "
+                f"{values[name]!r}, {str(of)[:80]}",
                 remedy="pass the adapter's own config",
                 path=where,
             )

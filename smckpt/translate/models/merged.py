@@ -21,7 +21,7 @@ from smckpt.errors import KeysMismatchError, TensorMismatchError, UsageError
 from smckpt.formats.tensors import TensorReader
 from smckpt.layout.entries import DTYPES
 from smckpt.layout.mesh import Shape
-from smckpt.layout.strided import Box, Copy, row_major_strides
+from smckpt.layout.strided import Box, Copy, Strided, row_major_strides
 from smckpt.translate.cast import CASTABLE, cast, stored_type
 from smckpt.translate.files import Chunk, Range, Target, aligned, nbytes_of
 from smckpt.translate.models.lora import LoraConfig, PeftTensors
@@ -204,11 +204,11 @@ class MergedSource:
         ]
         a, b, *more = matrices
         experts = change.shape[0]
-        a = a.reshape(experts, -1, a.shape[1])  # an expert's rows of A lie together,
+        a = a.reshape(experts, -1, math.prod(a.shape[1:]))  # an expert's rows of A lie together,
         b = b.reshape(b.shape[0], -1, experts).transpose(2, 0, 1)  # its columns of B do not
         if change.flip:
             a, b = b.transpose(0, 2, 1), a.transpose(0, 2, 1)
-        made = (np.ascontiguousarray(b), np.ascontiguousarray(a), *more)
+        made = (np.ascontiguousarray(b), np.ascontiguousarray(a), *(m.reshape(-1) for m in more))
         with self._lock:
             self._pairs[change.key] = made
             while len(self._pairs) > _KEPT:
@@ -253,7 +253,7 @@ def _of_base(item: Range) -> Range:
     target: Target = item.target.base if isinstance(item.target, Merged) else item.target
     start, stop = item.start, item.stop
     if isinstance(item.target, Merged) and any(map(_by_rows, item.target.changes)):
-        columns = target.shape[1]
+        columns = math.prod(target.shape[1:])
         start, stop = start // columns * columns, -(-stop // columns) * columns
     return Range(target, start, stop, 0)
 
@@ -315,11 +315,14 @@ def change_of_pair(
     embeds = module in parts.embeddings
     key = name if parameter else module
     flip = embeds or (config.transposes(module) and not parameter)
-    experts, rows, columns = shape if len(shape) == 3 else (1, *shape)[:3]
-    product = (b.shape[0], a.shape[1])
-    if len(shape) == 3:
+    form = shape
+    if len(a.shape) > 2 and a.shape[1:] == shape[1:]:  # a convolution's kernels are rows of A
+        form = (shape[0], math.prod(shape[1:]))
+    experts, rows, columns = form if len(form) == 3 else (1, *form, 1)[:3]
+    product = (math.prod(b.shape) // b.shape[1], math.prod(a.shape[1:]))
+    if len(form) == 3:
         flip = product != (rows, columns)
-    if len(shape) not in (2, 3) or product != ((columns, rows) if flip else (rows, columns)):
+    if len(form) not in (2, 3) or product != ((columns, rows) if flip else (rows, columns)):
         raise TensorMismatchError(
             f"{name} has the shape {shape}, but the adapter's product has "
             f"{product[::-1] if flip else product}",
@@ -331,7 +334,7 @@ def change_of_pair(
             f"{config.rank(key)} for each",
             remedy="pass lora_config= of this adapter",
         )
-    if magnitude is not None and magnitude.shape != ((columns,) if flip else (rows,)):
+    if magnitude is not None and math.prod(magnitude.shape) != (columns if flip else rows):
         raise TensorMismatchError(
             f"{name} has the shape {shape}, and DoRA's vector {magnitude.shape}",
             remedy="pass the base that the adapter was trained on, and its own lora_config=",
@@ -381,7 +384,8 @@ def changed_tensor(
     if base.dtype not in CASTABLE:
         raise _of_strange_dtype(base.name, {base.dtype})
     box, turned = Box.whole(change.shape), False
-    if copy is not None:
+    whole = Strided.whole(base.shape)
+    if copy is not None and copy != Copy(whole, whole):
         found = _block(copy, change.shape)
         cut = found is not None and (found[1] or found[0].sizes[2] != change.shape[2])
         if found is None or (change.magnitude is not None and (cut or change.flip)):

@@ -14,7 +14,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +40,10 @@ class Fit:
     kind: its class. lines: the differences from its names in memory or on disk, whichever is
         nearer.
     hub: the tensors on disk, if the names are those in memory and differ from those on disk.
-    memory: the shapes in memory, if they were asked for and the names on disk differ; then `hub`
+    memory: the shapes in memory, if they were asked for. If the names on disk differ, `hub` then
         has the tensors on disk too, whichever the names are.
+    ties: pairs of names in memory that are one tensor: the first is not on disk, and is made from
+        the second.
     fp32: the dtypes that weights are loaded in → patterns of names in memory that `from_pretrained`
         then keeps in float32.
     """
@@ -51,6 +53,7 @@ class Fit:
     hub: tuple[HubTensor, ...] | None = None
     fp32: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     memory: Mapping[str, Shape] = field(default_factory=dict)
+    ties: tuple[tuple[str, str], ...] = ()
 
     def keeps(self, name: str, dtype: str) -> bool:
         """Whether a tensor, by its name in memory, stays in float32 in a model of `dtype`."""
@@ -58,14 +61,15 @@ class Fit:
 
     def to_json(self) -> list[Any]:
         hub = None if self.hub is None else [tensor.to_json() for tensor in self.hub]
-        return [self.kind, self.lines, hub, self.fp32, self.memory]
+        return [self.kind, self.lines, hub, self.fp32, self.memory, self.ties]
 
     @classmethod
     def from_json(cls, body: list[Any]) -> Fit:
-        kind, lines, hub, fp32, memory = body
+        kind, lines, hub, fp32, memory, ties = body
         made = None if hub is None else tuple(map(HubTensor.from_json, hub))
         kept = {name: tuple(found) for name, found in fp32.items()}
-        return cls(kind, tuple(lines), made, kept, {n: tuple(s) for n, s in memory.items()})
+        shapes = {name: tuple(shape) for name, shape in memory.items()}
+        return cls(kind, tuple(lines), made, kept, shapes, tuple((a, b) for a, b in ties))
 
 
 def compare(
@@ -146,22 +150,30 @@ def _fit(model: Any, shapes: Mapping[str, Shape], tell_memory: bool) -> Fit:
     for name, tensor in state.items():
         shared.setdefault(id(tensor), set()).add(name)
     groups = [group for group in shared.values() if len(group) > 1]
+    known = getattr(model, "all_tied_weights_keys", None)  # of transformers 5
+    pairs = known.items() if isinstance(known, dict) else []
+    ties = tuple(pairs) or tuple(p for group in groups for p in itertools.permutations(group, 2))
+    asked = (memory, ties) if tell_memory else ({}, ())
     lines = _of_names(model, memory, shapes, groups)
     disk = hub_shapes(model)
     if disk is None or {name: tensor.shape for name, tensor in disk.items()} == memory:
-        return Fit(kind, tuple(lines), None, fp32)
+        return Fit(kind, tuple(lines), None, fp32, *asked)
     named = {t.parts[0][0]: name for name, t in disk.items() if len(t.parts) == 1}
     groups = [{named.get(name, name) for name in group} for group in groups]
     wanted = {name: tensor.shape for name, tensor in disk.items()}
     others = _of_names(model, wanted, shapes, groups)
-    if lines and others and not tell_memory:
+    if lines and others:
         made = _of_unloaded(model, memory, shapes, disk)
         if made and not _of_names(model, wanted, {t.name: t.shape for t in made}, groups):
-            return Fit(kind, (), made, fp32)
+            if tell_memory:  # by the names that it has
+                made = tuple(replace(disk[t.name], name=t.parts[0][0]) for t in made)
+            return Fit(kind, (), made, fp32, *asked)
     if len(others) <= len(lines):
         if tell_memory:
-            return Fit(kind, tuple(others), tuple(disk.values()), fp32, memory)
+            return Fit(kind, tuple(others), tuple(disk.values()), fp32, *asked)
         return Fit(kind, tuple(others), None, fp32)
+    if tell_memory:
+        return Fit(kind, tuple(lines), None, fp32, *asked)
     held = {name for name in shapes if name in memory}
     if all(tuple(shapes[name]) == memory[name] for name in held):
         hub = [t for t in disk.values() if all(name in held for name, _ in t.parts)]

@@ -17,7 +17,10 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     GPT2Config,
+    GPT2Model,
     GptOssConfig,
+    MambaConfig,
+    MambaForCausalLM,
     WhisperConfig,
     WhisperForConditionalGeneration,
 )
@@ -314,6 +317,8 @@ def test_a_merge_keeps_in_float32_what_from_pretrained_does(tmp_path):
         ({"alpha_pattern": {"q_proj": "two"}}, "no number"),
         ({"lora_alpha": None}, "no number"),
         ({"r": "4"}, "no number"),
+        ({"r": 0}, "no number"),
+        ({"rank_pattern": {"q_proj": -1}}, "no number"),
     ],
 )
 def test_a_forged_config_is_refused_by_name(tmp_path, wrong, error):
@@ -501,6 +506,7 @@ def test_a_turned_adapter_of_a_model_without_conv1d_is_merged_as_peft_does(tmp_p
     "layers, module, found",
     [
         ({"layers_to_transform": 1}, "model.layers.1.q", True),
+        ({"layers_to_transform": 0}, "model.layers.1.q", False),
         ({"layers_to_transform": [0, 2]}, "model.layers.1.q", False),
         ({"layers_to_transform": [0], "layers_pattern": ["h", "blocks"]}, "t.h.0.q", True),
         ({"layers_to_transform": [0], "layers_pattern": "blocks"}, "t.h.0.q", False),
@@ -565,7 +571,7 @@ def test_an_embedding_trained_apart_from_its_tied_head_is_not_written_for_both(t
         model = peft_model(copy.deepcopy(tied), rank_pattern={}, **more)
         given: dict[str, Any] = {"lora": "merge", "lora_config": model.peft_config}
         checkpoint = saved(folder, model.state_dict())
-        with pytest.raises(errors.UsageError, match="an embedding that the config ties"):
+        with pytest.raises(errors.UsageError, match="an embedding or head that the config ties"):
             export_hf(checkpoint, tmp_path / "no", adapter=Adapter(base=tmp_path / "base", **given))
         assert not (tmp_path / "no").exists()
     untied = {**tied.config.to_dict(), "tie_word_embeddings": False}
@@ -610,6 +616,39 @@ def test_a_tied_head_is_found_by_its_values_whatever_its_name(tmp_path, more):
         export_hf(checkpoint, tmp_path / "no", config=model.config, adapter=given)
     untied = {**model.config.to_dict(), "tie_word_embeddings": False}
     export_hf(checkpoint, tmp_path / "hf", config=untied, adapter=given)  # as the error advises
+
+
+def test_which_tensors_of_a_base_directory_are_one_is_transformers_knowledge(tmp_path):
+    """Mamba's head lost its delta, or got the embedding's, since its names are no Llama's. A tied
+    head's own delta had no tensor to go to. A model without a head has none to lose."""
+    torch.manual_seed(2)
+    small = {"vocab_size": ref.V, "hidden_size": 32, "num_hidden_layers": 2}
+    gpt2 = GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=ref.V, n_positions=64)
+    mamba = MambaForCausalLM(MambaConfig(**small, state_size=4))
+    moe = ref.model("qwen3_moe", tie_word_embeddings=True)  # other names on disk than in memory
+    whole = {"target_modules": ["in_proj"], "modules_to_save": ["embeddings"]}
+    both = {"target_modules": ["embed_tokens", "q_proj"], "ensure_weight_tying": True}
+    for number, (model, more, refused) in enumerate([
+        (mamba, {"target_modules": ["embeddings"]}, True), (mamba, whole, True),
+        (moe, {"target_modules": ["lm_head", "q_proj"]}, True),
+        (moe, {"target_modules": ["embed_tokens", "q_proj"]}, True), (moe, both, False),
+        (GPT2Model(gpt2), {"target_modules": ["wte", "c_attn"]}, False),
+    ]):  # fmt: skip
+        folder = tmp_path / str(number)
+        model.save_pretrained(folder / "base")
+        adapted = peft_model(copy.deepcopy(model), rank_pattern={}, **more)
+        state = {n: t.contiguous() for n, t in get_peft_model_state_dict(adapted).items()}
+        torch.save(state, folder / "adapter.pt")
+        given = Adapter(lora="merge", lora_config=adapted.peft_config, base=folder / "base")
+        if refused:
+            with pytest.raises(errors.UsageError, match="an embedding or head that the config"):
+                export_hf(folder / "adapter.pt", folder / "hf", adapter=given)
+            continue
+        export_hf(folder / "adapter.pt", folder / "hf", adapter=given)
+        again = type(model).from_pretrained(folder / "hf")
+        with torch.no_grad():
+            wanted, found = (m(TOKENS)[0] for m in (adapted, again))
+        assert (found - wanted).abs().max() <= 1e-4
 
 
 def test_embeddings_and_transposed_layers_are_merged(tmp_path):

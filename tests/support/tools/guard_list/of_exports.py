@@ -126,8 +126,8 @@ EXPORTED = [
         LORA + "test_an_adapter_that_began_with_parts_of_the_base_is_not_added_to_the_release",
     ),
     of(
-        "lora: an embedding apart from its tied head", "translate/models/adapter.py",
-        "    if not headed and not together and", "    if False and",
+        "lora: an embedding apart from its tied head", "translate/models/tied.py",
+        "        if name not in held and", "        if False and",
         LORA + "test_an_embedding_trained_apart_from_its_tied_head_is_not_written_for_both",
     ),
     of(

@@ -132,7 +132,9 @@ def find_peft_contents(
     if any(len(tensor.shards) > 1 for tensor in reader.held.values()):
         raise _of_ranks(url)
     names = asked.names
-    kind = None if settings is None else settings.values["model_type"]
+    # of a model's own code it is not known which layers are transposed
+    known = settings is not None and "auto_map" not in settings.values
+    kind = settings.values["model_type"] if known and settings is not None else None
     configs = [replace(c, model_type=kind) for c in read_lora_configs(lora_config, names)]
     with errors_at(url):
         tensors = {target.name: target for target in whole_tensors(reader)}
@@ -179,11 +181,27 @@ def find_peft_contents(
         kept = kept_of_family(settings, found.targets)
         return replace(
             found,
+            notes=(*found.notes, *_order_notes(adapters)),
             identity=opened.identity,
             kept=kept,
             source_format=opened.format,
             step=opened.step,
         )
+
+
+def _order_notes(adapters: Adapters) -> tuple[str, ...]:
+    """PEFT takes the first of the patterns that match a module, and writes them in another order:
+    sorted."""
+    for parts, config in adapters:
+        patterns = [*(config.values.get("alpha_pattern") or {})]
+        for module in parts.pairs if patterns == sorted(patterns) else ():
+            if len({*config.matching(module, "alpha_pattern")}) > 1:
+                return (
+                    f"several of alpha_pattern match {module}, and the first was taken. PEFT sorts "
+                    "them when it saves a config: if they had another order in training, pass "
+                    "lora_config=model.peft_config of it",
+                )
+    return ()
 
 
 def _weights_and_config(checkpoint: Any, lora_config: Any, access: Access) -> tuple[Any, Any]:

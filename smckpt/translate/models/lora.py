@@ -18,7 +18,6 @@ from typing import Any, Generic, TypeVar
 from smckpt.checkpoint.records.sealed import read_json
 from smckpt.errors import TensorMismatchError, UsageError
 from smckpt.layout.mesh import Shape
-from smckpt.translate.tables.families import is_built_in
 
 ADAPTER_CONFIG = "adapter_config.json"
 PREFIX = "base_model.model."
@@ -38,11 +37,11 @@ _UNMERGED = ("lora_bias", "use_qalora", "use_bdlora", "layer_replication",
              "kasa_config", "velora_config", "monteclora_config")  # fmt: skip
 # Ways to begin that take the adapter's first values out of the base's weights, and change these.
 _OUT_OF_BASE = re.compile(r"pissa(_niter_\d+)?|olora|corda|loftq|lora_ga", re.IGNORECASE)
-# Families with Conv1D, and the names that it has there.
+# All families of transformers with Conv1D, and the names that it has there.
 _CONV1D_FAMILIES = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp")
 _CONV1D = ("c_attn", "c_fc", "c_proj", "q_attn")
-# PEFT wraps a module once for each of its parameters that has a pair.
-_WRAPPED = re.compile(r"(\.base_layer)+(?=\.|$)")
+# PEFT wraps a module once for each of its parameters that has a pair, and for rows of its own.
+_WRAPPED = re.compile(r"(\.token_adapter)?(\.base_layer)+(?=\.|$)")
 
 T = TypeVar("T")
 
@@ -148,8 +147,7 @@ def _adapter_of(name: str) -> str | None:
         if found := pattern.match(name):
             return found["adapter"]
     pair = _LORA.match(name)
-    words = (pair["rest"] or "").removesuffix("weight").strip(".") if pair else ""
-    return words or None
+    return ((pair["rest"] or "").removesuffix("weight").strip(".") or None) if pair else None
 
 
 def _add_pair(
@@ -233,8 +231,7 @@ class LoraConfig:
             )
         named: Any = self.values.get("target_modules")
         without = self.values.get("exclude_modules") or []
-        compared = isinstance(named, list) and isinstance(without, list)
-        if not compared or self.values.get("target_parameters"):
+        if self.values.get("target_parameters") or {type(named), type(without)} != {list}:
             return
         chosen = {m: m in named or self._is_in_layers(m) for m in modules}
         wanted = {m for m in modules if _ends_with(m, named) and not _ends_with(m, without)}
@@ -325,12 +322,13 @@ class LoraConfig:
         alpha, rank = self._of(module, "alpha_pattern", "lora_alpha"), self.rank(module)
         return float(alpha / (math.sqrt(rank) if self.values.get("use_rslora") else rank))
 
-    def transposes(self, module: str) -> bool:
-        """Whether a module has its weight transposed, as Conv1D has. PEFT finds it out for each,
-        but its config has one value for all: that of the last, or of somebody's hand."""
-        if self.model_type in _CONV1D_FAMILIES:
-            return _WRAPPED.sub("", module).rpartition(".")[2] in _CONV1D
-        return not is_built_in(self.model_type or "") and bool(self.values.get("fan_in_fan_out"))
+    def transposes(self, module: str) -> bool | None:
+        """Whether a module has its weight transposed, as Conv1D has; None: it is not known. PEFT
+        finds it out for each; its config has one value for all: the last's, or somebody's."""
+        named = _WRAPPED.sub("", module).rpartition(".")[2] in _CONV1D
+        if self.model_type is not None:
+            return named and self.model_type in _CONV1D_FAMILIES
+        return (named or None) if self.values.get("fan_in_fan_out") else False
 
     def refuse_unmerged(self) -> None:
         """Raise UsageError if merging is more than adding the product."""
@@ -362,11 +360,13 @@ class LoraConfig:
                 remedy='export it with lora="merge", from a checkpoint that has the base',
             )
 
+    def matching(self, module: str, patterns: str) -> list[Any]:
+        """The values of all patterns that match a module; the first one counts."""
+        found = (self.values.get(patterns) or {}).items()
+        return [value for at, value in found if re.match(rf"(.*\.)?({at})$", module)]
+
     def _of(self, module: str, patterns: str, default: str) -> Any:
-        for pattern, value in (self.values.get(patterns) or {}).items():
-            if re.match(rf"(.*\.)?({pattern})$", module):
-                return value
-        return self.values[default]
+        return [*self.matching(module, patterns), self.values[default]][0]
 
 
 def _ends_with(module: str, ends: Iterable[str]) -> bool:

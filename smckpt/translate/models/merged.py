@@ -314,12 +314,20 @@ def change_of_pair(
     parameter = config.has_parameter(name)
     embeds = module in parts.embeddings
     key = name if parameter else module
-    flip = embeds or (config.transposes(module) and not parameter)
+    turned = False if parameter else config.transposes(module)
     form = shape
     if len(a.shape) > 2 and a.shape[1:] == shape[1:]:  # a convolution's kernels are rows of A
         form = (shape[0], math.prod(shape[1:]))
     experts, rows, columns = form if len(form) == 3 else (1, *form, 1)[:3]
     product = (math.prod(b.shape) // b.shape[1], math.prod(a.shape[1:]))
+    flip = embeds or (product != (rows, columns) if turned is None else turned)
+    if turned is None and rows == columns and not embeds:
+        raise TensorMismatchError(
+            f"{name} is square, and the adapter's config has fan_in_fan_out=True: whether it is "
+            "transposed (Conv1D) cannot be told",
+            remedy="pass config= of a model that transformers has, or lora_config= with "
+            "fan_in_fan_out=False if it is a Linear",
+        )
     if len(form) == 3:
         flip = product != (rows, columns)
     if len(form) not in (2, 3) or product != ((columns, rows) if flip else (rows, columns)):

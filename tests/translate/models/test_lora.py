@@ -21,6 +21,7 @@ from transformers import (
     GptOssConfig,
     MambaConfig,
     MambaForCausalLM,
+    OPTConfig,
     WhisperConfig,
     WhisperForConditionalGeneration,
 )
@@ -414,6 +415,9 @@ def test_one_of_several_adapters_is_exported_and_merged(tmp_path, name):
     other = LoraConfig(r=2, lora_alpha=3, target_modules=["v_proj"], init_lora_weights=False,
                        modules_to_save=["lm_head"])  # fmt: skip
     model.add_adapter("second", other)
+    # its wrapper stays round the embedding of the others
+    tokens = LoraConfig(r=2, target_modules=["v_proj"], trainable_token_indices=[1])
+    model.add_adapter("tokens", tokens)
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             if "modules_to_save.second" in key:
@@ -489,16 +493,32 @@ def test_an_adapter_that_lacks_a_module_of_its_config_is_refused(tmp_path):
             export_hf(checkpoint, tmp_path / "no", adapter=adapter)
 
 
-def test_a_turned_adapter_of_a_model_without_conv1d_is_merged_as_peft_does(tmp_path):
-    """PEFT sets fan_in_fan_out aside for a Linear; a square weight got the product turned."""
-    model = llama()
-    base().save_pretrained(tmp_path / "base")
+@pytest.mark.parametrize("family", ["llama", "opt"])
+def test_a_turned_adapter_of_a_model_without_conv1d_is_merged_as_peft_does(tmp_path, family):
+    """PEFT sets fan_in_fan_out aside for a Linear; a square weight got the product turned, of a
+    family without a table too."""
+    torch.manual_seed(2)
+    small = {"vocab_size": ref.V, "hidden_size": 32, "num_hidden_layers": 2, "ffn_dim": 32}
+    opt = OPTConfig(**small, num_attention_heads=4, word_embed_proj_dim=32)
+    plain = base() if family == "llama" else AutoModelForCausalLM.from_config(opt)
+    plain.save_pretrained(tmp_path / "base")
+    model = peft_model(plain, target_modules=["q_proj"], alpha_pattern={"q_proj": 9, "proj": 9})
     config = {**model.peft_config["default"].to_dict(), "fan_in_fan_out": True}
-    export_hf(
+    config["alpha_pattern"] = {"q.*": 7, "q_proj": 9}  # as PEFT's file sorts them
+    whole = saved(tmp_path / "whole", model.state_dict())
+    report = export_hf(
         saved(tmp_path, get_peft_model_state_dict(model)),
         tmp_path / "hf",
         adapter=Adapter(lora="merge", lora_config=config, base=tmp_path / "base"),
     )
+    assert "several of alpha_pattern match" in "".join(report.notes)
+    for module in model.modules():
+        if hasattr(module, "lora_A"):
+            module.scaling["default"] = 7 / 4
+    nameless = Adapter(lora="merge", lora_config=config)
+    if family == "opt":  # the other's is no square
+        with pytest.raises(errors.TensorMismatchError, match="is square, and the adapter's config"):
+            export_hf(whole, tmp_path / "no", adapter=nameless)
     assert_merged(tmp_path / "hf", model)
 
 

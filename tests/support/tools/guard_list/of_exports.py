@@ -138,7 +138,7 @@ EXPORTED = [
     ),
     of(
         "lora: Conv1D beside linear layers", "translate/models/lora.py",
-        "if self.model_type in _CONV1D_FAMILIES:", "if False:",
+        "return named and self.model_type in _CONV1D_FAMILIES", 'return self.values.get("fan_in_fan_out")',
         LORA + "test_conv1d_and_linear_layers_of_one_adapter_are_told_apart",
     ),
     of(

@@ -136,11 +136,14 @@ def publish(
         on_failure = cleanup.enter_context(ExitStack())
         on_failure.callback(work.abandon)
         work.write_files()
-        between = [n for n in numbers_in(root) if chain and chain[-1].number < n < number]
-        if not full and any(_counts(root, n) for n in between):
+        last = number if full else chain[-1].number
+        if any(_counts(root, n) for n in numbers_in(root) if n > last and n != number):
             raise work.overtaken()
         made = work.write_manifest(number, None if full else chain[-1].identity)
         on_failure.pop_all()
+        # Of publishes that get their manifests at one moment, the largest number is what is served.
+        if any(_counts(root, n) for n in numbers_in(root) if n > number):
+            raise work.overtaken()
         if full:
             # What publishes wrote before the last full one but this one is deleted. That stays, for
             # those who are reading its chain.
@@ -295,8 +298,12 @@ class _Publishing:
         """Write everything but the manifest."""
         whole = {name: file for name, file in self.files.items() if file.whole}
         delta_name = f"delta-{secrets.token_hex(4)}{_WEIGHTS}"
-        put_files(self.storage, [*whole, *([delta_name] if self.changed else [])])
+        # Whoever creates the record has the directory, until it counts. It names all that is made.
+        if not put_files(self.storage, [*whole, *([delta_name] if self.changed else [])]):
+            raise self.overtaken()
         self._made.append(FILES)
+        if self.storage.names(MANIFEST):  # whose publisher has removed the record again
+            raise self.overtaken()
         for name, file in whole.items():
             self._write(name, file.size, self._copied(name, file))
         if changed := self.changed:  # the tensors, or their blocks, as one safetensors file
@@ -350,6 +357,7 @@ class _Publishing:
 
     def abandon(self) -> None:
         with ExitStack() as each:
+            each.callback(self.storage.remove_directory)
             for name in self._made:
                 each.callback(self.storage.delete, name)
 
@@ -422,14 +430,21 @@ def _delete(root: Storage, number: int, found: Publish | None) -> None:
     """Delete a publish's files, by its manifest or by the record of one that was not finished or is
     half deleted. A user's files stay, and then so does the directory."""
     with closing(root.join(folder_of(number))) as storage:
+        listed = read_files(storage)
         if found is not None:
             names = {name for name, file in found.files.items() if file.whole}
             names |= {found.delta[0]} if found.delta else set()
+            if listed is not None and listed != names:
+                # of one who came second and was killed
+                storage.delete_many(listed - names)
+                storage.delete(FILES)
             put_files(storage, names)
             storage.delete(MANIFEST)
             storage.sync()
-        listed = read_files(storage)
+            listed = read_files(storage)
         if listed is not None:
+            storage.discard_unfinished([*listed, MANIFEST])
             storage.delete_many(listed)
             storage.delete(FILES)
-            storage.remove_directory()
+        storage.discard_unfinished([FILES])
+        storage.remove_directory()

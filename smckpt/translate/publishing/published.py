@@ -22,7 +22,7 @@ from smckpt.checkpoint.records.files import decode_body, read_body, read_file
 from smckpt.checkpoint.records.headers import Header, read_header
 from smckpt.checkpoint.records.sealed import FORMAT_VERSION, seal_json
 from smckpt.decoding import Checksum, Count
-from smckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, StorageError
+from smckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
 from smckpt.storage import Storage
 from smckpt.storage.urls import file_url
 
@@ -185,26 +185,27 @@ def chain_to(root: Storage, number: int | None = None) -> list[Publish]:
         CorruptCheckpointError: a manifest is damaged, or does not follow its base.
     """
     chain: list[Publish] = []
+    other: Publish | None = None  # of a process that published at the same moment
     for each in reversed(numbers_in(root)):
-        if number is not None and each > number:
+        if number is not None and (each > number or (each < number and not chain)):
             continue
         found = read_publish(root, each)
         if found is None:
-            if number == each:
-                break
             continue  # unfinished
         if chain and chain[0].base != found.identity:
-            raise CorruptCheckpointError(
-                f"publish {chain[0].number} follows {chain[0].base}, but publish {each} is "
-                f"{found.identity}",
-                remedy="publish in full, with delta=None",
-                path=root.url,
-            )
+            other = found
+            continue
         chain.insert(0, found)
+        other = None
         if found.base is None:
             return chain
-        if number is not None and chain[-1].number != number:
-            break
+    if other is not None:
+        raise CorruptCheckpointError(
+            f"publish {chain[0].number} follows {chain[0].base}, but publish {other.number} is "
+            f"{other.identity}",
+            remedy="publish in full, with delta=None",
+            path=root.url,
+        )
     what = "publish" if number is None else f"publish {number}"
     raise CheckpointNotFoundError(
         f"there is no {what} with the full one that it needs",
@@ -237,15 +238,11 @@ def read_publish(root: Storage, number: int) -> Publish | None:
     )  # fmt: skip
 
 
-def put_files(storage: Storage, names: Iterable[str]) -> None:
-    """Record which files a publish has, before they are written or removed."""
+def put_files(storage: Storage, names: Iterable[str]) -> bool:
+    """Record which files a publish has, before they are written or removed. Returns whether the
+    record is this caller's: there may be one."""
     body = seal_json({"format": list(FORMAT_VERSION), "files": sorted(names)})
-    if not storage.put_exclusive(FILES, body) and read_files(storage) != set(names):
-        raise StorageError(
-            "another process publishes at this moment",
-            remedy="let one process publish at a time",
-            path=storage.url,
-        )
+    return storage.put_exclusive(FILES, body)
 
 
 def read_files(storage: Storage) -> set[str] | None:

@@ -21,10 +21,11 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from smckpt import apply_published, errors, publish
-from smckpt.checkpoint.records.sealed import open_json, seal_json
+from smckpt.checkpoint.records.sealed import FORMAT_VERSION, open_json, seal_json
 from smckpt.storage import open_storage
 from smckpt.storage.disk.directory import Directory
-from smckpt.translate.publishing.published import MANIFEST, RECORD
+from smckpt.storage.disk.posix import PosixStorage
+from smckpt.translate.publishing.published import FILES, MANIFEST, RECORD
 from tests.support.faults.swaps import NO_FILE, put_no_file
 from tests.support.limits import seconds
 from tests.support.main_job import ROOT
@@ -540,6 +541,58 @@ def test_two_publishes_at_one_moment_do_not_both_count(
     write(served.model, weights(2))
     served.apply()
     served.assert_same()
+
+
+@pytest.mark.parametrize("name", [FILES, MANIFEST])
+def test_publishes_that_are_written_at_one_moment_leave_one_chain(
+    served: Served, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """The other one takes the same number, or the next one, and has the same base."""
+    served.publish()
+    write(served.model, weights(1))
+    put = PosixStorage.put_exclusive
+
+    def late(storage: PosixStorage, file: str, data: bytes) -> bool:
+        if file == name:
+            monkeypatch.setattr(PosixStorage, "put_exclusive", put)
+            write(served.model, weights(2))
+            other = threading.Thread(target=served.publish)
+            other.start()
+            other.join(seconds(60))
+            write(served.model, weights(1))
+        return put(storage, file, data)
+
+    monkeypatch.setattr(PosixStorage, "put_exclusive", late)
+    with pytest.raises(errors.StorageError, match="another process has published"):
+        served.publish()
+    for seed in (2, 3):
+        write(served.model, weights(seed))
+        served.publish()
+        served.apply()
+        served.assert_same()
+
+
+def test_what_killed_publishers_left_goes_with_the_next_full_ones(served: Served) -> None:
+    """One of them came second, with a record of files of its own. One had made its directory."""
+    root = Path(served.root)
+    served.publish(full_every=1)
+    first = root / "00000000"
+    (first / "delta-0.safetensors").write_text("half")
+    record = {"format": list(FORMAT_VERSION), "files": ["delta-0.safetensors"]}
+    (first / FILES).write_bytes(seal_json(record))
+    (first / f".{MANIFEST}.{'0' * 16}.tmp").write_text("half")
+    (root / "00000001").mkdir()
+    for number in range(2, 5):
+        served.tensors["layers.0.weight"] += 1
+        write(served.model, served.tensors)
+        assert served.publish(full_every=1).number == number
+    assert sorted(os.listdir(root)) == ["00000003", "00000004"]
+
+
+def test_a_number_that_is_not_there_is_not_another_one(served: Served) -> None:
+    served.publish()
+    with pytest.raises(errors.CheckpointNotFoundError, match="no publish 7"):
+        served.apply(number=7)
 
 
 def _forged(body: dict[str, Any], name: str) -> None:

@@ -116,7 +116,13 @@ def apply_published(
             _clear(host)
             nbytes = 0
             mended: tuple[str, ...] = ()
-            if not served or _record_of(host, publish.folder).identity != publish.identity:
+            record = _record_of(host, publish.folder)
+            if served and record.identity is None:  # damaged; whose directory it is, its files say
+                with host.below(publish.folder) as directory:
+                    if not any(_differing(directory, state_after(chain))):
+                        record = _Record(publish.identity, tuple(state_after(chain)))
+                        _put_record(directory, record)
+            if not served or record.identity != publish.identity:
                 if served:
                     raise UsageError(
                         f"the served directory is not publish {publish.number} of this root",

@@ -897,6 +897,20 @@ def test_rotten_bytes_of_the_served_directory_are_made_anew(
     assert served.apply().mended == ()
 
 
+def test_a_damaged_record_of_the_served_directory_is_made_anew(served: Served) -> None:
+    """If its files are those of the publish. Otherwise it may be another root's."""
+    served.publish()
+    record = Path(served.apply().directory) / RECORD
+    whole = record.read_bytes()
+    record.write_bytes(whole.replace(b"config", b"konfig"))
+    served.apply()
+    assert record.read_bytes() == whole
+    record.unlink()
+    (record.parent / "config.json").write_text("theirs")
+    with pytest.raises(errors.UsageError, match="publish 0 of this root"):
+        served.apply()
+
+
 def test_a_loop_reads_only_what_was_changed_after_it_was_made(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -443,8 +443,10 @@ def _delete(root: Storage, number: int, found: Publish | None) -> None:
             storage.sync()
             listed = read_files(storage)
         if listed is not None:
-            storage.discard_unfinished([*listed, MANIFEST])
             storage.delete_many(listed)
             storage.delete(FILES)
-        storage.discard_unfinished([FILES])
+        try:
+            storage.discard_unfinished([*(listed or ()), MANIFEST, FILES])
+        except StorageError as error:  # a policy may forbid to list uploads
+            log.warning("unfinished files of publish %d stay: %s", number, error)
         storage.remove_directory()

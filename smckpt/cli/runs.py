@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
 import time
 from contextlib import suppress
@@ -20,11 +21,13 @@ from smckpt.cli.output import (
     print_table,
     time_text,
 )
-from smckpt.errors import CheckpointError, count_text
+from smckpt.errors import CheckpointError, UsageError, count_text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from smckpt.checkpoint.commits.discover import FoundCheckpoint
+    from smckpt.checkpoint.commits.run_directory import Template
     from smckpt.manager.doctor import Condition
     from smckpt.storage import Storage
 
@@ -39,9 +42,24 @@ def best_of(_: Any, __: Any, text: str | None) -> Any:
         return None
     metric, _, rest = text.partition(":")
     mode, _, count = rest.partition(":")
-    if not count.isdecimal():
-        raise click.BadParameter("write METRIC:min:N or METRIC:max:N")
+    if mode not in ("min", "max") or not count.isdecimal() or not int(count):
+        raise click.BadParameter(f"{text!r}: write METRIC:min:N or METRIC:max:N, N from 1")
     return Best(metric, int(count), mode)
+
+
+def _refuse_unrecorded(best: Any, steps: Sequence[FoundCheckpoint], option: str) -> None:
+    """
+    Raises:
+        UsageError: no step has the metric, so that the option would keep none.
+    """
+    if best is None or not steps or best.ranked(steps):
+        return
+    known = sorted({name for one in steps for name in one.metadata.get("metrics") or ()})
+    raise UsageError(
+        f"no step has recorded a number as the metric {best.metric!r}",
+        remedy=f"give {option} one of {', '.join(known)}" if known
+        else f"leave {option} out: the saves had no metrics=",
+    )  # fmt: skip
 
 
 @click.command()
@@ -77,6 +95,7 @@ def ls(root: str, state: bool, best: Any, as_json: bool) -> None:
             states[one] = what_is_missing(open_storage(one)) or "whole"
         except CheckpointError as error:
             states[one] = error.message
+    _refuse_unrecorded(best, found, "--best")
     ranked = best.ranked(found)[: best.count] if best is not None else []
     if as_json:
         print_json(
@@ -297,6 +316,35 @@ def status(root: str, as_json: bool) -> None:
         print_line(f"keeper of {each.host}: {each.error or of}")
 
 
+def _refuse_other_names(root: str, top: Storage, template: Template) -> None:
+    """
+    Raises:
+        UsageError: checkpoints are below the root of a run without a step, in directories of other
+            names.
+    """
+    from smckpt.checkpoint.commits.discover import find_checkpoints
+
+    found = find_checkpoints(top.url)
+    if not found:
+        return
+    name = _below(top.url, found[-1].path)
+    if name == ".":
+        remedy = "pass the directory above it: that of the run"
+    else:
+        number = re.search(rf"(?<!\d)0*{found[-1].step}(?!\d)", name)
+        fits = "step_{step}"
+        if number is not None:
+            field = f"{{step:0{len(number[0])}d}}" if number[0][0] == "0" != number[0] else "{step}"
+            fits = name[: number.start()] + field + name[number.end() :]
+        remedy = f"end ROOT in their names, such as {root.rstrip('/')}/{fits}"
+    raise UsageError(
+        f"no directory below it is a step of the name {template.text}, but checkpoints are here: "
+        f"{name}" + (f" and {len(found) - 1} more" if found[1:] else ""),
+        remedy=remedy,
+        path=root,
+    )
+
+
 def _run_at(root: Storage, newest: Any) -> dict[str, Any] | None:
     """The manager's record of its run in the newest step, with the failures since. newest: the
     condition of that step; None: there is none."""
@@ -349,12 +397,16 @@ def prune(
     top = open_storage(above)
     refuse_absent(top)
     run = RunDirectory(top, template)
+    steps = run.all()
+    if not steps:
+        _refuse_other_names(root, top, template)
+    _refuse_unrecorded(keep_best, steps, "--keep-best")
     every = [Every(keep_every)] if keep_every else []
     best = [keep_best] if keep_best else []
-    doomed = run.doomed(policies_of(keep_last, (*every, *best)))
+    doomed = run.doomed(policies_of(keep_last, (*every, *best))) if steps else []
     if doomed:
         # a person waits, so more is read than after each commit of a run: what `doctor` reads
-        problems = verify_checkpoint(run.all()[-1].path, quick=True).problems
+        problems = verify_checkpoint(steps[-1].path, quick=True).problems
         if problems:
             log.warning("old checkpoints stay: %s: %s", problems[0].path, problems[0].what)
             doomed = []
@@ -368,7 +420,7 @@ def prune(
                 abort=True,
                 err=True,
             )
-        gone = [one for one in doomed if run.remove(one)]
+        gone = [one for one in doomed if run.remove(one, logging.WARNING)]
     if not dry_run:
         run.finish()
     if as_json:
@@ -384,7 +436,8 @@ def prune(
     if dry_run:
         print_line(f"{count_text(len(doomed), 'step')} ({size}) would be deleted")
         return
-    print_line(f"{count_text(len(gone), 'step')} deleted, {len(doomed) - len(gone)} not")
+    stay = f", {count_text(len(steps) - len(gone), 'step')} kept" if steps else ": there is none"
+    print_line(f"{count_text(len(gone), 'step')} deleted{stay}")
     newest = run.newest()
     if newest is not None and newest.step is not None:
         older = (one for one in examine(top) if one.step is not None)

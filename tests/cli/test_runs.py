@@ -223,8 +223,40 @@ def test_prune_spares_what_is_pinned_and_finishes_what_was_cut_short(root: Path)
     }
     assert states["10"] == "removing"
     with pinned(root / "20"):
-        command("prune", root, "--keep-last", "1", "--yes")
+        done = command("prune", root, "--keep-last", "1", "--yes")
         assert sorted(os.listdir(root)) == ["20", "30"]
+        assert "step 20 stays" in done.stderr and "has pinned" in done.stderr, done
+        assert done.stdout.endswith("0 steps deleted, 2 steps kept\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["--keep-best", "los:min:1"], "metric 'los' — give --keep-best one of loss"),
+        (["--keep-best", "loss:mni:1"], "'--keep-best': 'loss:mni:1': write METRIC:min:N"),
+        (["--keep-best", "loss:min:0"], "'--keep-best': 'loss:min:0': write METRIC:min:N"),
+    ],
+)
+def test_prune_refuses_a_metric_that_would_keep_no_step(
+    root: Path, arguments: list[str], error: str
+) -> None:
+    done = command("prune", root, "--keep-last", "1", "--yes", *arguments)
+    assert done.returncode == 2 and error in done.stderr, done
+    assert len(find_checkpoints(root)) == 3
+    done = command("ls", root, "--best", arguments[1])
+    assert done.returncode == 2 and error.replace("--keep-best", "--best") in done.stderr, done
+
+
+@pytest.mark.parametrize("names", ["step_{step}", "run-{step:06d}-a"])
+def test_prune_of_steps_with_other_names_says_what_to_write(tmp_path: Path, names: str) -> None:
+    for step in (1, 2):
+        Group(tmp_path / names.format(step=step), (0,), session=f"{step:012x}").save(step=step)
+    done = command("prune", tmp_path, "--keep-last", "1", "--yes")
+    assert done.returncode == 2 and done.stderr.endswith(f"such as {tmp_path}/{names}\n"), done
+    command("prune", done.stderr.split()[-1], "--keep-last", "1", "--yes")
+    (left,) = tmp_path.iterdir()
+    inside = command("prune", left, "--keep-last", "1", "--yes")
+    assert inside.returncode == 2 and "pass the directory above it" in inside.stderr, inside
 
 
 def test_prune_deletes_nothing_where_the_newest_is_not_whole(root: Path) -> None:

@@ -393,9 +393,13 @@ class RunDirectory:
         except CheckpointError as error:
             return str(error)
 
-    def remove(self, found: FoundCheckpoint) -> bool:
+    def remove(self, found: FoundCheckpoint, level: int = logging.INFO) -> bool:
         """Delete a checkpoint; False, with a line in the log, if a reader has pinned it, a newer
-        commit has taken its place, or the store refuses. `finish` deletes the rest."""
+        commit has taken its place, or the store refuses. `finish` deletes the rest.
+
+        Args:
+            level: of the line for what a run meets now and then: a pin, a newer commit.
+        """
         subpath = self.subpath_of(found)
         try:
             contents = contents_of(self.root.join(subpath), found.identity)
@@ -403,7 +407,7 @@ class RunDirectory:
                 return False
             remove_checkpoint(contents)
         except (CheckpointPinnedError, CheckpointReplacedError) as error:
-            log.info("the checkpoint of step %s stays: %s", found.step, error)
+            log.log(level, "the checkpoint of step %s stays: %s", found.step, error)
             return False
         except CheckpointError as error:
             log.warning("%s stays for now: %s", found, error)

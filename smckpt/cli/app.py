@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import logging
 import os
+import signal
 import sys
 from dataclasses import asdict
 from typing import Any
@@ -31,6 +32,7 @@ from smckpt.cli.output import (
     progress_bar,
     taken,
     threads,
+    visible,
 )
 from smckpt.cli.proving import chaos, keeper, prove
 from smckpt.cli.runs import doctor, ls, prune, status
@@ -54,15 +56,40 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # an ASCII terminal must not end in a traceback
             stream.reconfigure(errors="backslashreplace")
+    out = sys.stdout
     try:
-        app()
+        try:
+            status = app(standalone_mode=False)
+        finally:
+            if sys.stdout is not out:  # click has met a broken pipe, and exits with 1
+                os._exit(_READER_GONE)
+            out.flush()
     except CheckpointError as error:
         known = app.commands.get(*sys.argv[1:2]) if sys.argv[1:] else None
         print_error(error, [one.name for one in known.params if one.name] if known else [])
-        sys.exit(2)
+        status = 2
+    except click.exceptions.NoArgsIsHelpError as error:
+        error.show()
+        status = 2
+    except click.ClickException as error:  # the command is called wrongly
+        of = getattr(error, "ctx", None)
+        help_of = f" — see {of.command_path} --help" if of is not None else ""
+        text = " ".join(error.format_message().split()).rstrip(".")
+        print(f"smckpt: {visible(text)}{help_of}", file=sys.stderr)
+        status = error.exit_code
+    except click.Abort:
+        print("Aborted!", file=sys.stderr)
+        status = 1
+    except BrokenPipeError:  # the reader of the output has ended, as `head` does
+        os._exit(_READER_GONE)
     except OSError as error:  # an error of the output; files and stores raise smckpt's errors
         print(f"smckpt: cannot print: {error.strerror}", file=sys.stderr)
         os._exit(2)  # a normal exit would flush the buffer and fail again
+    sys.exit(status)
+
+
+# What a shell shows for a program that SIGPIPE ended. 1 would say that a checkpoint is bad.
+_READER_GONE = 128 + signal.SIGPIPE
 
 
 # What `smckpt --help` lists: the commands by what they are for, each in a few words.

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +18,7 @@ import smckpt
 from smckpt.cli.app import app
 from smckpt.cli.output import VisibleFormatter
 from smckpt.errors import CheckpointError, error_from_json
+from tests.support.limits import seconds
 
 # C0, C1 (CSI, OSC), bidi overrides and isolates, spaces without width, line separators, a tag
 ACTING = (
@@ -30,7 +35,7 @@ def shows_nothing_that_acts(text: str) -> None:
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    for step, directory in enumerate(("1", "\u202e2\x9b")):
+    for step, directory in enumerate(("1", "\u202e2\x9b"), 1):
         state = {"model": {NAME: torch.arange(9.0)}, NAME: NAME, "n": step}
         smckpt.save(
             state,
@@ -74,3 +79,35 @@ def test_errors_show_names_with_escapes_in_a_job_too(root: Path) -> None:
 def test_a_log_on_a_terminal_shows_names_with_escapes() -> None:
     record = logging.LogRecord("smckpt", logging.WARNING, "f", 1, "skipped: %s", (NAME,), None)
     shows_nothing_that_acts(VisibleFormatter("smckpt: %(message)s").format(record))
+
+
+@pytest.mark.parametrize(
+    "arguments", [["ls"], ["ls", "--json"], ["verify"], ["show", "--json"], ["--help"]]
+)
+def test_a_reader_that_ends_early_is_no_finding(root: Path, arguments: list[str]) -> None:
+    """1 would say that the checkpoint is damaged."""
+    command = [sys.executable, "-m", "smckpt.cli", *arguments, str(root / "1")]
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, timeout=seconds(60))
+    os.close(write)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, b"")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["ls"], "Missing argument 'ROOT' — see smckpt ls --help"),
+        (["lss"], "No such command 'lss'. Did you mean"),
+        (["prune", "x"], "Missing option '--keep-last' — see smckpt prune --help"),
+        (["convert", "a", "b"], "Missing option '--to'. Choose from: smckpt, dcp,"),
+        (["ls", "--jsn", "x"], "No such option '--jsn'."),
+        (["reshard", "a", "b"], "give either --shard N or --full — see smckpt reshard --help"),
+    ],
+)
+def test_a_wrong_call_is_one_line_that_names_the_help(arguments: list[str], line: str) -> None:
+    done = subprocess.run(
+        ["smckpt", *arguments], capture_output=True, text=True, timeout=seconds(60)
+    )
+    assert done.returncode == 2 and not done.stdout
+    assert done.stderr.startswith(f"smckpt: {line}") and done.stderr.count("\n") == 1, done.stderr

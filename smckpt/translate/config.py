@@ -13,7 +13,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -68,6 +68,15 @@ class ModelConfig:
         family = find_family(self.values["model_type"])
         default = None if family is None else family.defaults.get(_TIED)
         return None if default is None else bool(default)
+
+    def untied(self) -> ModelConfig:
+        """That of a model whose embedding and head are written apart, as `save_pretrained` does.
+        Servers leave out the head of a model whose config ties it."""
+        values = copy.deepcopy(self.values)
+        for own in (values, *_nested(values)):
+            if own is values or _TIED in own:
+                own[_TIED] = False
+        return replace(self, values=values)
 
     def complete(self, dtype: str | None) -> dict[str, Any]:
         """The config to write: both generations' keys, and `dtype` of the weights that are written.

@@ -43,6 +43,7 @@ from smckpt.translate.models.contents import HUB, ExportContents, find_contents
 from smckpt.translate.models.model_source import Parallel
 from smckpt.translate.prediction import with_prediction_layers
 from smckpt.translate.stream import write_chunks
+from smckpt.translate.tables.hub import find_ties
 from smckpt.translate.tables.vocabulary import check_tokenizer, note_on_ids
 
 Body = dict[str, Any]
@@ -361,6 +362,11 @@ def _planned(
     output = Output(where, files)
     if settings is not None and found.predicting is not None:
         settings = with_prediction_layers(settings, found.predicting)
+    if settings is not None and settings.ties_embeddings:
+        headed = find_ties(target.name for target in found.targets)  # an adapter trained it
+        # of an encoder and a decoder, the key changes what is computed
+        if headed and not settings.values.get("is_encoder_decoder"):
+            settings = settings.untied()
     return Planned(
         found, files, output,
         lambda kind: write_sidecars(

@@ -54,7 +54,7 @@ from smckpt.translate.models.merged import (
 from smckpt.translate.models.meta_model import Fit
 from smckpt.translate.models.model_source import Parallel, open_model
 from smckpt.translate.models.quantized import dequantized
-from smckpt.translate.models.tied import OF_LAYER, named_ties, refuse_tied, refuse_untied, together
+from smckpt.translate.models.tied import OF_LAYER, named_ties, refuse_tied, refuse_untied
 from smckpt.translate.prediction import beyond_model
 from smckpt.translate.ranks.pipeline import JoinedTensors
 from smckpt.translate.ranks.translated import Translated, TranslatedSource
@@ -273,9 +273,8 @@ def _merged_here(
     if settings is not None and settings.ties_embeddings:
         plain = [t.base if isinstance(t, Merged) else t for t in made.targets]
         tied = tied_names(TranslatedSource(reader), plain)
-    if settings is not None and settings.ties_embeddings is not False and not together(adapters):
-        begun = {n: t for parts, _ in adapters for n, t in parts.originals.items()}
-        refuse_tied(TranslatedSource(reader), base, begun, changes)
+    if settings is not None and settings.ties_embeddings is not False:
+        refuse_tied(TranslatedSource(reader), base, adapters, changes)
     notes = (*head_notes([*stored], settings), *(made.notes if settings is not None else ()))
     notes += maybe_merged
     targets = [target for target in made.targets if target.name not in tied]

@@ -22,6 +22,8 @@ from transformers import (
     MambaConfig,
     MambaForCausalLM,
     OPTConfig,
+    T5Config,
+    T5ForConditionalGeneration,
     WhisperConfig,
     WhisperForConditionalGeneration,
 )
@@ -605,7 +607,7 @@ def test_an_embedding_trained_apart_from_its_tied_head_is_not_written_for_both(t
         {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
     ):
         model = peft_model(copy.deepcopy(tied), rank_pattern={}, **more)
-        folder = tmp_path / str(len(more))
+        folder = tmp_path / str(more)
         export_hf(
             saved(folder, get_peft_model_state_dict(model)),
             folder / "hf",
@@ -613,6 +615,9 @@ def test_an_embedding_trained_apart_from_its_tied_head_is_not_written_for_both(t
         )
         again = AutoModelForCausalLM.from_pretrained(folder / "hf")
         assert (logits(again) - logits(model)).abs().max() <= 1e-4
+        # a server leaves out the head of a model whose config ties it
+        head = "lm_head.weight" in load_file(folder / "hf" / "model.safetensors")
+        assert again.config.tie_word_embeddings is not head
 
 
 @pytest.mark.parametrize("more", [{"target_modules": ["q_proj", "proj_out"]},
@@ -648,10 +653,13 @@ def test_which_tensors_of_a_base_directory_are_one_is_transformers_knowledge(tmp
     moe = ref.model("qwen3_moe", tie_word_embeddings=True)  # other names on disk than in memory
     whole = {"target_modules": ["in_proj"], "modules_to_save": ["embeddings"]}
     both = {"target_modules": ["embed_tokens", "q_proj"], "ensure_weight_tying": True}
+    ends = {"target_modules": ["lm_head"], "ensure_weight_tying": True}  # of three embeddings too
+    t5 = T5Config(vocab_size=ref.V, d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=4)
     for number, (model, more, refused) in enumerate([
         (mamba, {"target_modules": ["embeddings"]}, True), (mamba, whole, True),
         (moe, {"target_modules": ["lm_head", "q_proj"]}, True),
         (moe, {"target_modules": ["embed_tokens", "q_proj"]}, True), (moe, both, False),
+        (T5ForConditionalGeneration(t5), ends, True),
         (GPT2Model(gpt2), {"target_modules": ["wte", "c_attn"]}, False),
     ]):  # fmt: skip
         folder = tmp_path / str(number)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -28,9 +27,8 @@ from smckpt.layout.mesh import Shape
 from smckpt.layout.strided import Copy
 from smckpt.storage import Access
 from smckpt.storage.urls import disk_path
-from smckpt.translate.cast import CASTABLE, cast, stored_type
+from smckpt.translate.cast import CASTABLE
 from smckpt.translate.config import ModelConfig
-from smckpt.translate.files import Target
 from smckpt.translate.models.comparison import Comparison
 from smckpt.translate.models.contents import (
     HUB,
@@ -50,6 +48,7 @@ from smckpt.translate.models.merged import (
     change_of_pair,
     changed_tensor,
     changes_of,
+    first_elements,
 )
 from smckpt.translate.models.meta_model import Fit
 from smckpt.translate.models.model_source import Parallel, open_model
@@ -58,11 +57,9 @@ from smckpt.translate.models.tied import OF_LAYER, named_ties, refuse_tied, refu
 from smckpt.translate.prediction import beyond_model
 from smckpt.translate.ranks.pipeline import JoinedTensors
 from smckpt.translate.ranks.translated import Translated, TranslatedSource
-from smckpt.translate.stream import read_elements, tied_names
+from smckpt.translate.stream import tied_names
 from smckpt.translate.tables.hub import HubTensor
 from smckpt.translate.tables.layouts import looks_transformed
-
-_LOOKED_AT = 4096  # elements of a weight
 
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 
@@ -274,7 +271,7 @@ def _merged_here(
         plain = [t.base if isinstance(t, Merged) else t for t in made.targets]
         tied = tied_names(TranslatedSource(reader), plain)
     if settings is not None and settings.ties_embeddings is not False:
-        refuse_tied(TranslatedSource(reader), base, adapters, changes)
+        refuse_tied(MergedSource(reader), base, adapters, changes)
     notes = (*head_notes([*stored], settings), *(made.notes if settings is not None else ()))
     notes += maybe_merged
     targets = [target for target in made.targets if target.name not in tied]
@@ -350,8 +347,10 @@ def _compared(
         if {own.dtype, base.dtype} - CASTABLE.keys():
             continue
         compared = True
-        have, plain = (_first(source, each) for each in (own, base))
-        added = (_first(source, changed_tensor(base, some, None)) for some in _subsets(found))
+        have, plain = (first_elements(source, each) for each in (own, base))
+        added = (
+            first_elements(source, changed_tensor(base, some, None)) for some in _subsets(found)
+        )
         if any(4 * abs(have - one).max() < abs(have - plain).max() for one in added):
             merged = merged or name
         elif own.dtype == base.dtype and (have != plain).any():
@@ -363,13 +362,6 @@ def _subsets(changes: Sequence[Change]) -> Iterator[tuple[Change, ...]]:
     """Which of several adapters may have been active; of more than four, one or all."""
     sizes = range(1, len(changes) + 1) if len(changes) <= 4 else (1, len(changes))
     return (some for size in sizes for some in itertools.combinations(changes, size))
-
-
-def _first(source: MergedSource, target: Target) -> Array:
-    """The first elements of a tensor, in float64."""
-    dtype = target.source_dtype
-    memory = read_elements(source, target, 0, min(math.prod(target.shape), _LOOKED_AT))
-    return cast(np.frombuffer(memory, stored_type(dtype)), dtype, "float64")
 
 
 def _merged_there(
@@ -404,7 +396,8 @@ def _merged_there(
     _refuse_both(whole, made)
     if ties is None and settings is not None and settings.ties_embeddings:
         ties = named_ties([*stored, *changes])
-    refuse_untied(ties or (), hub, targets, changes.keys(), adapters)
+    source = MergedSource(_both(reader, directory))
+    refuse_untied(source, ties or (), hub, targets, changes, adapters)
     *_, other = _compared(reader, directory, adapters)
     differs = (
         f"{other} has other values in the checkpoint than in base=, with the adapter and without: "
@@ -421,8 +414,7 @@ def _merged_there(
         *(unadapted if further else ()),
     )
     return ExportContents(
-        MergedSource(_both(reader, directory)), made.targets, (), notes, made.naming,
-        further=further,
+        source, made.targets, (), notes, made.naming, further=further,
     )  # fmt: skip
 
 

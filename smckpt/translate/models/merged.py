@@ -26,10 +26,11 @@ from smckpt.translate.cast import CASTABLE, cast, stored_type
 from smckpt.translate.files import Chunk, Range, Target, aligned, nbytes_of
 from smckpt.translate.models.lora import LoraConfig, PeftTensors
 from smckpt.translate.ranks.translated import Translated, TranslatedSource
-from smckpt.translate.stream import CHUNK
+from smckpt.translate.stream import CHUNK, read_elements
 
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 _AT_ONCE = 1 << 18  # elements of the product that are computed at once
+_LOOKED_AT = 4096  # elements of a weight
 _KEPT = 4  # pairs of matrices that stay in memory, because several ranges or experts use them
 
 
@@ -405,6 +406,13 @@ def changed_tensor(
             )
         box, turned = found
     return Merged(base.name, base.dtype, base, changes, box, turned)
+
+
+def first_elements(source: MergedSource, target: Target) -> Array:
+    """The first elements of a tensor, in float64."""
+    dtype = target.source_dtype
+    memory = read_elements(source, target, 0, min(math.prod(target.shape), _LOOKED_AT))
+    return cast(np.frombuffer(memory, stored_type(dtype)), dtype, "float64")
 
 
 def _block(copy: Copy, shape: Shape) -> tuple[Box, bool] | None:

@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+import numpy as np
 
 from smckpt.errors import KeysMismatchError, UsageError
-from smckpt.translate.models.merged import Adapters, Merged
-from smckpt.translate.ranks.translated import Translated, TranslatedSource
+from smckpt.translate.files import Target
+from smckpt.translate.models.merged import (
+    Adapters,
+    Change,
+    Merged,
+    MergedSource,
+    changed_tensor,
+    first_elements,
+)
+from smckpt.translate.ranks.translated import Translated
 from smckpt.translate.stream import equal
 from smckpt.translate.tables.hub import HubTensor, find_ties
 
@@ -22,15 +32,15 @@ def named_ties(names: Collection[str]) -> list[tuple[str, str]]:
     return [(tie.left_out, tie.kept) for tie in found]
 
 
-def _together(adapters: Adapters) -> bool:
-    """Whether adapters train two tensors that are one alike. Of more (an encoder's and a decoder's
-    embedding and a head), PEFT trains each in its own manner."""
-    return all(config.values.get("ensure_weight_tying") for _, config in adapters)
+def _alike(source: MergedSource, one: Target, other: Target) -> bool:
+    """Whether what adapters add to two tensors leaves them one, as `ensure_weight_tying` does."""
+    a, b = (first_elements(source, each) for each in (one, other))
+    return bool(np.allclose(a, b, rtol=1e-3, atol=1e-3 * abs(a).max()))
 
 
 def refuse_tied(
-    source: TranslatedSource, base: Mapping[str, Translated],
-    adapters: Adapters, changed: Collection[str],
+    source: MergedSource, base: Mapping[str, Translated],
+    adapters: Adapters, changes: Mapping[str, tuple[Change, ...]],
 ) -> None:  # fmt: skip
     """Raise UsageError if an adapter changes a tensor, and not another one that was the same: such
     is the head of a model that ties it to the embedding, by whatever name.
@@ -41,13 +51,15 @@ def refuse_tied(
         for name, tensor in {**base, **originals}.items()
         if len(tensor.shape) == 2 and not OF_LAYER.search(name)
     }
-    for name in sorted(begun.keys() & {*changed, *originals}):
-        others = [n for n in sorted(begun.keys() - {name}) if equal(source, begun[name], begun[n])]
-        if _together(adapters) and len(others) == 1 and {name, *others} <= {*changed}:
-            continue
-        for other in others:
-            if name not in changed and equal(source, base[name], base[other]):
+    for name in sorted(begun.keys() & {*changes, *originals}):
+        for other in sorted(begun.keys() - {name}):
+            if not equal(source, begun[name], begun[other]):
+                continue
+            if name not in changes and equal(source, base[name], base[other]):
                 continue  # both are saved whole, and alike
+            made = [changed_tensor(base[n], changes.get(n, ()), None) for n in (name, other)]
+            if {name, other} <= {*changes} and _alike(source, *made):
+                continue
             raise UsageError(
                 f"the adapter changes {name}, an embedding or head that is one tensor with "
                 f"{other} in the base",
@@ -57,8 +69,9 @@ def refuse_tied(
 
 
 def refuse_untied(
-    ties: Collection[tuple[str, str]], hub: Mapping[str, HubTensor],
-    targets: Sequence[Merged | Translated], changed: Collection[str], adapters: Adapters,
+    source: MergedSource, ties: Iterable[tuple[str, str]], hub: Mapping[str, HubTensor],
+    targets: Sequence[Merged | Translated], changes: Mapping[str, tuple[Change, ...]],
+    adapters: Adapters,
 ) -> None:  # fmt: skip
     """Raise UsageError if an adapter trains one of two tensors that are one in a directory, and not
     the other one alike: there is no room for both.
@@ -66,22 +79,31 @@ def refuse_untied(
     Args:
         ties: names in memory: of one that has no room of its own, and of the one that it is.
     """
-    trained = {*changed}.union(*(parts.saved for parts, _ in adapters))
-    parts_of = {name: [part for part, _ in tensor.parts] for name, tensor in hub.items()}
-    held = {part for t in targets for part in parts_of.get(t.name, [t.name])}
-    for name, source in ties:
-        if name not in held and not trained.isdisjoint((name, source)):
-            of_source = [one for one, other in ties if other == source]
-            if _together(adapters) and source in trained and len(of_source) == 1:
+    saved = {name for parts, _ in adapters for name in parts.saved}
+    trained = saved | {*changes}
+    both = all(config.values.get("ensure_weight_tying") for _, config in adapters)
+    made: dict[str, Merged | Translated] = {}  # what is written of a tensor in memory
+    for target in targets:
+        tensor = hub.get(target.name)
+        made |= {part: target for part, _ in tensor.parts} if tensor else {target.name: target}
+    for name, root in ties:
+        if name in made or trained.isdisjoint((name, root)):
+            continue
+        written, own = made.get(root), changes.get(name, ())
+        if both and root in saved and name not in trained:
+            continue
+        if isinstance(written, Merged) and own:
+            other_made = changed_tensor(written.base, own, None)
+            if _alike(source, written, other_made):
                 continue
-            one, other = (name, source) if name in trained else (source, name)
-            raise UsageError(
-                f"the adapter trains {one}, an embedding or head that the config ties to {other}, "
-                "and not both alike",
-                remedy='export it with lora="adapter"; or, if the checkpoint has the base, leave '
-                "base= out and pass config= with tie_word_embeddings=False",
-            )
-    if lost := sorted({*changed} - held - {name for name, _ in ties}):
+        one, other = (name, root) if name in trained else (root, name)
+        raise UsageError(
+            f"the adapter trains {one}, an embedding or head that the config ties to {other}, "
+            "and not both alike",
+            remedy='export it with lora="adapter"; or, if the checkpoint has the base, leave '
+            "base= out and pass config= with tie_word_embeddings=False",
+        )
+    if lost := sorted(changes.keys() - made.keys() - {name for name, _ in ties}):
         raise KeysMismatchError(
             f"the directory lacks {lost[0]}, which the adapter changes",
             remedy="pass base= the whole directory of the base model",

@@ -659,6 +659,7 @@ def test_which_tensors_of_a_base_directory_are_one_is_transformers_knowledge(tmp
         (mamba, {"target_modules": ["embeddings"]}, True), (mamba, whole, True),
         (moe, {"target_modules": ["lm_head", "q_proj"]}, True),
         (moe, {"target_modules": ["embed_tokens", "q_proj"]}, True), (moe, both, False),
+        (moe, {**both, "alpha_pattern": {"lm_head": 10}}, True),
         (T5ForConditionalGeneration(t5), ends, True),
         (GPT2Model(gpt2), {"target_modules": ["wte", "c_attn"]}, False),
     ]):  # fmt: skip

@@ -291,6 +291,18 @@ def three(job: str) -> Iterator[list[Running]]:
         one.stop()
 
 
+def test_the_same_keepers_decide_who_creates_a_name_whoever_asks(job: str) -> None:
+    """Of six, two hosts would have three of five each, if each asked five of its own."""
+    made = [Running(f"{job}{letter}") for letter in "abcdef"]
+    joined(made)
+    for one in made:
+        assert open_storage(f"keeper://{one.job}/run/1").put_exclusive(one.job, b"1")
+    holders = [held(one) for one in made]
+    for one in made:
+        one.stop()
+    assert holders == [6, 6, 6, 6, 6, 0]
+
+
 def in_domains(running: Sequence[Running], *domains: str) -> None:
     peers = [
         replace(one.peer, domain=domain).to_json()

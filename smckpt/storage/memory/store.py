@@ -2,8 +2,8 @@
 
 A process reaches the keepers through the one of its own host, which knows the others. A file goes
 to that one and, before it has a name, to `replicas` others. Small files, which commit a step, go to
-several keepers: a name is created if more than half of them took it, and none of all has it. A read
-takes what any keeper has, this host's first. A keeper that does not answer is passed over.
+the first few keepers: a name is created if more than half of them took it, and none of all has it.
+A read takes what any keeper has, this host's first. A keeper that does not answer is passed over.
 """
 
 from __future__ import annotations
@@ -112,10 +112,10 @@ class KeeperStorage(Storage):
     def put_exclusive(self, name: str, data: bytes) -> bool:
         self.refuse_name(name)
         known = self._peers()
-        peers, own = known.peers, known.own
         if any(info.name == name for info in self.list(name)):
             return self.read(name) == data  # an earlier try made it, but its answer was lost
-        voters = [own, *(at for at in range(len(peers)) if at != own)][:VOTERS]
+        # The same for all hosts: of more keepers, two could each have a majority of their own.
+        voters = range(min(len(known.peers), VOTERS))
         request = {**self._at(name), "do": "take", "size": len(data)}
 
         def take(to: socket.socket) -> bool:

@@ -350,7 +350,9 @@ class Passing:
                 send(link.socket, header, *data)
         except OSError as error:
             # its error, or the end of its process, is what its own connection says
-            if link.thread is not None and link.thread is not threading.current_thread():
+            if link.thread is threading.current_thread():
+                return  # and this thread reads next
+            if link.thread is not None:
                 link.thread.join(_GOODBYE)
             if self.heard is not None:
                 raise self.heard from self.heard.__cause__

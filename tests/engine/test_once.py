@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 
 import smckpt
 from smckpt import errors
-from smckpt.engine import passing
+from smckpt.engine import load_share, passing
 from smckpt.storage.disk.posix import PosixStorage
 from tests.support.launch import run_ranks
 from tests.support.limits import seconds
@@ -159,8 +160,34 @@ def test_ranks_with_different_targets_share_what_they_have_in_common(tmp_path: P
         assert ratio == 1
 
 
-def damaged(folder: str) -> tuple[str, str, int]:
-    smckpt.save(state_on(mesh_of((4, 1)), seed=0), checkpoint_id=folder)
+def taking_late(patch: pytest.MonkeyPatch, folder: str) -> None:
+    """Rank 0 takes what rank 1 passes on when rank 1 has failed, and closed its connections."""
+    patch.setattr(load_share, "portion_bytes", lambda _: 2 << 20)
+    patch.setattr(passing, "_GOODBYE", 0.1)
+    closed = Path(f"{folder}.closed")
+    leave, take = passing.Passing.__exit__, passing.PortionTargets.take
+    of_others: list[str] = []
+
+    def left(self: Any, *error: Any) -> None:
+        leave(self, *error)
+        closed.write_text("")  # somebody has opened it to read
+
+    def late(self: Any, *args: Any) -> None:
+        if threading.current_thread().name == "smckpt-passing" and not of_others:
+            of_others.append(closed.read_text())
+        take(self, *args)
+
+    if dist.get_rank() == 0:
+        os.mkfifo(closed)
+        patch.setattr(passing.PortionTargets, "take", late)
+    else:
+        patch.setattr(passing.Passing, "__exit__", left)
+    dist.barrier()
+
+
+def damaged(folder: str, late: bool) -> tuple[str, str, int]:
+    mesh = mesh_of((dist.get_world_size(), 1))
+    smckpt.save(state_on(mesh, seed=0), checkpoint_id=folder)
     if dist.get_rank() == 0:
         path = sorted(Path(folder).glob("data-*.safetensors"))[-1]
         with path.open("r+b") as file:
@@ -169,8 +196,12 @@ def damaged(folder: str) -> tuple[str, str, int]:
             file.seek(-1, os.SEEK_CUR)
             file.write(bytes([byte[0] ^ 1]))
     dist.barrier()
+    target = state_on(mesh, seed=1)
     try:
-        loaded(folder, state_on(mesh_of((4, 1)), seed=1))
+        with pytest.MonkeyPatch.context() as patch:
+            if late:
+                taking_late(patch, folder)
+            loaded(folder, target)
     except errors.CheckpointError as error:
         passed_on = error.__cause__ or error  # on a rank that did not read it: what was sent
         assert isinstance(passed_on, errors.CorruptCheckpointError), (repr(error), repr(passed_on))
@@ -180,8 +211,9 @@ def damaged(folder: str) -> tuple[str, str, int]:
     return "", "", -1
 
 
-def test_a_damaged_block_that_ranks_share_is_named_on_all(tmp_path: Path) -> None:
-    found = run_ranks(damaged, 4, str(tmp_path))
+@pytest.mark.parametrize("late", [False, True])
+def test_a_damaged_block_that_ranks_share_is_named_on_all(tmp_path: Path, late: bool) -> None:
+    found = run_ranks(damaged, 2 if late else 4, str(tmp_path / "saved"), late)
     kind, message, _ = found[0]
     assert kind == "CorruptCheckpointError"
     assert "checksum differs" in message

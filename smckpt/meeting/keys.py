@@ -16,6 +16,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, wait
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -25,6 +26,7 @@ log = logging.getLogger("smckpt")
 
 BATCH = 64  # values that two requests read, if so many are set
 _CONNECT_SECONDS = 30.0
+_LOOK_SECONDS = 5.0  # a look costs the host a connection
 _CUT_SECONDS = 60  # for which the host of the store may be out of reach
 
 
@@ -167,12 +169,29 @@ def client_of(store: Store, beside: Store | None = None) -> Store:
     else:
         _asked(beside.check, ["smckpt"])  # costs no further connection
     before = _sockets()
-    client: Store = _asked(store.clone)
+    client: Store = _asked(_cloned, store)
     for fd in _sockets() - before:
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as made:
             if made.type == socket.SOCK_STREAM and made.family != socket.AF_UNIX:
                 _give_up_when_cut(made)
     return client
+
+
+def _cloned(store: Store) -> Store:
+    """`store.clone()`, for as long as its host is there: if that ends now, torch tries on for as
+    long as the store's timeout, 30 minutes as a rule."""
+    made: Future[Store] = Future()
+
+    def clone() -> None:
+        try:
+            made.set_result(store.clone())
+        except BaseException as error:
+            made.set_exception(error)
+
+    threading.Thread(target=clone, name="smckpt-store", daemon=True).start()
+    while not wait([made], _LOOK_SECONDS).done:
+        _refuse_ended(store)
+    return made.result()
 
 
 def _sockets() -> set[int]:

@@ -23,6 +23,7 @@ from smckpt.errors import (
     PeerError,
     StateError,
 )
+from smckpt.meeting import keys as keys_module
 from smckpt.meeting.group import Group, Membership
 from smckpt.meeting.keys import Clients, Keys, _sockets, client_of
 from smckpt.meeting.round import Meeting, Message, Round, alone, over_group
@@ -389,6 +390,23 @@ def test_no_thread_waits_to_connect_to_a_store_that_is_gone() -> None:
         for _ in range(100):
             client_of(store)
             time.sleep(0.1)
+
+
+def test_no_thread_goes_on_to_connect_when_the_store_goes_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    servers = [dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)]
+    client = dist.TCPStore("127.0.0.1", servers[0].port, None, False, timedelta(seconds=20))
+    look = keys_module._refuse_ended
+
+    def last_look(store: Any) -> None:
+        look(store)
+        servers.clear()
+
+    monkeypatch.setattr(keys_module, "_refuse_ended", last_look)
+    monkeypatch.setattr(keys_module, "_LOOK_SECONDS", 0.1)
+    with pytest.raises(JobStoreError, match="refuses connections"):
+        client_of(client)
 
 
 def test_a_connection_beside_another_is_tried_over_that_one() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,11 @@ from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnv
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.trainer.connectors.signal_connector import _HandlersCompose
 
 import smckpt
 from smckpt.engine.api import _RUNTIME
+from smckpt.engine.saving.queue import SaveQueue
 from smckpt.integrations import ANY_VERSION
 from smckpt.integrations.lightning import SmckptCheckpointIO, SmckptTrainer
 from tests.engine.test_prewarm import arenas, prewarmed
@@ -285,3 +288,29 @@ def test_what_is_saved_for_slurm_is_committed_before_the_job_is_queued_again(
         made.fit(BoringModel(), ckpt_path=resumes)
     assert saves.committed == [1, 2, 3, 4]
     assert kept.step == 4
+
+
+def test_slurms_signal_in_the_middle_of_a_save_saves_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "1")
+    monkeypatch.chdir(tmp_path)  # where Lightning saves it
+    real, before = SaveQueue.submit, signal.getsignal(signal.SIGUSR1)
+    due = iter([signal.SIGUSR1])
+
+    def submit(*args: Any, **kwargs: Any) -> Any:
+        for number in due:
+            signal.raise_signal(number)
+        return real(*args, **kwargs)
+
+    class Listens(Begins):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            saves = trainer._signal_connector._slurm_sigusr_handler_fn
+            signal.signal(signal.SIGUSR1, _HandlersCompose(saves))
+
+    monkeypatch.setattr(SaveQueue, "submit", submit)
+    try:
+        fit(SmckptTrainer, tmp_path, 1, begins=Listens())
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert smckpt.find_checkpoints(tmp_path / "hpc_ckpt_1.ckpt")

@@ -16,9 +16,10 @@ import itertools
 import logging
 import os
 import re
+import signal
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from typing import Any
 
@@ -26,6 +27,7 @@ import torch
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from lightning.pytorch.trainer.connectors.signal_connector import _HandlersCompose
 from lightning_utilities.core.apply_func import apply_to_collection
 
 import smckpt
@@ -106,13 +108,14 @@ class Saves:
         if there:  # save_last="link" links to it at once; the save names a fault
             with contextlib.suppress(OSError):
                 os.makedirs(os.path.dirname(there), exist_ok=True)
-        handle = smckpt.async_save(
-            state,
-            checkpoint_id=below_run(path),
-            options=SAVE_OPTIONS,
-            **self._s3(path),
-            **arguments,
-        )
+        with _signals_wait():
+            handle = smckpt.async_save(
+                state,
+                checkpoint_id=below_run(path),
+                options=SAVE_OPTIONS,
+                **self._s3(path),
+                **arguments,
+            )
         assert handle is not None
         self._settled = settled = threading.Event()
         tell_end = self.alone.begin(path) if arguments.get("no_dist") else None
@@ -234,6 +237,26 @@ class Saves:
                 storage.delete_many([one for one in storage.names() if parse_name(one)])
                 storage.remove_directory()
         log.info("removed %s", path)
+
+
+@contextlib.contextmanager
+def _signals_wait() -> Iterator[None]:
+    """Lightning's handlers of signals run at the end: that of SLURM's saves, too."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    known = ((number, signal.getsignal(number)) for number in signal.valid_signals())
+    handlers: dict[int, Any] = {at: one for at, one in known if isinstance(one, _HandlersCompose)}
+    received = list[tuple[Any, Any]]()
+    try:
+        for number in handlers:
+            signal.signal(number, lambda *given: received.append(given))
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for number, frame in received:
+            handlers[number](number, frame)
 
 
 def refuse_storage_options(given: Any) -> None:

@@ -255,6 +255,18 @@ def test_experts_in_one_tensor_need_scales_too(tmp_path, scale):
         export_hf(tmp_path / "model.safetensors", tmp_path / "hf")
 
 
+def test_half_precision_of_two_kinds_is_noted(tmp_path, llama):
+    """A header that says F16 of BF16 gives other numbers, of the same size."""
+    model, state = llama
+    state = {name: tensor.bfloat16() for name, tensor in state.items()}
+    for name, noted in (("one", False), ("two", True)):
+        (tmp_path / name).mkdir()
+        last = {"lm_head.weight": state["lm_head.weight"].view(torch.float16)} if noted else {}
+        save_file({**state, **last}, tmp_path / name / "model.safetensors")
+        report = export_hf(tmp_path / name, tmp_path / f"{name}-hf", config=model.config)
+        assert ("lm_head.weight in float16" in "".join(report.notes)) is noted
+
+
 def test_a_dtype_of_safetensors_that_is_not_read_is_named(tmp_path, llama):
     """As the factors of some releases have it. Publishing reads no values."""
     model, state = llama

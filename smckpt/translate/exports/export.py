@@ -39,7 +39,12 @@ from smckpt.translate.exports.sidecars import (
 from smckpt.translate.files import Output, OutputFile, arrange, refuse_into_source
 from smckpt.translate.models.adapter import Adapter, find_peft_contents
 from smckpt.translate.models.comparison import Comparison, OtherNamesError
-from smckpt.translate.models.contents import HUB, ExportContents, find_contents
+from smckpt.translate.models.contents import (
+    HUB,
+    ExportContents,
+    doubtful_notes,
+    find_contents,
+)
 from smckpt.translate.models.model_source import Parallel
 from smckpt.translate.prediction import with_prediction_layers
 from smckpt.translate.stream import write_chunks
@@ -324,6 +329,7 @@ def export_hf(
             shapes = {target.name: tuple(target.shape) for target in found.targets}
             generation = None if settings is None else settings.generation()
             notes = (*notes_on_absent(settings, tokens), *note_on_ids(tokens, generation, shapes))
+            notes += doubtful_notes(found, settings)
             kept = found.kept.get(dtype or "", frozenset())
             targets = [t if t.name in kept else _cast_target(t, dtype) for t in found.targets]
             found = replace(found, targets=targets, notes=(*noted, *found.notes, *notes))

@@ -93,26 +93,30 @@ def find_contents(
             made = _named(source.reader, settings, mtp, naming, comparison)
     return replace(
         made, source_format=source.format, identity=source.identity,
-        notes=(*made.notes, *_order_notes(made, settings), *source.notes), step=source.step,
+        notes=(*made.notes, *source.notes), step=source.step,
         left_out=(*made.left_out, *source.left_out),
     )  # fmt: skip
 
 
-def _order_notes(made: ExportContents, settings: ModelConfig | None) -> tuple[str, ...]:
-    """A note on experts whose order on disk transformers 5 tells by their shape, and cannot."""
-    if settings is None or settings.values["model_type"] != "qwen3_vl_moe" or made.naming != HUB:
-        return ()
-    square = [
-        target.name
-        for target in made.targets
-        if ".experts." in target.name and target.shape[-1] == target.shape[-2]
-    ]
-    if not square:
-        return ()
-    return (
-        f"{square[0]} is square: transformers 5 tells by its shape whether to transpose it, and "
-        "reads it in the wrong order; transformers 4 and vLLM read it right",
-    )
+def doubtful_notes(made: ExportContents, settings: ModelConfig | None) -> tuple[str, ...]:
+    """Notes on what may be read as other numbers: half precision of two kinds, and experts whose
+    order on disk transformers 5 tells by their shape, and cannot."""
+    halves = {target.dtype: target.name for target in made.targets if target.dtype in LOW}
+    notes = []
+    if len(halves) > 1:
+        notes.append(
+            f"{halves[LOW[0]]} is in {LOW[0]}, and {halves[LOW[1]]} in {LOW[1]}. Models have one "
+            "of them: a file's header may be wrong, or the files are those of two models"
+        )
+    kind = None if settings is None else settings.values["model_type"]
+    if kind == "qwen3_vl_moe" and made.naming == HUB:
+        notes += [
+            f"{target.name} is square: transformers 5 tells by its shape whether to transpose it, "
+            "and reads it in the wrong order; transformers 4 and vLLM read it right"
+            for target in made.targets
+            if ".experts." in target.name and target.shape[-1] == target.shape[-2]
+        ][:1]
+    return tuple(notes)
 
 
 def kept_of_family(settings: ModelConfig | None, targets: Sequence[Target]) -> Kept:

@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 
-from smckpt import Parallel, errors, export_hf
+from smckpt import Adapter, Parallel, errors, export_hf
 from smckpt.translate import import_hf
 from smckpt.translate.models.model import hub_side
 from smckpt.translate.tables.dims import read_dims
@@ -344,7 +345,13 @@ def test_experts_whose_order_transformers_cannot_tell_are_noted(tmp_path):
     for size in (32, 48):  # half of the hidden size: as many rows as columns
         config = vision.config(MOE)
         config.text_config.moe_intermediate_size = size
-        state = AutoModelForImageTextToText.from_config(config).state_dict()
-        torch.save(state, tmp_path / "model.pt")
+        model = AutoModelForImageTextToText.from_config(config)
+        torch.save(model.state_dict(), tmp_path / "model.pt")
         report = export_hf(tmp_path / "model.pt", tmp_path / f"{size}", config=config)
+        assert any("gate_up_proj is square" in n for n in report.notes) == (size == 32)
+        adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
+        torch.save(adapted.state_dict(), tmp_path / "adapted.pt")
+        merge = Adapter(lora="merge", lora_config=adapted.peft_config)
+        out = tmp_path / f"merged{size}"
+        report = export_hf(tmp_path / "adapted.pt", out, config=config, adapter=merge)
         assert any("gate_up_proj is square" in n for n in report.notes) == (size == 32)

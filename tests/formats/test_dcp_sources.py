@@ -198,6 +198,10 @@ def without_a_part(metadata: Any) -> None:
     metadata.state_dict_metadata[Q].chunks.pop()
 
 
+def without_parts(metadata: Any) -> None:
+    metadata.state_dict_metadata[Q].chunks.clear()
+
+
 def with_a_part_that_overlaps(metadata: Any) -> None:
     first, _ = metadata.state_dict_metadata[Q].chunks
     first.sizes = torch.Size([first.sizes[0] + 1, *first.sizes[1:]])
@@ -248,6 +252,7 @@ def compressed(metadata: Any) -> None:
     ("change", "kind", "told"),
     [
         (without_a_part, errors.CorruptCheckpointError, "q_proj.*8192 elements are in no part"),
+        (without_parts, errors.CorruptCheckpointError, "q_proj.*[0-9]+ elements are in no part"),
         (with_a_part_that_overlaps, errors.CorruptCheckpointError, "128 in several"),
         (with_a_part_outside, errors.CorruptCheckpointError, "outside"),
         (of_another_shape, errors.TensorMismatchError, r"q_proj.*\(64, 128\).*says.*\(64, 64\)"),
@@ -265,6 +270,8 @@ def test_metadata_that_is_wrong_is_refused(tmp_path, whole, change, kind, told):
     with pytest.raises(kind, match=told):
         export_hf(broken, tmp_path / "hf")
     assert not (tmp_path / "hf").exists() or not any((tmp_path / "hf").iterdir())
+    with pytest.raises(kind, match=told):
+        smckpt.load(checkpoint_id=str(broken))
 
 
 def test_files_that_are_missing_or_short_or_changed_are_refused(tmp_path, whole, released):

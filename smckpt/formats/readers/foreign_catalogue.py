@@ -73,8 +73,7 @@ def foreign_catalogue(storage: Storage) -> ForeignCatalogue | None:
     if found is None:
         return None
     for tensor in found.saved.values():
-        if tensor.boxes:
-            refuse_gaps(tensor, found.url)
+        refuse_gaps(tensor, found.url)
     return ForeignCatalogue(found)
 
 

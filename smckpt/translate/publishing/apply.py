@@ -118,10 +118,11 @@ def apply_published(
             mended: tuple[str, ...] = ()
             record = _record_of(host, publish.folder)
             if served and record.identity is None:  # damaged; whose directory it is, its files say
-                with host.below(publish.folder) as directory:
-                    if not any(_differing(directory, state_after(chain))):
-                        record = _Record(publish.identity, tuple(state_after(chain)))
-                        _put_record(directory, record)
+                state = state_after(chain)
+                with host.below(publish.folder) as unknown:
+                    if not any(_differing(unknown, state)):
+                        record = _Record(publish.identity, tuple(state))
+                        _put_record(unknown, record)
             if not served or record.identity != publish.identity:
                 if served:
                     raise UsageError(

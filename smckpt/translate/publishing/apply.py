@@ -28,6 +28,7 @@ from smckpt.storage.faults import os_errors_at
 from smckpt.storage.urls import file_url, path_on_disk
 from smckpt.translate.publishing.published import (
     NEW_RECORD,
+    PUBLISH_IN_FULL,
     RECORD,
     Name,
     Publish,
@@ -420,7 +421,7 @@ def _patch(
                 if crc64(data) != tensor.blocks[number]:
                     raise CorruptCheckpointError(
                         f"{key!r}: bytes {at} to {at + length} differ from what was published",
-                        remedy="publish in full, with delta=None",
+                        remedy=PUBLISH_IN_FULL,
                         path=file_url(storage.url, name),
                     )
                 _write(fd, memoryview(data), low)
@@ -449,7 +450,7 @@ def _check(fd: int, file: PublishedFile, path: str) -> None:
 def _other_bytes(path: str, size: int, published: int) -> CorruptCheckpointError:
     return CorruptCheckpointError(
         f"the file has {size:,} bytes that are not those of the publish ({published:,})",
-        remedy="publish in full, with delta=None",
+        remedy=PUBLISH_IN_FULL,
         path=path,
     )
 

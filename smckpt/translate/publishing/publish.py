@@ -16,6 +16,7 @@ from typing import Any
 
 from smckpt.calls import alone
 from smckpt.checkpoint.records.crc import BLOCK, combine, crc64
+from smckpt.checkpoint.records.format import ours_among
 from smckpt.checkpoint.records.sealed import strict_json
 from smckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, StorageError, UsageError
 from smckpt.formats.degrees import check_counts, check_paths
@@ -193,6 +194,12 @@ def _scanned(model: Storage) -> dict[str, PublishedFile]:
     own = {RECORD, NEW_RECORD}
     names = set(model.names(all_kinds=True)) - own
     infos = {info.name: info.size for info in model.list() if info.name not in own}
+    if ours_among(infos, "data", "manifest", "record"):
+        raise UsageError(
+            "this is a checkpoint of training, not the directory of a model",
+            remedy="export it first: smckpt export CHECKPOINT OUT --config config.json",
+            path=model.url,
+        )
     unfinished = [name for name in infos if name.endswith(UNFINISHED) or name in (MANIFEST, FILES)]
     unfinished += [name for name in infos if "\\" in name]  # in no `Name`, which a host refuses
     # a link that leads nowhere, a pipe: the publish would be without it

@@ -33,6 +33,7 @@ NEW_RECORD = f"{RECORD}.new"  # until it is whole
 _MAX_MANIFEST = 1 << 28  # bytes
 _NUMBER = re.compile(r"\d{8,12}", re.ASCII)
 MAX_NUMBER = 10**12 - 1
+PUBLISH_IN_FULL = "publish in full: smckpt publish MODEL ROOT --delta none"
 
 
 @dataclass(frozen=True)
@@ -203,13 +204,13 @@ def chain_to(root: Storage, number: int | None = None) -> list[Publish]:
         raise CorruptCheckpointError(
             f"publish {chain[0].number} follows {chain[0].base}, but publish {other.number} is "
             f"{other.identity}",
-            remedy="publish in full, with delta=None",
+            remedy=PUBLISH_IN_FULL,
             path=root.url,
         )
     what = "publish" if number is None else f"publish {number}"
     raise CheckpointNotFoundError(
         f"there is no {what} with the full one that it needs",
-        remedy="wait for the first one, or publish in full with delta=None",
+        remedy=f"check the path; wait for the first one; or {PUBLISH_IN_FULL}",
         path=root.url,
     )
 
@@ -230,7 +231,7 @@ def read_publish(root: Storage, number: int) -> Publish | None:
     if body.get("number") != number:
         return None
     path = file_url(storage.url, MANIFEST)
-    written = decode_body(_Written, body, path, "publish in full, with delta=None")
+    written = decode_body(_Written, body, path, PUBLISH_IN_FULL)
     files = {name: file.made for name, file in written.files.items()}
     return Publish(
         number, hex64(crc64(data)), written.base, written.unit, written.delta, files,
@@ -275,7 +276,7 @@ def state_after(chain: Sequence[Publish]) -> dict[str, PublishedFile]:
                     raise CorruptCheckpointError(
                         f"publish {publish.number} changes {key!r} of {name}, which its base does "
                         "not have",
-                        remedy="publish in full, with delta=None",
+                        remedy=PUBLISH_IN_FULL,
                     )
                 tensors[key] = replace(was, blocks={**was.blocks, **new.blocks})
             state[name] = replace(file, tensors=tensors)

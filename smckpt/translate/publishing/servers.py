@@ -17,7 +17,6 @@ import urllib.request
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from smckpt.errors import CheckpointError, StorageError, UsageError
@@ -70,7 +69,7 @@ def reload_weights(
         "bring the directory to a disk that the server sees (smckpt apply)",
     ))  # fmt: skip
     folder = Folder(SourceFiles(), model_path)
-    chosen = weight_files(folder)[0] if Path(model_path).is_dir() else {}
+    chosen = weight_files(folder)[0] if os.path.isdir(model_path) else {}
     if not chosen:
         raise UsageError(
             "no weights of a model are in the directory", path=model_path,

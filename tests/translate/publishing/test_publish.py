@@ -29,6 +29,7 @@ from smckpt.translate.publishing.published import FILES, MANIFEST, RECORD
 from tests.support.faults.swaps import NO_FILE, put_no_file
 from tests.support.limits import seconds
 from tests.support.main_job import ROOT
+from tests.support.saves import Group
 
 MiB = 1 << 20
 Tensors = dict[str, Any]
@@ -654,6 +655,9 @@ def test_what_is_no_whole_model_is_refused(served: Served) -> None:
         publish(served.host, served.root)
     with pytest.raises(errors.UsageError, match="local directory"):
         apply_published(served.root, "s3://bucket/host")
+    Group(served.host, (0,)).save(step=1)
+    with pytest.raises(errors.UsageError, match="a checkpoint of training"):
+        publish(served.host, served.root)
     assert not open_storage(served.root).list_dirs()
 
 

@@ -10,6 +10,7 @@ import json
 import math
 import os
 import re
+import stat
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from importlib import resources
@@ -22,6 +23,7 @@ from smckpt.errors import CheckpointError, CheckpointNotFoundError, UsageError, 
 
 if TYPE_CHECKING:
     from smckpt.cli.browse_facts import Facts
+    from smckpt.storage.disk.directory import Directory
 
 
 RANKS = 64  # of one save; the page has those that took longest
@@ -144,6 +146,9 @@ def page_of(facts: dict[str, Any]) -> bytes:
     return (head + policy + between + data + tail).encode()
 
 
+_PAGE_BEGINS = b"<!doctype html>"
+
+
 def write_page(path: str, page: bytes) -> None:
     """Replace the file in one step, so that a browser never reads half a page. Both names are of
     one open directory, whatever gets its name meanwhile."""
@@ -155,6 +160,11 @@ def write_page(path: str, page: bytes) -> None:
         if not name:
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         with Directory.open(above or ".") as directory:
+            if not _is_free(directory, name):
+                raise UsageError(
+                    "a file that is no page is there already, which --out would replace",
+                    remedy="pass --out with another name, such as run.html", path=path,
+                )  # fmt: skip
             created = directory.create(part)
             try:
                 with open(created, "wb") as file:
@@ -169,6 +179,16 @@ def write_page(path: str, page: bytes) -> None:
             remedy="pass --out with a file in a directory that you can write to",
             path=path,
         ) from error
+
+
+def _is_free(directory: Directory, name: str) -> bool:
+    """Whether no file is there, a page, or an empty file."""
+    status = directory.status(name)
+    if status is None or not stat.S_ISREG(status.st_mode):
+        return True
+    with open(directory.open_file(name), "rb") as file:
+        start = file.read(len(_PAGE_BEGINS))
+    return start in (b"", _PAGE_BEGINS)
 
 
 # -- saves and loads over time ---------------------------------------------------------------------

@@ -248,6 +248,13 @@ def test_a_root_without_checkpoints_and_a_page_that_cannot_be_written_are_refuse
     save(tmp_path, 1)
     assert "--out" in refused(tmp_path, "--out", tmp_path / "absent" / "page.html")
     assert "goes with --histograms" in refused(tmp_path, "--histogram-steps", "2")
+    page = tmp_path / "page.html"
+    for _ in range(2):  # a page is replaced
+        assert CliRunner().invoke(app, ["browse", str(tmp_path), "--out", str(page)]).exit_code == 0
+    data = next(tmp_path.rglob("data-*.safetensors"))
+    before = data.read_bytes()
+    assert "no page is there already" in refused(tmp_path, "--out", data)
+    assert data.read_bytes() == before
 
 
 def test_a_directory_that_is_swapped_while_the_page_is_written_keeps_its_page(
@@ -260,7 +267,7 @@ def test_a_directory_that_is_swapped_while_the_page_is_written_keeps_its_page(
         top = tmp_path / str(moment)
         for name in ("out", "victim"):
             (top / name).mkdir(parents=True)
-            (top / name / "page.html").write_text(name)
+            (top / name / "page.html").write_text(f"<!doctype html>{name}")
         (top / "victim" / f"page.html.{os.getpid()}.tmp").write_text("theirs")
 
         def act(top: Path = top) -> None:
@@ -272,7 +279,7 @@ def test_a_directory_that_is_swapped_while_the_page_is_written_keeps_its_page(
         with suppress(UsageError):
             calls = swapped_at(moment, act, change)
         left = {path.name: path.read_text() for path in (top / "victim").iterdir()}
-        assert sorted(left.values()) == ["theirs", "victim"], f"at call {moment}"
+        assert sorted(left.values()) == ["<!doctype html>victim", "theirs"], f"at call {moment}"
         aside = sorted(os.listdir(top / "out-aside")) if (top / "out-aside").exists() else None
         assert aside in (None, ["page.html"]), f"at call {moment}"
         moment += 1

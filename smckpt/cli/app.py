@@ -83,7 +83,8 @@ def main() -> None:
     except BrokenPipeError:  # the reader of the output has ended, as `head` does
         os._exit(_READER_GONE)
     except OSError as error:  # an error of the output; files and stores raise smckpt's errors
-        print(f"smckpt: cannot print: {error.strerror}", file=sys.stderr)
+        where = f"{error.filename}" if error.filename else "cannot print"
+        print(visible(f"smckpt: {where}: {error.strerror}"), file=sys.stderr)
         os._exit(2)  # a normal exit would flush the buffer and fail again
     sys.exit(status)
 

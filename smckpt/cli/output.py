@@ -33,6 +33,7 @@ __all__ = [
     "print_line",
     "print_table",
     "progress_bar",
+    "span_text",
     "taken",
     "threads",
     "time_text",
@@ -41,6 +42,7 @@ __all__ = [
 
 SHOWN = 20  # rows of a table, unless the user asks for all
 _UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB")
+_UNFOLDED = len("2025-03-01 12:30:05+01:00")  # what a cell shows in one line, whatever the width
 # The width of a table in a pipe or a file, where nothing wraps it.
 _UNBOUNDED = 100_000
 
@@ -58,6 +60,14 @@ def bytes_text(size: int) -> str:
 def time_text(nanoseconds: int) -> str:
     """A time since 1970 in the reader's zone: "2025-03-01 12:30:05+01:00"."""
     return datetime.fromtimestamp(nanoseconds // 10**9).astimezone().isoformat(" ")
+
+
+def span_text(seconds: float) -> str:
+    """90.4 → "90 s"; 300000 → "83 h"."""
+    for unit, name, most in ((1, "s", 120), (60, "min", 120), (3600, "h", 96)):
+        if seconds / unit < most:
+            return f"{seconds / unit:.0f} {name}"
+    return f"{seconds / 86400:.0f} days"
 
 
 def print_json(value: Any) -> None:
@@ -112,15 +122,20 @@ def print_error(error: CheckpointError, options: Iterable[str] = ()) -> None:
     print(f"smckpt: {visible(line)}", file=sys.stderr)
 
 
-def _print(thing: Any) -> None:
-    """Draw a rich object on stdout: in colour on a terminal; elsewhere uncut and unpadded."""
+def _print(thing: Any, needed: int = 0) -> None:
+    """Draw a rich object on stdout: in colour on a terminal; elsewhere uncut and unpadded.
+
+    Args:
+        needed: columns. On a terminal that has less it is drawn uncut too, and the terminal wraps
+            whole lines: cells of three characters are harder to read.
+    """
     from rich.console import Console
 
     # no markup: a path may hold [brackets]
     terminal = sys.stdout.isatty()
-    console = Console(
-        markup=False, highlight=False, emoji=False, width=None if terminal else _UNBOUNDED
-    )
+    console = Console(markup=False, highlight=False, emoji=False)
+    if not terminal or console.width < needed:
+        console.width = _UNBOUNDED
     if terminal:
         console.print(thing)
         return
@@ -143,31 +158,36 @@ def print_table(
         rest: the option that lists all: the table is cut after `SHOWN` rows, and a line says so.
     """
     from rich import box
+    from rich.cells import cell_len
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    for column in columns:
-        table.add_column(
-            visible(column), justify="right" if column in right else "left", overflow="fold"
-        )
     all_rows = [*rows]
+    texts = [[visible(column) for column in columns]]
     for row in all_rows[: SHOWN if rest else None]:
-        table.add_row(*("-" if cell is None else visible(str(cell)) for cell in row))
+        texts.append(["-" if cell is None else visible(str(cell)) for cell in row])
+    least = [min(max(map(cell_len, cells)), _UNFOLDED) for cells in zip(*texts, strict=True)]
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    for column, text, width in zip(columns, texts[0], least, strict=True):
+        table.add_column(
+            text, justify="right" if column in right else "left", overflow="fold", min_width=width
+        )
+    for each in texts[1:]:
+        table.add_row(*each)
     if title:
         _print(Text(f"\n{visible(title)}", style="bold"))
-    _print(table)
+    _print(table, sum(least) + 3 * (len(least) - 1))
     if rest and len(all_rows) > SHOWN:
         print_line(f"  … and {len(all_rows) - SHOWN} more: {rest} lists all")
 
 
 def print_facts(title: str, facts: Iterable[tuple[str, Any]]) -> None:
     """A title and its name–value lines."""
-    from rich.table import Table
+    from rich.table import Column, Table
     from rich.text import Text
 
     _print(Text(visible(title), style="bold"))
-    table = Table.grid(padding=(0, 2))
+    table = Table.grid("", Column(overflow="fold"), padding=(0, 2))
     for name, value in facts:
         table.add_row(f"  {name}", "-" if value is None else visible(str(value)))
     _print(table)

@@ -19,6 +19,7 @@ from smckpt.cli.output import (
     print_json,
     print_line,
     print_table,
+    span_text,
     time_text,
 )
 from smckpt.errors import CheckpointError, UsageError, count_text
@@ -210,7 +211,7 @@ def doctor(root: str, read: bool, as_json: bool) -> None:
         else:
             one = conditions[whole]
             unread = "" if read else f"; its data was not read: `smckpt doctor --read {root}` does"
-            print_line(f"restorable: {one.place or '.'}, step {one.step}{unread}")
+            print_line(f"restorable: {one.place or root}, step {one.step}{unread}")
             _name_left(conditions[whole + 1 :], one.url)
     sys.exit(0 if whole == 0 else 1)
 
@@ -302,7 +303,7 @@ def status(root: str, as_json: bool) -> None:
         memory = sum(one.in_memory for one in whole)
         among = f" ({memory} in memory)" if memory else ""
         print_line(f"{count_text(len(whole), 'step')}{among}, {total}; the newest is "
-                   f"{newest.place or '.'}, committed {age:.0f} s ago")  # fmt: skip
+                   f"{newest.place or root}, committed {span_text(age)} ago")  # fmt: skip
     if newest is not None and run is not None:
         print_line(f"the run has trained for {timedelta(seconds=round(run['seconds']))}, with "
                    f"{count_text(run['failures'], 'failure')}")  # fmt: skip

@@ -282,7 +282,11 @@ def _split(url: str) -> tuple[str, str, list[str]]:
     scheme, _, rest = url.partition("://")
     bucket, _, key = rest.partition("/")
     if not bucket and not key.strip("/"):  # hdfs:///run has no host
-        raise UsageError("the URL names no bucket", remedy="write s3://bucket/prefix", path=url)
+        written = "JOB/prefix" if scheme.lower() == "keeper" else "bucket/prefix"
+        raise UsageError(
+            f"the URL names no {written.partition('/')[0]}",
+            remedy=f"write {scheme}://{written}", path=url,
+        )  # fmt: skip
     if key and not key.endswith("/"):
         key += "/"
     return scheme.lower(), bucket, key.split("/")[:-1]

@@ -112,7 +112,7 @@ def test_a_directory_that_is_absent_is_no_empty_root(tmp_path: Path, line: str) 
 
 def test_the_status_of_a_step_itself_names_it(root: Path) -> None:
     shown = command("status", root / "30").stdout
-    assert "; the newest is ., committed " in shown, shown
+    assert f"; the newest is {root / '30'}, committed " in shown, shown
 
 
 def test_a_link_to_a_step_is_no_other_step(root: Path) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -16,7 +18,7 @@ from click.testing import CliRunner
 
 import smckpt
 from smckpt.cli.app import app
-from smckpt.cli.output import VisibleFormatter
+from smckpt.cli.output import VisibleFormatter, span_text, time_text
 from smckpt.errors import CheckpointError, error_from_json
 from tests.support.limits import seconds
 
@@ -111,3 +113,30 @@ def test_a_wrong_call_is_one_line_that_names_the_help(arguments: list[str], line
     )
     assert done.returncode == 2 and not done.stdout
     assert done.stderr.startswith(f"smckpt: {line}") and done.stderr.count("\n") == 1, done.stderr
+
+
+@pytest.mark.parametrize("width", [40, 80])
+def test_a_narrow_terminal_breaks_no_number_time_or_name(root: Path, width: int) -> None:
+    environment = {**os.environ, "COLUMNS": str(width), "TERM": "xterm"}
+    shown = ""
+    for arguments in (["ls", "--state", root], ["show", root / "1"]):
+        parent, child = pty.openpty()
+        command = [sys.executable, "-m", "smckpt.cli", *map(str, arguments)]
+        with subprocess.Popen(command, stdout=child, env=environment) as done:
+            os.close(child)
+            with contextlib.suppress(OSError):  # EIO: the command closed its terminal
+                while chunk := os.read(parent, 4096):
+                    shown += chunk.decode()
+            os.close(parent)
+        assert done.returncode == 0, shown
+    (found,) = (one for one in smckpt.find_checkpoints(root) if one.step == 1)
+    for text in ("checkpoint", "committed", "float32", time_text(found.committed_at), "whole"):
+        assert text in shown, shown
+    assert found.identity in "".join(shown.split())  # folded, and whole
+
+
+def test_the_age_of_a_step_is_in_a_unit_that_is_read_at_once() -> None:
+    spans = (0.2, 119, 121, 7300, 345_000, 864_000)
+    assert [*map(span_text, spans)] == [
+        "0 s", "119 s", "2 min", "2 h", "96 h", "10 days",
+    ]  # fmt: skip

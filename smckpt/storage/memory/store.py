@@ -65,7 +65,8 @@ def asked_locally(job: str, request: dict[str, Any]) -> dict[str, Any]:
 def no_keeper(job: str, error: Exception) -> StorageError:
     return StorageError(
         f"the keeper of job {job} on {socket.gethostname()} does not answer: {error}",
-        remedy="the steps in this host's memory are lost with it; those on disk are not",
+        remedy="give the command on a host of the job, while it or its keeper runs. A keeper that "
+        "has ended has lost the steps of this host's memory; those on disk are not lost",
         path=f"keeper://{job}/",
         of_store=True,
     )

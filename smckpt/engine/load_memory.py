@@ -185,10 +185,15 @@ def whole_state(
         KeysMismatchError: one of `only` was not saved.
         CorruptCheckpointError: a tensor is larger than all files.
         MemoryBudgetError: there is no memory for a tensor.
+        StateError: a value of others cannot be read without their code.
     """
     leaves: dict[Path, Any] = {}
     tensors: dict[Any, Any] = {}
     catalogue = me.catalogue
+    catalogue.refuse_unread(
+        lambda name: only is not None and not any(f"{name}.".startswith(f"{key}.") for key in only),
+        "name the keys to load: LoadOptions(only=[…])",
+    )
     kinds = me.kinds or {}
     for tensor in Planner(me).tensors():
         path = tensor.path

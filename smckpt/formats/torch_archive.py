@@ -371,6 +371,11 @@ def read_value(source: SourceFiles, record: ArchiveRecord, name: str) -> Any:
         ) from error
 
 
+def _no_bytes() -> bytes:
+    """b"", and the bytes of an array without elements, as protocol 2 of pickle writes them."""
+    return b""
+
+
 def plain_load(source: Any, **options: Any) -> Any:
     """`torch.load` of plain data and of NumPy's arrays. Anything else raises."""
     import torch
@@ -380,9 +385,16 @@ def plain_load(source: Any, **options: Any) -> Any:
         if is_archive(file.read(4)):
             refuse_inflating(file, file.seek(0, io.SEEK_END))
         file.seek(0)
-    # what NumPy's arrays and scalars are made with, under the names of NumPy 1 and 2
-    import numpy as np
+    with plain_globals():
+        return torch.load(source, map_location="cpu", weights_only=True, **options)
 
+
+def plain_globals() -> Any:
+    """Lets torch's restricted unpickler make what `plain_load` reads."""
+    import numpy as np
+    import torch
+
+    # what NumPy's arrays and scalars are made with, under the names of NumPy 1 and 2
     core = "_core" if hasattr(np, "_core") else "core"
     multiarray = importlib.import_module(f"numpy.{core}.multiarray")
     kinds = {type(np.dtype(code)) for code in np.typecodes["All"] if code not in "OV"}
@@ -390,5 +402,5 @@ def plain_load(source: Any, **options: Any) -> Any:
     for name in ("_reconstruct", "scalar"):
         function = getattr(multiarray, name)
         made += [(function, f"numpy.{module}.multiarray.{name}") for module in ("core", "_core")]
-    with torch.serialization.safe_globals(made):
-        return torch.load(source, map_location="cpu", weights_only=True, **options)
+    made.append((_no_bytes, "builtins.bytes"))
+    return torch.serialization.safe_globals(made)

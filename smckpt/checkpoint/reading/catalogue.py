@@ -403,7 +403,9 @@ class Catalogue(ABC):
                 path=self.part_url(rank),
             ) from error
 
-    def refuse_unread(self, left_out: Callable[[str], bool]) -> None:  # noqa: B027 (most have none)
+    def refuse_unread(  # noqa: B027 (most have none)
+        self, left_out: Callable[[str], bool], remedy: str = "leave them out: ignore=[…]"
+    ) -> None:
         """
         Raises:
             StateError: the checkpoint has values that no reader of plain data can give; the message

@@ -228,9 +228,10 @@ def open_dcp(folder: Folder) -> ForeignCheckpoint | None:
     }
     # DCP records the keys of lists as numbers, and those of all other containers as text
     lists = {
-        tensor.path[:depth]: "list"
-        for tensor in saved.values()
-        for depth, key in enumerate(tensor.path)
+        path[:depth]: "list"
+        # NumPy's arrays are among the values
+        for path in (*(one.path for one in saved.values()), *(one.path for one in values.values()))
+        for depth, key in enumerate(path)
         if isinstance(key, int)
     }
     made = ForeignCheckpoint(

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import itertools
 import math
 import os
 import shutil
 import tempfile
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,7 @@ from smckpt.formats.boxes import (
     ForeignCheckpoint,
     SavedBox,
     SavedTensor,
+    SavedValue,
     refuse_gaps,
     stored_piece,
 )
@@ -41,7 +43,7 @@ from smckpt.formats.readers.rank_sources import RankFilesFound, open_source
 from smckpt.formats.readers.torch_files import open_state
 from smckpt.formats.source_files import ArchiveRecord, SourceFiles
 from smckpt.formats.torch_archive import StoredTensor
-from smckpt.layout.containers import joined
+from smckpt.layout.containers import container_kind, items_of, joined
 from smckpt.layout.entries import DTYPES, Entry, dotted
 from smckpt.layout.entries import Path as StatePath
 from smckpt.layout.geometry import BoxGeometry
@@ -49,6 +51,7 @@ from smckpt.layout.strided import Box, Copy, Strided, row_major_strides
 from smckpt.storage import Storage, access_to
 from smckpt.storage.faults import temporary_error
 
+_MOST_LEAVES = 1 << 16  # of a value that holds arrays
 _STEPS = ("step", "iteration", "global_step", "global_steps")  # the step's names in states
 
 
@@ -85,12 +88,38 @@ class ForeignCatalogue(Catalogue):
 
     def __init__(self, source: ForeignCheckpoint) -> None:
         self.url = self.above = source.url
-        self.identity, self.source = source.format, source
         self.stores: _ForeignStores = _ForeignStores(source.source)
+        self.identity, self.source = source.format, self._with_arrays(source)
         self.metadata, self.optimizers = {}, {}
         self.nbytes = sum(
             math.prod(t.shape) * DTYPES[t.dtype].itemsize for t in source.saved.values()
         )
+
+    def _with_arrays(self, source: ForeignCheckpoint) -> ForeignCheckpoint:
+        """The checkpoint with NumPy's arrays among its tensors, as a save of ours has them. Formats
+        of torch have them among the values, alone or inside one."""
+        saved, values, containers = dict(source.saved), dict(source.values), dict(source.containers)
+        for name, value in source.values.items():
+            kinds: dict[StatePath, str] = {}
+            try:
+                read = value.read()
+                if not _holds_array(read, set()):
+                    continue
+                leaves = [*itertools.islice(_apart(value.path, read, kinds), _MOST_LEAVES)]
+            except (StateError, RecursionError):
+                continue  # `unread` names it
+            if len(leaves) == _MOST_LEAVES:  # a forged value may hold one part many times
+                continue
+            del values[name]
+            containers |= kinds
+            for path, leaf in leaves:
+                if _is_array(leaf):
+                    box = SavedBox(Box.whole(leaf.shape), self.url, partial(self.stores.held, leaf))
+                    tensor = SavedTensor(dotted(path), path, leaf.dtype.name, leaf.shape, (box,))
+                    saved[tensor.name], containers[path] = tensor, "ndarray"
+                else:
+                    values[dotted(path)] = SavedValue(path, partial(_itself, leaf))
+        return replace(source, saved=saved, values=values, containers=containers)
 
     @cached_property
     def step(self) -> int | None:
@@ -105,14 +134,16 @@ class ForeignCatalogue(Catalogue):
     def kinds(self, rank: int) -> dict[StatePath, str] | None:
         return dict(self.source.containers)
 
-    def refuse_unread(self, left_out: Callable[[str], bool]) -> None:
+    def refuse_unread(
+        self, left_out: Callable[[str], bool], remedy: str = "leave them out: ignore=[…]"
+    ) -> None:
         unread = [name for name in sorted(self.unread) if not left_out(name)]
         if unread:
             why = self.unread[unread[0]].message
             more = f" and {len(unread) - 8} more" if unread[8:] else ""
             raise StateError(
                 f"{', '.join(unread[:8])}{more} hold objects that are not plain data ({why})",
-                remedy="leave them out: ignore=[…]", path=self.url,
+                remedy=remedy, path=self.url,
             )  # fmt: skip
 
     @cached_property
@@ -178,6 +209,38 @@ class ForeignCatalogue(Catalogue):
         return objects, unread
 
 
+def _itself(value: Any) -> Any:
+    return value
+
+
+def _is_array(value: Any) -> bool:
+    """Whether a save takes it for a tensor: torch has no text and no times."""
+    return type(value) is np.ndarray and value.dtype.isnative and value.dtype.name in DTYPES
+
+
+def _apart(
+    path: StatePath, value: Any, containers: dict[StatePath, str]
+) -> Iterator[tuple[StatePath, Any]]:
+    """The arrays of a value, and the largest parts without one."""
+    items = [*(items_of(value) or ())]
+    if not _holds_array(value, set()) or any(type(key) not in (str, int) for key, _ in items):
+        yield path, value
+        return
+    if (kind := container_kind(value)) is not None:
+        containers[path] = kind
+    if _is_array(value):
+        yield path, value
+    for key, inner in items:
+        yield from _apart((*path, key), inner, containers)
+
+
+def _holds_array(value: Any, seen: set[int]) -> bool:
+    if id(value) in seen:
+        return False
+    seen.add(id(value))
+    return _is_array(value) or any(_holds_array(inner, seen) for _, inner in items_of(value) or ())
+
+
 def _boxes(tensor: SavedTensor) -> Sequence[SavedBox]:
     """The parts of a tensor; of one without elements, a part that is empty."""
     if tensor.boxes:
@@ -211,6 +274,16 @@ class _ForeignStores(Stores):
             if key not in self._stored:
                 self._stored[key] = self._find_stored(tensor, saved)
             return self._stored[key]
+
+    def held(self, array: Any) -> StoredTensor:
+        """An array that is in memory, in a file as the others are."""
+        path = self._spooled(max(array.nbytes, 1))
+        target = np.memmap(path, array.dtype, "r+", shape=array.shape or (1,))
+        target[...] = array
+        target.flush()
+        strides = row_major_strides(array.shape)
+        record = ArchiveRecord(path, 0, array.nbytes)
+        return StoredTensor(array.dtype.name, array.shape, strides, 0, record)
 
     def close(self) -> None:
         super().close()
@@ -360,7 +433,11 @@ def verify_foreign(
     return Report(
         url=os.fspath(url),
         identity=catalogue.identity,
-        files=len({box.file for saved in catalogue.source.saved.values() for box in saved.boxes}),
+        files=len(
+            {b.file for saved in catalogue.source.saved.values() for b in saved.boxes}
+            - {catalogue.url}
+        )
+        or 1,
         tensors=len(reads.tensors),
         nbytes=sum(tensor.nbytes for tensor in reads.tensors),
         problems=tuple(problems),

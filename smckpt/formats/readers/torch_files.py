@@ -24,6 +24,7 @@ from smckpt.formats.torch_archive import (
     is_archive,
     open_archive,
     open_legacy,
+    plain_globals,
     plain_load,
 )
 from smckpt.layout.containers import container_kind
@@ -61,9 +62,10 @@ def load_inert(path: Path) -> Any:
     try:
         with path.open("rb") as file:
             refuse_inflating(file, os.fstat(file.fileno()).st_size)
-        foreign = [(_Inert, name) for name in get_unsafe_globals_in_checkpoint(path)]
-        with safe_globals(foreign):  # type: ignore[arg-type]
-            return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        with plain_globals():
+            foreign = [(_Inert, name) for name in get_unsafe_globals_in_checkpoint(path)]
+            with safe_globals(foreign):  # type: ignore[arg-type]
+                return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:  # torch, zip and pickle raise many kinds
         raise UsageError(
             f"the file is neither safetensors nor a torch.save file of tensors: {error}",

@@ -379,3 +379,31 @@ for command in (
     *(prune, publish, reload, repair, reshard, run, status, verify),
 ):
     app.add_command(command)
+
+# How each is called, at the end of its help.
+_EXAMPLES = {
+    "ls": "ls run --best loss:min:3",
+    "doctor": "doctor --read run",
+    "status": "status run",
+    "show": "show run/1000 --tensors 'model.*' --stats",
+    "verify": "verify run/1000",
+    "diff": "diff run/900 run/1000 --ignore 'manager.*'",
+    "browse": "browse run --out run.html",
+    "cp": "cp run/1000 s3://bucket/run/1000",
+    "rm": "rm run/1000",
+    "prune": "prune run/step_{step} --keep-last 3 --keep-best loss:min:2 --dry-run",
+    "repair": "repair run/1000 --from s3://bucket/run/1000",
+    "export": "export run/1000 model --config config.json --dtype bf16",
+    "import": "import llama run/0 --layout te_split --tp 2",
+    "convert": "convert run/1000 run-dcp --to dcp",
+    "reshard": "reshard run/1000 run-8 --shard 8",
+    "publish": "publish model s3://bucket/model --delta block",
+    "apply": "apply s3://bucket/model /serve/model",
+    "reload": "reload /serve/model/latest http://127.0.0.1:8000",
+    "run": "run --for transformers train.py",
+    "prove": "prove -- torchrun --nproc-per-node 2 train.py --out {root}",
+    "chaos": "chaos --moments 5 -- torchrun --nproc-per-node 2 train.py --out {root}",
+    "keeper": "keeper job-1 --address 10.0.0.7 --budget 64",
+}
+for name, command in app.commands.items():
+    command.epilog = f"\b\nSuch as:\n  smckpt {_EXAMPLES[name]}"  # \b: on one line, to be pasted

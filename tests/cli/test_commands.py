@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import shlex
 import sys
 
 import pytest
@@ -28,6 +29,14 @@ def test_the_help_lists_every_command_once_in_few_words() -> None:
     assert sorted(name for name, _ in rows) == sorted(app.commands)
     assert not any(words.endswith("...") for _, words in rows)
     assert "Begin with: smckpt ls ROOT" in text
+
+
+@pytest.mark.parametrize("name", sorted(app.commands))
+def test_the_help_of_a_command_ends_with_a_call_that_it_takes(name: str) -> None:
+    text = CliRunner().invoke(app, [name, "--help"]).output
+    example = shlex.split(text.rstrip().splitlines()[-1])
+    assert example[:2] == ["smckpt", name]
+    app.commands[name].make_context(name, example[2:])  # raises where an option is not one
 
 
 @pytest.mark.parametrize("name", sorted(app.commands))

@@ -89,8 +89,10 @@ def is_flattening(tensor: torch.Tensor) -> bool:
 def is_value(tensor: torch.Tensor) -> bool:
     """Whether its elements are no array in memory: a sparse, nested or quantised tensor, which a
     checkpoint keeps as a value beside the tensors."""
+    if type(tensor) not in PLAIN:  # a ShardedTensor has no layout
+        return False
     odd = tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested
-    return odd and type(tensor) in PLAIN and not is_transformed(tensor)
+    return odd and not is_transformed(tensor)
 
 
 def zeros_on_mesh(

@@ -19,6 +19,8 @@ _KEY = 16  # scalars in a tuple that is a key: hashing deep tuples may take for 
 _WORD = 1 << 64  # a key that is a whole number is smaller: a long one is hashed anew each time
 _KEY_BYTES = 64  # of texts that are keys, for each byte of the pickle: equal ones are compared
 _AT_FIRST = 16 << 20  # bytes, however short the pickle is
+_DEPTH = 200  # of containers one in another
+_AGAIN = 4  # times that a walk meets each item of a container, beyond the first million
 _COPIES = 4  # items of containers that are copied, for each byte of the pickle
 
 
@@ -68,6 +70,7 @@ def read_pickle(data: bytes | BinaryIO, persistent: Callable[[Any], Any] | None 
         for opcode, argument, offset in pickletools.genops(data):
             at, machine.at = offset, offset or 0
             if opcode.name == "STOP":
+                refuse_endless(machine.stack[-1])
                 return machine.stack.pop()
             handler = _HANDLERS.get(opcode.name)
             if handler is None:
@@ -76,6 +79,31 @@ def read_pickle(data: bytes | BinaryIO, persistent: Callable[[Any], Any] | None 
     except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
         raise ValueError(f"damaged at byte {at}: {error}") from error
     raise ValueError("it does not end")
+
+
+def refuse_endless(root: Any) -> None:
+    """
+    Raises:
+        ValueError: a walk through containers, as code that knows a state dict takes it, would not
+            end: one holds itself, or a few hold each other so often that there is no end of items.
+    """
+    weights: dict[int, int] = {}
+    items = 0
+
+    def weight(value: Any, depth: int) -> int:
+        nonlocal items
+        if not isinstance(value, (dict, list, tuple)):
+            return 1
+        if id(value) not in weights:
+            if depth > _DEPTH:
+                raise ValueError(f"a container holds itself, or {_DEPTH} others one in another")
+            items += len(value)
+            inner = value.values() if isinstance(value, dict) else value
+            weights[id(value)] = 1 + sum(weight(one, depth + 1) for one in inner)
+        return weights[id(value)]
+
+    if (walked := weight(root, 0)) > (1 << 20) + _AGAIN * items:
+        raise ValueError(f"{items} items are used again and again, as {walked}")
 
 
 class _Machine:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from smckpt.checkpoint.records.objects import refuse_inflating
 from smckpt.errors import CorruptCheckpointError, StateError, UsageError
-from smckpt.formats.pickled import Global, Inert, read_pickle
+from smckpt.formats.pickled import Global, Inert, read_pickle, refuse_endless
 from smckpt.formats.source_files import ArchiveRecord, SourceFiles
 from smckpt.layout.entries import DTYPES
 from smckpt.layout.mesh import MOST_DIMS, Shape
@@ -362,7 +362,9 @@ def read_value(source: SourceFiles, record: ArchiveRecord, name: str) -> Any:
     """
     data = source.read(record)
     try:
-        return plain_load(io.BytesIO(data))
+        value = plain_load(io.BytesIO(data))
+        refuse_endless(value)
+        return value
     except Exception as error:  # torch, zip and pickle raise many kinds
         raise StateError(
             f"the value {name} is not plain data: {str(error).splitlines()[0]}",

@@ -8,25 +8,28 @@ import random
 import tracemalloc
 import zipfile
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import smckpt
 from smckpt.checkpoint.reading.catalogue import SavedPieces
 from smckpt.checkpoint.records.sealed import read_json, strict_json
 from smckpt.errors import CheckpointError
 from smckpt.formats.pickled import read_pickle
 from smckpt.formats.readers.torch_files import load_inert
-from smckpt.formats.torch_archive import plain_load
+from smckpt.formats.source_files import SourceFiles
+from smckpt.formats.torch_archive import plain_load, read_value
 from smckpt.layout.entries import Entry
 from smckpt.layout.flat_geometry import FlatGeometry, FlatUnit, Segment
 from smckpt.layout.mesh import Mesh
 from smckpt.layout.strided import Box
 from smckpt.translate.beside import code_files
 from smckpt.translate.exports.sidecars import tokenizer_of, write_sidecars
-from tests.support.limits import within
+from tests.support.limits import seconds, within
 
 SPARSE = 6 << 30
 MIB = 1 << 20
@@ -168,3 +171,33 @@ def test_a_pickle_that_copies_one_list_again_and_again_is_refused() -> None:
     body = b"\x80\x02" + head[2:-1] + make * 10_000 + b"."
     assert len(body) < MIB
     assert peak_of(lambda: read_pickle(body), ValueError) < 64 * MIB
+
+
+def lists_of_lists(inner: Any) -> list[Any]:
+    """As many items as twice its depth, which a walk meets 2 ** 24 times."""
+    held = [inner]
+    for _ in range(24):
+        held = [held, held]
+    return held
+
+
+def holds_itself() -> dict[str, Any]:
+    held: dict[str, Any] = {"model": torch.ones(2)}
+    held["self"] = [held]
+    return held
+
+
+@pytest.mark.parametrize(
+    "steps", [lists_of_lists(1), lists_of_lists(torch.ones(1)), holds_itself()]
+)
+@pytest.mark.parametrize("form", ["file", "file of old torch", "value of DCP"])
+def test_a_state_in_which_a_walk_does_not_end_is_refused(
+    tmp_path: Path, steps: Any, form: str
+) -> None:
+    path = str(tmp_path / "state")
+    torch.save({"steps": steps}, path, _use_new_zipfile_serialization=form != "file of old torch")
+    with within(seconds(60)), pytest.raises(CheckpointError, match="again and again|holds itself"):
+        if form == "value of DCP":
+            with closing(SourceFiles()) as source:
+                read_value(source, source.whole(path), "steps")
+        smckpt.load(checkpoint_id=path)

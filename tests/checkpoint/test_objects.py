@@ -158,6 +158,13 @@ def test_a_scheduler_s_state_comes_back():
     scheduler.load_state_dict(again)
 
 
+def test_a_generator_as_the_format_has_it_draws_on():
+    live = torch.Generator().manual_seed(7)
+    state = base64.b64encode(live.get_state().numpy().tobytes()).decode()
+    decoded = decode_object({"~": "torch.Generator", "v": ["cpu", state]})
+    assert torch.equal(torch.rand(3, generator=decoded), torch.rand(3, generator=live))
+
+
 def test_an_array_that_came_back_can_be_written():
     array = through(np.arange(3))
     array[0] = 5
@@ -300,6 +307,13 @@ def test_a_bottomless_value_is_refused_and_not_a_crash():
         {"~": "called", "v": ["Decimal", [1.5]]},
         {"~": "called", "v": ["UUID", []]},
         {"~": "called", "v": ["Ellipsis", [1]]},
+        {"~": "torch.Generator", "v": ["cpu", "?"]},
+        {"~": "torch.Generator", "v": ["cpu", base64.b64encode(b"\1" * 16).decode()]},
+        {"~": "torch.Generator", "v": ["cpu", base64.b64encode(b"\377" * 5056).decode()]},
+        {"~": "torch.Generator", "v": ["cpu", ""]},
+        {"~": "torch.Generator", "v": ["mars", ""]},
+        {"~": "torch.Generator", "v": [7, ""]},
+        {"~": "torch.Generator", "v": []},
     ],
     ids=repr,
 )

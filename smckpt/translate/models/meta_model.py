@@ -40,8 +40,8 @@ class Fit:
     kind: its class. lines: the differences from its names in memory or on disk, whichever is
         nearer.
     hub: the tensors on disk, if the names are those in memory and differ from those on disk.
-    memory: the shapes in memory, if they were asked for. If the names on disk differ, `hub` then
-        has the tensors on disk too, whichever the names are.
+    memory: the shapes in memory, if they were asked for. Then `hub` has the tensors on disk if the
+        names are those on disk, and differ from those in memory.
     ties: pairs of names in memory that are one tensor: the first is not on disk, and is made from
         the second.
     fp32: the dtypes that weights are loaded in → patterns of names in memory that `from_pretrained`

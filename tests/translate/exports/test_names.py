@@ -286,7 +286,7 @@ def test_the_child_that_compares_imports_what_it_needs_and_answers_as_this_proce
     config = {**model.config.to_dict(), "architectures": [type(model).__name__]}
     config = json.loads(json.dumps(config, default=str))
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    asked = f"{json.dumps(config)}\n{json.dumps([shapes, True])}\n"
+    asked = f"{json.dumps(config)}\n{json.dumps([shapes, False])}\n"
     done = subprocess.run(
         [sys.executable, "-X", "importtime", "-c", comparison._CHILD], input=asked,
         capture_output=True, text=True, timeout=seconds(120),
@@ -294,7 +294,7 @@ def test_the_child_that_compares_imports_what_it_needs_and_answers_as_this_proce
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     found = meta_model.Fit.from_json(json.loads(done.stdout.splitlines()[-1]))
-    assert found == meta_model.compare(config, shapes, True) and found.hub
+    assert found == meta_model.compare(config, shapes, False) and found.hub
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
     assert "transformers.modeling_utils" in imported
     assert imported.isdisjoint({"accelerate", "smckpt.translate.exports.export", "smckpt.storage"})

@@ -99,17 +99,23 @@ def test_a_reader_that_ends_early_is_no_finding(root: Path, arguments: list[str]
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["ls"], "Missing argument 'ROOT' — see smckpt ls --help"),
+        (["ls"], "Missing argument 'ROOT' — see python -m smckpt ls --help"),
         (["lss"], "No such command 'lss'. Did you mean"),
-        (["prune", "x"], "Missing option '--keep-last' — see smckpt prune --help"),
+        (["prune", "x"], "Missing option '--keep-last' — see python -m smckpt prune --help"),
         (["convert", "a", "b"], "Missing option '--to'. Choose from: smckpt, dcp,"),
         (["ls", "--jsn", "x"], "No such option '--jsn'."),
-        (["reshard", "a", "b"], "give either --shard N or --full — see smckpt reshard --help"),
+        (
+            ["reshard", "a", "b"],
+            "give either --shard N or --full — see python -m smckpt reshard --help",
+        ),
     ],
 )
 def test_a_wrong_call_is_one_line_that_names_the_help(arguments: list[str], line: str) -> None:
     done = subprocess.run(
-        ["smckpt", *arguments], capture_output=True, text=True, timeout=seconds(60)
+        [sys.executable, "-m", "smckpt", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=seconds(60),
     )
     assert done.returncode == 2 and not done.stdout
     assert done.stderr.startswith(f"smckpt: {line}") and done.stderr.count("\n") == 1, done.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import math
 import traceback
 import warnings
@@ -424,3 +425,39 @@ def test_full_refuses_on_all_ranks_whatever_each_keeps_of_its_own(case: str, wor
 @pytest.mark.parametrize("case", ["conjugated", "not a number"])
 def test_full_gathers_what_ranks_have_alike(case: str) -> None:
     assert run_ranks(taken_full, 2, case, 2) == ["", ""]
+
+
+def copied_state(folder: str) -> dict[tuple[str, str], list[str]]:
+    """The optimizer's state, as it is or as copies under the keys alone, on either side."""
+    forms: dict[str, Callable[[Any], Any]] = {
+        "own": lambda state: state,
+        "copies": lambda state: {
+            **state,
+            "state": {
+                key: {slot: value.clone() for slot, value in slots.items()}
+                for key, slots in state["state"].items()
+            },
+        },
+    }
+    off = smckpt.SaveOptions(alarms=smckpt.Alarms(unchanged="off"))
+    found = {}
+    model, optimizer = build("1-D", "AdamW")
+    step(model, optimizer, 2)
+    for saved, loaded in itertools.product(forms, forms):
+        state = taken(model, optimizer, smckpt.LOCAL)
+        state["optimizer"] = forms[saved](state["optimizer"])
+        smckpt.save(state, checkpoint_id=f"{folder}/{saved}-{loaded}", options=off)
+        other, second = build("1-D", "AdamW", seed=3)
+        smckpt.init_optim_state(second)
+        state = taken(other, second, smckpt.LOCAL)
+        state["optimizer"] = forms[loaded](state["optimizer"])
+        smckpt.load(state, checkpoint_id=f"{folder}/{saved}-{loaded}")
+        with smckpt.sm_state_dict_type(other, smckpt.LOCAL):
+            second.load_state_dict(state["optimizer"])
+        found[saved, loaded] = differences(snapshot(other, second), snapshot(model, optimizer))
+    return found
+
+
+def test_copies_of_an_optimizers_sharded_state_go_by_their_keys(tmp_path: Path) -> None:
+    for rank in run_ranks(copied_state, 2, str(tmp_path)):
+        assert rank == {case: [] for case in rank}

@@ -139,11 +139,14 @@ def _same_shard(
         if here in by_coordinate and row.geometry.same_as(live):
             found.append((row, [by_coordinate[here]]))
             continue
-        positions = _positions(live, rank)
+        # Without a name on both sides, the parameters were renamed, or a copy of the optimizer's
+        # state has the key's names alone: the key decides.
+        named = not set(live.fqns).isdisjoint(row.fqns)
+        positions = _positions(live, rank, named)
         likely = [by_coordinate[here]] if here in by_coordinate else []
         # The mesh's dimensions may be in another order, so compare the places of the elements.
         for holders in (likely, by_coordinate.values()):
-            same = [h for h in holders if _positions(row.geometry, h[0]) == positions]
+            same = [h for h in holders if _positions(row.geometry, h[0], named) == positions]
             if same:
                 found.append((row, same))
                 break
@@ -182,9 +185,12 @@ def _refuse_other_parameter(
         )
 
 
-def _positions(geometry: Geometry, rank: int) -> list[object]:
-    """Where each element of the local array belongs, for comparison."""
-    return [geometry.fqns, *((p.name, p.box, p.start, p.strides) for p in geometry.pieces(rank))]
+def _positions(geometry: Geometry, rank: int, named: bool) -> list[object]:
+    """Where each element of the local array belongs, for comparison: with the names, or only in
+    which of the tensors, by number."""
+    names = {fqn: fqn if named else number for number, fqn in enumerate(geometry.fqns)}
+    pieces = geometry.pieces(rank)
+    return [*names.values(), *((names[p.name], p.box, p.start, p.strides) for p in pieces)]
 
 
 def _no_shard(

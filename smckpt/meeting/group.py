@@ -220,7 +220,10 @@ class Membership:
             ranks = list(groups[member])
             return f"the coordinator of group {ranks[:4]}{'…' if len(ranks) > 4 else ''}"
 
-        return self._agreed(prefix, mine, groups, timeout, name)
+        lowest = [
+            min(ranks) for ranks in groups
+        ]  # a group whose lowest rank has ended saves nothing
+        return self._agreed(prefix, mine, groups, timeout, name, lowest)
 
     def connect(self) -> None:
         """Make this thread's connection to the job's store, for the first meeting, and post this
@@ -268,7 +271,7 @@ class Membership:
 
     def post_end(self) -> None:
         """Post that this rank's program ends, for those that would begin to meet it."""
-        if len(self.group.ranks) > 1 and os.getpid() == self._pid:
+        if self.group.world_size > 1 and os.getpid() == self._pid:
             try:
                 Lives(self._clients.unused()).post(self.group.rank, over=True)
             except CheckpointError as error:
@@ -284,7 +287,7 @@ class Membership:
         members: Sequence[object],
         timeout: float,
         name: Callable[[int], str],
-        ranks: Sequence[int] = (),
+        ranks: Sequence[int],
     ) -> Meeting:
         if len(members) == 1:
             with self._lock:
@@ -308,7 +311,7 @@ class Membership:
                     name=name,
                     rank=self.group.rank,
                     sideways=self._clients.unused(),
-                    first_end=first_end if ranks else None,
+                    first_end=first_end,
                     absent=self._clients.absent,
                 )
                 with self._lock:

@@ -155,6 +155,31 @@ def test_a_rank_that_has_left_is_named_at_once(tmp_path: Path, victim: int) -> N
     assert f"rank {victim} has left" in text, text
 
 
+OF_GROUPS = """
+import sys, torch, torch.distributed as dist, smckpt
+victim, folder, met = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+group = dist.new_group([rank], use_local_synchronization=True)
+options = smckpt.SaveOptions(groups=[[0], [1]], timeout=20)
+smckpt.save({"a": torch.ones(2)}, checkpoint_id=f"{folder}/own{rank}", process_group=group)
+for step in range(met + 1):
+    if step == met and rank == victim:
+        sys.exit(0)
+    where = f"{folder}/{step}/group{rank}"
+    state = {"a": torch.full((2,), step)}
+    smckpt.save(state, checkpoint_id=where, process_group=group, step=step, options=options)
+"""
+
+
+@pytest.mark.parametrize("met", [0, 2])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_group_that_has_left_is_named_at_once(tmp_path: Path, victim: int, met: int) -> None:
+    """Before its first save with the others, and after two of them."""
+    _, text = ranks(tmp_path, str(victim), str(tmp_path / "c"), str(met), script=OF_GROUPS)
+    assert f"group [{victim}] has left" in text or f"rank {victim} has left" in text, text
+
+
 def test_a_stopped_rank_is_not_gone(tmp_path: Path) -> None:
     script = SCRIPT.replace(
         "smckpt.async_save(state, checkpoint_id=folder, step=2)",

@@ -69,7 +69,7 @@ class SaveQueue(SavesOfGroup):
         self._saver = Saver(group, self._worker, self._committer, overlap)
         self._calls = 0
         self._skipped = 0  # saves of the others that this rank did not make
-        self._stays = len(group.ranks) > 1  # peers may expect another save
+        self._stays = group.world_size > 1  # others may expect another save
         self._meets: float | None = None  # seconds in which ranks meet before the first save
         self._job: SaveJob | None = None  # that the thread works on
         self._failures = 0
@@ -273,7 +273,7 @@ class SaveQueue(SavesOfGroup):
             self._thread.start()
 
     def _serve(self) -> None:
-        if self._stays:
+        if len(self.group.ranks) > 1:
             with contextlib.suppress(CheckpointError):
                 if self._meets is not None:
                     self.membership.meeting(self._meets)

@@ -28,7 +28,7 @@ _ABSENT = object()
 class Provided:
     """The changes of `provide`; `undo()`, or the end of a `with` block, undoes them.
 
-    lines: one for each name, for people.
+    lines: for people, one for each name that is replaced, and for each package that is provided.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,8 @@ class Provided:
         above, _, last = name.rpartition(".")
         if above and getattr(sys.modules[above], last, None) is not module:
             self._set(sys.modules[above], last, module)
-        self.lines.append(f"provided {name}")
+        if not any(name.startswith(f"{line.removeprefix('provided ')}.") for line in self.lines):
+            self.lines.append(f"provided {name}")  # with all that is below it
 
     def attribute(self, owner: Any, name: str, value: Any, what: str) -> None:
         """Replace one name of a module or class.

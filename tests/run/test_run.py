@@ -77,7 +77,8 @@ def test_torchrun_runs_a_script_of_smp_as_it_is(tmp_path: Path) -> None:
     assert done.stdout.split("\n")[:2] == ["spawned 42", "loaded --and so on 2"]
     lines = [line for line in done.stderr.splitlines() if line.startswith("smckpt run: ")]
     assert len(lines) == len(set(lines)), "only rank 0 says it"
-    assert "smckpt run: provided torch.sagemaker" in lines
+    provided = [line for line in lines if line.startswith("smckpt run: provided ")]
+    assert provided == ["smckpt run: provided torch.sagemaker"], "with all that is below it"
     replaced = "torch.distributed.checkpoint.optimizer.load_sharded_optimizer_state_dict"
     assert f"smckpt run: replaced {replaced}: takes process_group=" in lines
 

@@ -345,6 +345,23 @@ def test_what_is_at_the_target_stays(tmp_path, capsys):
     assert not list(tmp_path.glob("*.unfinished"))
 
 
+@pytest.mark.parametrize("through", ["dcp", "torch"])
+def test_the_step_of_a_manager_or_a_framework_comes_back(tmp_path: Path, through: str) -> None:
+    forms: tuple[State, ...] = (
+        {"step": 3}, {"step": torch.tensor(3)}, {"manager": {"step": 3}},
+        {"trainer": {"global_step": 3}}, {"lightning": {"global_step": 3}},
+        {"train_state": {"step": torch.tensor(3, dtype=torch.int32)}},
+    )  # fmt: skip
+    others: tuple[State, ...] = ({"step": torch.ones(3, dtype=torch.int64)}, {"step": -1})
+    for number, state in enumerate((*forms, *others)):
+        ours, other, back = (tmp_path / f"{one}-{number}" for one in ("ours", "other", "back"))
+        smckpt.save({"w": torch.ones(2), **state}, checkpoint_id=ours)
+        convert(ours, other, to=through)
+        convert(other, back, to="smckpt")
+        (found,) = smckpt.find_checkpoints(back)
+        assert found.step == (3 if number < len(forms) else None), state
+
+
 def test_the_command_says_what_it_wrote(tmp_path, capsys):
     smckpt.save({"w": torch.ones(2), "step": 4}, checkpoint_id=tmp_path / "a")
     arguments = [str(tmp_path / "a"), str(tmp_path / "b"), "--to", "dcp"]

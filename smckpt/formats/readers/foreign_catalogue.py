@@ -52,7 +52,11 @@ from smckpt.storage import Storage, access_to
 from smckpt.storage.faults import temporary_error
 
 _MOST_LEAVES = 1 << 16  # of a value that holds arrays
-_STEPS = ("step", "iteration", "global_step", "global_steps")  # the step's names in states
+# The step's names in states: at the top, and in what the manager and the frameworks keep below one.
+_STEPS = (
+    "step", "iteration", "global_step", "global_steps", "manager.step", "trainer.global_step",
+    "lightning.global_step", "train_state.step",
+)  # fmt: skip
 
 
 def foreign_catalogue(storage: Storage) -> ForeignCatalogue | None:
@@ -123,13 +127,31 @@ class ForeignCatalogue(Catalogue):
 
     @cached_property
     def step(self) -> int | None:
-        """The step, where the state has it at the top."""
+        """The step, where the state has it under a known name."""
         for name in _STEPS:
-            if name in self.source.values:
-                with contextlib.suppress(StateError):
+            above, _, key = name.rpartition(".")
+            value: Any = None
+            with contextlib.suppress(StateError, CorruptCheckpointError):
+                if name in self.source.values:
                     value = self.source.values[name].read()
-                    return value if type(value) is int and value >= 0 else None
+                elif above in self.source.values:  # a dict of values is one, in a file of torch
+                    inner = self.source.values[above].read()
+                    value = inner.get(key) if isinstance(inner, dict) else None
+                elif name in self.source.saved:
+                    value = self._whole_number(name)
+            if type(value) is int and value >= 0:
+                return value
         return None
+
+    def _whole_number(self, name: str) -> int | None:
+        """The value of a tensor that holds one."""
+        reads = WholeTensors(self, 0, 1)
+        (tensor,) = (one for one in reads.tensors if one.name == name)
+        if tensor.shape or tensor.dtype not in ("int32", "int64"):
+            return None
+        memory = bytearray(tensor.nbytes)
+        reads.read(tensor, Box.whole(()), memoryview(memory))
+        return int.from_bytes(memory, "little", signed=True)
 
     def kinds(self, rank: int) -> dict[StatePath, str] | None:
         return dict(self.source.containers)

@@ -14,7 +14,7 @@ import smckpt
 from smckpt.checkpoint.commits.remove import remove_probes
 from smckpt.checkpoint.commits.run_directory import RetentionPolicy, RunDirectory, Template
 from smckpt.errors import CheckpointNotFoundError, CheckpointPinnedError, UsageError
-from smckpt.formats.conversion.stock import is_stock
+from smckpt.formats.conversion.stock import FSDP, is_stock
 from smckpt.manager.retention import Newest
 from smckpt.storage import access_to
 from smckpt.storage.disk.directory import Directory
@@ -105,6 +105,15 @@ def keep_last(run: RunDirectory, kept: int | RetentionPolicy, newest: int) -> No
     """
     run.keep((Newest(kept) if isinstance(kept, int) else kept,), run.template.subpath(newest))
     remove_probes(run.root, [subpath for step, subpath in run.directories() if step < newest])
+
+
+def fsdp_of(accelerator: Any) -> dict[str, Any]:
+    """Metadata of a save under accelerate's FSDP: what it needs to know who goes back to stock."""
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    if plugin is None:
+        return {}
+    kind = getattr(plugin.state_dict_type, "name", str(plugin.state_dict_type))
+    return {FSDP: {"version": plugin.fsdp_version, "state_dict_type": kind}}
 
 
 def remove_or_keep(path: str, arguments: Mapping[str, Any]) -> bool:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +86,31 @@ def test_the_stock_trainer_goes_on_bit_for_bit(
         assert [g["params"] for g in moments["param_groups"]] == [
             g["params"] for g in wanted["param_groups"]
         ]
+
+
+@pytest.mark.parametrize("to", ["trainer", "accelerate"])
+def test_whole_state_dicts_of_fsdp_go_back_into_one_file_each(tmp_path: Path, to: str) -> None:
+    packed = io.BytesIO()
+    zipfile.ZipFile(packed, "w").close()
+    models = {"model": {"w": torch.ones(3)}, "model_1": {"v": torch.ones(2)}}
+    moments = {"optimizer": {"w": {"exp_avg": torch.full((3,), 2.0)}}, "optimizer_1": {}}
+    state: dict[str, Any] = {**models, "trainer": {"global_step": 1}}
+    for key, (name,) in (("optimizer", models["model"]), ("optimizer_1", models["model_1"])):
+        groups = [{"lr": 0.5, "params": [name]}]
+        state[key] = {"state": moments[key], "param_groups": groups}
+    state |= dict.fromkeys(("files", "own_files"), packed.getvalue())
+    form = {"fsdp": {"version": 2, "state_dict_type": "FULL_STATE_DICT"}}
+    options = smckpt.SaveOptions(metadata=form)
+    smckpt.save(state, checkpoint_id=str(tmp_path / "a"), options=options)
+    converted(tmp_path / "a", tmp_path / "b", to)
+    for number in ("", "_1") if to == "accelerate" else ("",):
+        model, optimizer = (
+            torch.load(tmp_path / "b" / f"{name}{number}.bin", weights_only=True)
+            for name in ("pytorch_model_fsdp", "optimizer")
+        )
+        assert same(model, models["model" + number])
+        assert optimizer["param_groups"] == state["optimizer" + number]["param_groups"]
+        assert optimizer["state"].keys() == moments["optimizer" + number].keys()
 
 
 class StopsAt(TrainerCallback):
@@ -219,7 +246,7 @@ def test_stock_accelerate_goes_on_with_two_models_and_two_optimizers(tmp_path: P
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("how", ["plain", "fsdp2"])
+@pytest.mark.parametrize("how", ["plain", "fsdp2", "fsdp2full"])
 def test_ranks_of_stock_accelerate_go_on_bit_for_bit(tmp_path: Path, how: str) -> None:
     died = child.script(SUPPORT / "accelerate_run.py", str(tmp_path / "run"), how, "die", ranks=2)
     assert died.returncode != 0 and "it lives" not in died.stderr, died.stderr

@@ -219,16 +219,34 @@ def is_sharded(whole: WholeState, key: str) -> bool:
     return False
 
 
-def write_sharded(whole: WholeState, key: str, target: NewTarget, number: int) -> tuple[str, ...]:
-    """Write one model or optimizer, the parameters under their names. accelerate reads it where the
-    plugin's `state_dict_type` is SHARDED_STATE_DICT.
+FSDP = "fsdp"  # in the metadata of the doors' checkpoints: the plugin's version and state_dict_type
+_FULL = "FULL_STATE_DICT"
+
+
+def fsdp_form(whole: WholeState, number: str = "") -> dict[str, Any] | None:
+    """What FSDP's plugin in accelerate reads; None: the run was without FSDP.
 
     Args:
-        number: of the model or optimizer among those that accelerate prepared.
+        number: of the model among those that accelerate prepared: "", "_1" …
     """
-    kind = key.partition("_")[0]
-    folder = f"pytorch_model_fsdp_{number}" if kind == "model" else f"{kind}_{number}"
-    with target.folder(folder) as path:
+    recorded = whole.catalogue.metadata.get(FSDP)
+    if isinstance(recorded, dict):
+        return recorded
+    return {} if is_sharded(whole, "model" + number) else None  # of an older smckpt
+
+
+def write_sharded(
+    whole: WholeState, key: str, target: NewTarget, form: Mapping[str, Any]
+) -> tuple[str, ...]:
+    """Write one model or optimizer, the parameters under their names, as accelerate reads it with
+    the plugin's `state_dict_type`: one file, or a directory of DCP."""
+    kind, _, number = key.partition("_")
+    name = "pytorch_model_fsdp" if kind == "model" else kind
+    if form.get("state_dict_type") == _FULL:
+        with target.file(f"{name}_{number}.bin" if number else f"{name}.bin") as file:
+            whole.write_torch(file, whole.nested(key))
+        return ()
+    with target.folder(f"{name}_{number or 0}") as path:
         return whole.write_dcp(path, {kind: whole.nested(key)})
 
 
@@ -304,9 +322,10 @@ def _write_trainer(whole: WholeState, target: NewTarget) -> tuple[str, ...]:
                 path=whole.catalogue.url,
             )
     changed: tuple[str, ...] = ()
-    if is_sharded(whole, "model"):
+    form = fsdp_form(whole)
+    if form is not None:
         for key in {"model", "optimizer"} & keys:
-            changed += write_sharded(whole, key, target, 0)
+            changed += write_sharded(whole, key, target, form)
     elif configs:
         write_safetensors(
             whole, "model", target, "adapter_model.safetensors",  # PEFT leaves its name out
@@ -314,7 +333,7 @@ def _write_trainer(whole: WholeState, target: NewTarget) -> tuple[str, ...]:
         )  # fmt: skip
     else:
         write_safetensors(whole, "model", target, "model.safetensors")
-    if "optimizer" in keys and not is_sharded(whole, "model"):
+    if "optimizer" in keys and form is None:
         with target.file("optimizer.pt") as file:
             whole.write_torch(file, numbered(whole.nested("optimizer")))
     for key, name in (("scheduler", "scheduler.pt"), ("scaler", "scaler.pt")):
@@ -362,8 +381,8 @@ def _write_accelerate(whole: WholeState, target: NewTarget) -> tuple[str, ...]:
         if found is None:
             continue
         kind, number = found[1], found[2] or ""
-        if is_sharded(whole, "model" + number):
-            changed += write_sharded(whole, key, target, int(number[1:] or 0))
+        if (form := fsdp_form(whole, number)) is not None:
+            changed += write_sharded(whole, key, target, form)
             continue
         state = whole.nested(key)
         # accelerate takes tied weights twice from a file of torch.save, and not of safetensors

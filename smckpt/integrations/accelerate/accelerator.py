@@ -25,6 +25,7 @@ from smckpt.checkpoint.records.format import parse_name
 from smckpt.errors import CheckpointNotFoundError, UsageError
 from smckpt.integrations.replaced import (
     below_run,
+    fsdp_of,
     keep_last,
     remove_stale,
     run_directory,
@@ -187,7 +188,8 @@ def save_state(
         checkpoint_id=below_run(directory) if named else directory,
         step=iteration,
         options=smckpt.SaveOptions(
-            on_commit=after_commit, metadata={_HOOKED: hooked} if hooked else None
+            on_commit=after_commit,
+            metadata={**fsdp_of(accelerator), **({_HOOKED: hooked} if hooked else {})},
         ),
         **arguments,
     )

@@ -17,7 +17,13 @@ from transformers.utils.import_utils import is_torch_xla_available
 import smckpt
 from smckpt.errors import CheckpointError, SaveFailedError, UsageError
 from smckpt.integrations.kept import KeptSteps, memory_of
-from smckpt.integrations.replaced import remove_stale, stamps, stock_files, store_arguments
+from smckpt.integrations.replaced import (
+    fsdp_of,
+    remove_stale,
+    stamps,
+    stock_files,
+    store_arguments,
+)
 from smckpt.integrations.transformers.files import (
     STEPS,
     adapter_only,
@@ -110,9 +116,8 @@ class SmckptTrainerMixin:
             log.warning(
                 "checkpoints and saved models go to %s. Other files that the Trainer writes "
                 "(logs, metrics, copies of trainer_state.json) go to %s",
-                self.args.output_dir,
-                os.path.abspath(self.args.output_dir),
-            )
+                self.args.output_dir, os.path.abspath(self.args.output_dir),
+            )  # fmt: skip
 
     def _refuse_arguments(self) -> None:
         _refuse(self.args, deepspeed=getattr(self, "is_deepspeed_enabled", False))
@@ -156,12 +161,10 @@ class SmckptTrainerMixin:
         note_callbacks(self)
         after = self._after_commit(run, step, before, bool(writers) and not looked_at)
         handle = smckpt.async_save(
-            self._state_to_save(),
-            checkpoint_id=self._checkpoints.below_run(directory),
-            step=step,
-            options=smckpt.SaveOptions(on_commit=after),
+            self._state_to_save(), checkpoint_id=self._checkpoints.below_run(directory), step=step,
+            options=smckpt.SaveOptions(on_commit=after, metadata=fsdp_of(self.accelerator)),
             **self._stored,
-        )
+        )  # fmt: skip
         if looked_at:
             assert handle is not None
             handle.result()

@@ -1,6 +1,7 @@
 """A script that trains a tiny model with accelerate through smckpt.
 
-Its arguments: OUT HOW WHAT. HOW: plain, fsdp1, fsdp2; on the CPU, or with "-cuda". WHAT: "die"
+Its arguments: OUT HOW WHAT. HOW: plain, fsdp1, fsdp2, or with whole state dicts fsdp1full,
+fsdp2full; on the CPU, or with "-cuda". WHAT: "die"
 (SIGKILL to itself in step 5), "resume" (go on in OUT, then train in OUT-straight without a stop,
 then go on in OUT-stock from what accelerate's own class saved; print all as JSON), "stock"
 (accelerate's own class trains to step 4), "back" (accelerate's own class goes on in OUT, then
@@ -54,10 +55,10 @@ def made(out: str, how: str, kind: type[Accelerator]) -> Any:
             PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
             PartialState._shared_state["device"] = torch.device("cpu")  # FSDP1 refuses cpu:0
         plugin = FullyShardedDataParallelPlugin(
-            fsdp_version=int(how[-1]),
+            fsdp_version=int(how[4]),
             auto_wrap_policy="size_based_wrap",
             min_num_params=100,
-            state_dict_type="SHARDED_STATE_DICT",
+            state_dict_type=f"{'FULL' if how.endswith('full') else 'SHARDED'}_STATE_DICT",
             use_orig_params=True,
             sync_module_states=False,  # accelerate asks for an accelerator's memory then
             cpu_ram_efficient_loading=False,

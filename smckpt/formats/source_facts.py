@@ -51,6 +51,14 @@ _ALIASES: Mapping[str, str] = MappingProxyType(
         # of NeMo 2 and of Megatron Bridge
         "rope_scaling": "use_rope_scaling", "scale_factor": "rope_scaling_factor",
         "nope_layer_interval": "no_rope_freq",
+        # of MindSpeed-LLM
+        "multi_head_latent_attention": "multi_latent_attention", "qk_nope_head_dim": "qk_head_dim",
+        "qk_rope_head_dim": "qk_pos_emb_head_dim", "moe_intermediate_size": "moe_ffn_hidden_size",
+        "routed_scaling_factor": "moe_router_topk_scaling_factor",
+        "n_group": "moe_router_num_groups", "topk_group": "moe_router_group_topk",
+        "partial_rotary_factor": "rotary_percent", "use_glm_rope": "rotary_interleaved",
+        "output_logit_softcapping": "final_logit_softcapping",
+        "input_embeds_norm": "apply_embedding_scaling", "add_rmsnorm_offset": ZERO_CENTRED_NORMS,
     }
 )  # fmt: skip
 # Of NeMo 1 and 2, and of Megatron Bridge: the section of the model in each.
@@ -100,6 +108,8 @@ def facts_of_state(root: Any, where: str) -> tuple[SourceFacts, ...]:
         ("NeMo's hyper_parameters in the file", _plain_of(parameters.get("cfg"))),
     ):
         if TP in found:
+            if isinstance(version := root.get("checkpoint_version"), (int, float)):
+                found["checkpoint_version"] = min(version, 2)  # before it, qkv had other orders
             return (SourceFacts(where, of, found, config),)
     if (found := _aliased(parameters)).keys() >= _SIZES:
         flat = parameters if "num_hidden_layers" in parameters else None  # by transformers' names
@@ -243,16 +253,23 @@ def _plain_of(found: Any) -> dict[str, _PLAIN]:
 
 
 def _aliased(values: Mapping[Any, Any]) -> dict[str, _PLAIN]:
-    """Plain values by Megatron's names."""
+    """Plain values by Megatron's names. A fork's own name for one comes before Megatron's, which
+    may be there with its default, unless the fork's is not set."""
     out: dict[str, _PLAIN] = {}
     for name, value in values.items():
         if isinstance(value, Inert) and str(value.of).endswith("PositionEmbeddingType"):
             number = value.args[0] if len(value.args) == 1 else None  # BigScience's enum
             value = _POSITIONS.get(number) if type(number) is int else None
-        if isinstance(value, (list, tuple)):
+        if isinstance(value, (list, tuple)) and value and all(isinstance(v, str) for v in value):
+            value = " ".join(value)
+        elif isinstance(value, (list, tuple)):
             value = tuple(one for one in value if isinstance(one, (int, float)))
         if isinstance(name, str) and isinstance(value, (str, int, float, bool, tuple, type(None))):
-            out[_ALIASES.get(name, name)] = value
+            own = _ALIASES.get(name, name)
+            if own == name:
+                out.setdefault(name, value)
+            elif value not in (None, False) or own not in values:
+                out[own] = value
     if out.get("multi_query") is True and not out.get("new_decoder_architecture"):
         out["num_query_groups"] = 1  # Falcon's, whatever number of groups it has beside that
     if str(out.get("normalization")).lower().endswith("1p"):  # NeMo's word for both

@@ -368,7 +368,9 @@ FACTS: Sequence[Fact] = (
           lambda values: values.get("rope_scaling_factor")
           if isinstance(values.get("rotary_base"), tuple) else None),
     _fact("attention_chunk_size", "attention_chunk_size",
-          lambda m: m.config.get("attention_chunk_size")),
+          lambda m: m.config.get("attention_chunk_size")
+          or (None if m.dims.family.name == "llama4_text" else 0),
+          or_absent("attention_chunk_size", 0)),
     _fact("no_rope_freq", "no_rope_layers",
           lambda m: None if m.rope is None else _is_without_rope(m), without_rope),
     _fact("rotary_scaling_factor", "factor of YaRN", _yarn("factor", latent=True, plain=1),
@@ -418,7 +420,8 @@ FACTS: Sequence[Fact] = (
           lambda m: m.config.get("final_logit_softcapping") or 0,
           or_absent("final_logit_softcapping", 0)),
     _fact("query_pre_attn_scalar", "query_pre_attn_scalar",
-          lambda m: m.config.get("query_pre_attn_scalar")),
+          lambda m: None if m.latent or m.config.get("attention_multiplier")
+          else m.config.get("query_pre_attn_scalar") or m.dims.sizes["D"]),
     _fact("apply_embedding_scaling", "model_type",
           lambda m: m.dims.family.name.startswith("gemma")),
     _fact("use_mup", "model_type", lambda m: False,  # GPT-NeoX's, which knows other factors
@@ -456,6 +459,9 @@ FACTS: Sequence[Fact] = (
     _fact("moe_router_load_balancing_type", "model_type", _routed(lambda m: "no sinkhorn"),
           lambda values: "sinkhorn"
           if "sinkhorn" in str(values.get("moe_router_load_balancing_type")) else None),
+    _fact("moe_router_force_load_balancing", "model_type", _routed(lambda m: False)),  # by chance
+    _fact("moe_expert_capacity_factor", "model_type", lambda m: 0 if m.dims.experts else None,
+          or_absent("moe_expert_capacity_factor", 0), noted=True),
     _fact("moe_mlp_glu_interleave_size", "", lambda m: 0 if m.dims.experts else None,
           or_absent("moe_mlp_glu_interleave_size", 0)),
     _fact("moe_shared_expert_glu_interleave_size", "", lambda m: 0 if m.dims.experts else None,
@@ -478,6 +484,10 @@ FACTS: Sequence[Fact] = (
     _fact("moe_router_group_topk", "topk_group", _routed(lambda m: _grouped(m, "topk_group")),
           lambda values: values.get("moe_router_group_topk")
           if (values.get("moe_router_num_groups") or 1) > 1 else None),
+    _fact("checkpoint_version", "", lambda m: 2),
+    _fact("schedules_method", "", lambda m: "by stages",  # MindSpeed's: the second half backwards
+          lambda values: values.get("schedules_method")
+          if (values.get("pipeline_model_parallel_size") or 1) != 1 else None),
     _fact("padded_vocab_size", "", lambda m: m.rows),
     # with the token at the end, or without it
     _fact("vocab_size", "vocab_size", lambda m: m.dims.sizes["V"],

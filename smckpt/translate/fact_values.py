@@ -15,7 +15,7 @@ def head_size(values: Mapping[str, Any]) -> Any:
 
 
 def gated(values: Mapping[str, Any]) -> bool | None:
-    for name in ("gated_linear_unit", "swiglu", "quick_geglu", "glu_activation"):
+    for name in ("gated_linear_unit", "swiglu", "quick_geglu", "geglu", "glu_activation"):
         if values.get(name):
             return True
     activation = values.get("activation")
@@ -32,7 +32,11 @@ def swish(values: Mapping[str, Any]) -> bool | None:
     activation = str(values.get("glu_activation") or values.get("activation"))
     if values.get("swiglu") or activation.endswith("swiglu"):
         return True
-    return False if values.get("quick_geglu") or activation.endswith("glu") else None
+    return (
+        False
+        if values.get("quick_geglu") or values.get("geglu") or activation.endswith("glu")
+        else None
+    )
 
 
 def untied(values: Mapping[str, Any]) -> bool | None:

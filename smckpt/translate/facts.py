@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -167,6 +168,7 @@ def compare_facts(
         if megatrons and TP in facts.values and key not in facts.values
         and model.config.get(key) not in (None, False, 0, 1)
     ]  # fmt: skip
+    notes += _unknown(facts) if megatrons and TP in facts.values else []
     shifted = facts.values.get(ZERO_CENTRED_NORMS) is True and not dims.family.zero_centred
     if layout is None and shifted:
         notes.append(
@@ -189,6 +191,52 @@ def compare_facts(
             path=facts.where,
         )  # fmt: skip
     return tuple(notes)
+
+
+# Words of what a model computes with, and of what a run does, or tensors show, beside it.
+_OF_A_MODEL = re.compile(
+    r"(?:^|_)(?:\w*norm|norms|ropes?|rotary|alibi|heads?|qkv?|kv|mla|attn|attention|embeds?|emb"
+    r"|embeddings?|scale|scaling|multiplier|mup|soft\w+|mscale|factor|window|sliding|interleaved?"
+    r"|router|routed|topk|experts?|moe|\w*g[el]lu|residual|logits?|bias|offset|layers?|share|groups?"
+    r"|activation|freq|theta|hc|spec|sparse|tied?|kvstates)(?=_|$)"
+)
+_OF_A_RUN = re.compile(
+    r"dropout|fus(?:ed|ion)|overlap|dtype|b?f?[fp]\d+|recompute|loss|lr|coeff|backend|dispatch|deepep"
+    r"|hybrid|permute|capacity|graph|offload|init|comm|decay|_rate|_num_sms|parallel|pipeline|grad"
+    r"|log|inference|^rl_|^grpo|ckpt|checkpoint|load|save|_iters?$|interval|^ds_|_steps?$|teacher"
+    r"|freeze|(?<!q_)(?<!kv_)lora|drop|pad|gemm|deterministic|kernel|zero_|cpu|memory|seq|_path|tensorboard|adam"
+    r"|optim|ddp|fsdp|^kd_|bert|ict_|dino|vision|retr|precision|rerun|data|eval|train|timing|cache"
+    r"|prefix|upcycl|clip|decode|swap|rng|triton|flash|muon|min_|max_|ft_|mamba|mtp|^reset_|mask"
+    r"|^add_position_embedding$|^clone_|^use_te_|layer_wise|^position_embedding|create_|_span_"
+    r"|relative_attention|persist|stash|microbatch|full_layer_spec|layer_freq|linear_attention"
+    r"|dsa_|index_|grouped|enable_expert_bias|shared_expert_gate|apply_query_key_layer_scaling|hbm"
+    r"|tile|jitter|^mhc|^hc_|sampling|heterogeneous|num_layer_list|virtual|transformer_layer_spec|stage"
+    r"|scattered|synchronize|_wd_|_process_group|cp_window|_repeat_|_probs$|_keys$|mla_(?:fa|mm)_"
+    r"|gtp_|slice|skip_bias|replay|switch|encoder_num_layers|absorb|kitchen|num_position|dump_"
+)
+_READ = {fact.name for fact in FACTS} | {
+    "gated_linear_unit", "quick_geglu", "geglu", "glu_activation", "group_query_attention", "norm",
+    "share_embeddings_and_output_weights", "openai_gelu", "activation_func", "low_freq_factor",
+    "high_freq_factor", "mscale", "mscale_all_dim", "yarn_mscale", "yarn_mscale_all_dim", "use_mup",
+    "mup_base_hidden_size", "mup_base_head_dim", "mup_width_mult", "use_rotary_position_embeddings",
+    "layernorm_epsilon", "rope_type", "experimental_attention_variant", ZERO_CENTRED_NORMS,
+}  # fmt: skip
+
+
+def _unknown(facts: SourceFacts) -> list[str]:
+    """A note on arguments that speak of a model's parts, in trainers that smckpt does not know."""
+    found = [
+        f"{name}={value!r}"
+        for name, value in facts.values.items()
+        if _OF_A_MODEL.search(name) and not _OF_A_RUN.search(name) and name not in _READ
+        and (value is True or value not in (None, 0, 1, "", "none", ()))
+        and not (name == "spec" and str(value).startswith(("local", "megatron.")))
+    ]  # fmt: skip
+    more = f" and {len(found) - 8} more" if found[8:] else ""
+    return [
+        f"{facts.of} say {', '.join(found[:8])}{more}, which smckpt does not know: compare the "
+        "export's logits with the trainer's"
+    ] if found else []  # fmt: skip
 
 
 _UNKNOWN_TO_MEGATRON = ("residual_multiplier", "logit_scale", "clip_qkv", "attn_temperature_tuning")

@@ -89,6 +89,10 @@ WRONG: dict[str, dict[str, Any]] = {
     "glu_linear_offset": {"glu_linear_offset": 1.0},
     "activation_func_clamp_value": {"activation_func_clamp_value": 7.0},
     "softmax_scale": {"softmax_scale": 0.5},
+    "attention_chunk_size": {"attention_chunk_size": 8192},
+    "query_pre_attn_scalar": {"query_pre_attn_scalar": 256},
+    "a list of words": {"normalization": ["LayerNorm"]},
+    "fork's names": {"rope_theta": 1e4, "rotary_base": 500000},
     "softmax_type": {"softmax_type": "off-by-one"},
     "qk_l2_norm": {"qk_l2_norm": True},
     "apply_residual_connection_post_layernorm": {"apply_residual_connection_post_layernorm": True},
@@ -148,8 +152,12 @@ def test_a_fact_that_contradicts_the_config_is_refused_by_name(tmp_path, llama, 
     with pytest.raises(errors.CheckpointError) as caught:
         export_hf(source, tmp_path / "hf", config=model.config)
     shown = str(caught.value)
-    named = {"group_query_attention": "num_query_groups", "quick_geglu": "swiglu"}
-    assert named.get(fact, name) in shown
+    named = {
+        "rope_theta": "rotary_base",
+        "group_query_attention": "num_query_groups",
+        "quick_geglu": "swiglu",
+    }
+    assert named.get(fact, named.get(name, name)) in shown
     assert "model_optim_rng.pt" in shown
     assert not (tmp_path / "hf").exists()
 
@@ -340,6 +348,14 @@ OF_FAMILIES: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = 
     ("glm4_moe", {"norm_topk_prob": True}, {"moe_router_score_function": "sigmoid"}, {}),
     ("llama4_text", {"attention_chunk_size": 16}, {"attention_chunk_size": 16},
      {"attention_chunk_size": 8}),
+    ("gemma", {}, {"attention_chunk_size": None, "query_pre_attn_scalar": 16},
+     {"attention_chunk_size": 8192, "query_pre_attn_scalar": 64}),
+    ("gemma", {}, {"checkpoint_version": 2}, {"checkpoint_version": 1.0}),
+    ("gemma", {}, {"pipeline_model_parallel_size": 2}, {"schedules_method": "dualpipev"}),
+    ("mixtral", {}, {"moe_router_force_load_balancing": False, "moe_expert_capacity_factor": None},
+     {"moe_router_force_load_balancing": True, "moe_expert_capacity_factor": 1.25}),
+    ("gemma", {}, {"geglu": True, "swiglu": False}, {}),
+    ("mixtral", {}, {}, {"geglu": True}),
     ("gemma3_text", {"layer_types": ["sliding_attention", "full_attention"]},
      {"interleaved_attn_pattern": (1, 1)}, {"interleaved_attn_pattern": (5, 1)}),
     ("gemma3_text", {}, {"rotary_base": (10000, 1000000), "rope_scaling_factor": 1.0},
@@ -405,6 +421,31 @@ def test_a_factor_that_megatron_does_not_have_is_noted():
         facts = SourceFacts("file", "they", {"tensor_model_parallel_size": 1, **more})
         notes = compare_facts(facts, dims, settings, layout, None)
         assert any("say nothing of residual_multiplier=0.22" in note for note in notes) == noted
+
+
+def test_what_arguments_say_of_a_model_and_nobody_knows_is_noted(tmp_path, llama):
+    """A run's own arguments, such as its optimizer's, are none of it. A fork's own name for a
+    known fact comes before Megatron's default."""
+    model, state = llama
+    of_a_run = {
+        "lr": 3e-4, "spec": ["local"], "attention_dropout": 0.1, "bias_swiglu_fusion": True,
+        "encoder_num_layers": 2, "moe_aux_loss_coeff": 0.01, "seq_length": 4096, "bf16": True,
+        "qk_clip": True, "mhc_num_residual_streams": 4, "attention_backend": "flash",
+        "rope_theta": 500000.0, "rotary_base": 10000, "use_glm_rope": False,
+    }  # fmt: skip
+    bare = megatron(tmp_path / "old", cuts_of(state))
+    for file in bare.rglob("model_optim_rng.pt"):
+        old = torch.load(file, weights_only=False)
+        torch.save({**old, "checkpoint_version": 1.0}, file)
+    with pytest.raises(errors.TensorMismatchError, match=r"checkpoint_version=1\.0"):
+        export_hf(bare, tmp_path / "no", config=model.config)
+    unknown = {"scale_emb": 12, "share_kvstates": True, "spec": ["mine.layers", "layer_spec"]}
+    for number, (more, noted) in enumerate([({}, False), (unknown, True)]):
+        source = megatron(tmp_path / str(number), cuts_of(state), **{**of_a_run, **more})
+        report = export_hf(source, tmp_path / f"hf-{number}", config=model.config)
+        found = [note for note in report.notes if "which smckpt does not know" in note]
+        assert len(found) == noted, report.notes
+        assert not noted or all(name in found[0] for name in unknown)
 
 
 @pytest.mark.parametrize(

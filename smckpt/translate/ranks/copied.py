@@ -209,8 +209,8 @@ _SHARED = frozenset({"k", "v"})  # roles whose heads a model may have several ti
 
 
 def refuse_equal_layers(reader: TensorReader, side: Side) -> tuple[str, ...]:
-    """Compare what ranks have of their own in each layer: matrices that are cut, and experts. One
-    that begins with constants, such as zeros, tells nothing.
+    """Compare what ranks have of their own in each layer, and in embedding and head: matrices that
+    are cut, and experts. One that begins with constants, such as zeros, tells nothing.
 
     Returns:
         notes on matrices that two ranks hold alike, and on layers that are equal: one of a pipeline
@@ -223,7 +223,7 @@ def refuse_equal_layers(reader: TensorReader, side: Side) -> tuple[str, ...]:
     dtype_of = {name: held.dtype for name, held in reader.held.items()}
     layers: dict[tuple[str, int], dict[str, set[TensorKey]]] = {}
     for role, pieces in side.pieces.items():
-        for key, _ in pieces if role.layer >= 0 and role.role not in _SHARED else ():
+        for key, _ in pieces if role.role not in _SHARED else ():
             if key.tp >= 0 and len(side.shapes[key]) > 1:
                 names = layers.setdefault((role.tower, role.layer), {})
                 names.setdefault(key.name, set()).add(key)
@@ -253,7 +253,7 @@ def refuse_equal_layers(reader: TensorReader, side: Side) -> tuple[str, ...]:
                     first = begin_alike.setdefault(begins, key)
                     if first is not key:
                         pairs[first._replace(name=""), key._replace(name="")] = None
-        if of_first:
+        if of_first and layer >= 0:
             layers_of.setdefault((tower, *of_first), []).append(layer)
         for one, two in pairs:
             both = [(one._replace(name=name), two._replace(name=name)) for name in sorted(names)]
@@ -266,9 +266,10 @@ def refuse_equal_layers(reader: TensorReader, side: Side) -> tuple[str, ...]:
                     all_same = False
             where = f"(tp, ep) {one[1:]} and {two[1:]}"
             if same and all_same:
+                part = f"layer {layer}" if layer >= 0 else "embedding and head"
                 raise UsageError(
-                    f"all that the ranks {where} have of their own in layer {layer} is equal: one "
-                    f"of them has the other's layer ({', '.join(same[:4])})",
+                    f"all that the ranks {where} have of their own in {part} is equal: one "
+                    f"of them has the other's ({', '.join(same[:4])})",
                     remedy=_OWN + (EQUAL_EXPERTS if one.tp == two.tp else _MADE_SO),
                 )
             alike += [f"{name} of {where}" for name in same]

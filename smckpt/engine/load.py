@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -37,12 +37,14 @@ from smckpt.engine.load_rounds import (
     Common,
     Rounds,
     Tally,
+    for_all,
+    glance,
     in_common,
+    open_chosen,
     refuse_other_calls,
     total,
     unless,
 )
-from smckpt.engine.load_share import for_all, glance, open_chosen, share
 from smckpt.engine.saving.moment import loaded_steps
 from smckpt.errors import (
     CheckpointError,
@@ -72,7 +74,8 @@ _TURNS = 3  # how often a load starts, if newer saves sweep its files
 
 
 class _Clock:
-    """The seconds from the start of a load to each of its steps, and the bytes that it took."""
+    """The seconds from the start of a load to each of its steps, and the bytes that it took: the
+    fields of this name of a `LoadEvent`."""
 
     def __init__(self) -> None:
         self._began = time.perf_counter()
@@ -82,6 +85,10 @@ class _Clock:
 
     def now(self) -> float:
         return time.perf_counter() - self._began
+
+    def ended(self) -> dict[str, Any]:
+        noted = {name: value for name, value in vars(self).items() if name != "_began"}
+        return {**noted, "ended": self.now()}
 
 
 class Loader:
@@ -149,16 +156,9 @@ class Loader:
                     rank=self.group.rank,
                     outcome="failed" if planned is None or error is not None else "loaded",
                     error=ours,
-                    chosen=clock.chosen,
-                    planned=clock.planned,
-                    read=clock.read,
-                    ended=clock.now(),
                     nbytes=0 if planned is None else sum(map(len, planned.memory.buffers)),
-                    begun_anew=clock.begun_anew,
                     retries=None if planned is None else planned.catalogue.stores.retries,
-                    fetched=clock.fetched,
-                    received=clock.received,
-                    read_ratio=clock.read_ratio,
+                    **clock.ended(),
                 )
             )
         return state_dict
@@ -221,12 +221,19 @@ class Loader:
         planned = self.plan(target, chosen, found, request, rounds)
         clock.planned = clock.now()
 
-        passing, needed = share(self.group, planned, request, rounds)
+        passing, needed = None, 0
+        if planned.agreed.shares:
+            from smckpt.engine.passing import share  # not every load shares
+
+            passing, needed = share(self.group, planned, request, rounds)
 
         def fill() -> Tally:
-            with passing or nullcontext(), _swept(request, planned.catalogue.identity):
+            identity = planned.catalogue.identity
+            with passing or nullcontext(), noticing_replacement(request.storage, identity):
                 clock.fetched = self.read(planned, request, passing)
-                self.give_back(planned, request)
+                planned.memory.settle(planned.state_dict)
+                if planned.objects is not None:  # into the dict, and through it into optimizers
+                    restore(planned.state_dict, planned.objects, strict=request.strict)
                 return Tally(clock.fetched, needed)
 
         tally = rounds.hold("read", fill, total, gives=Tally)
@@ -375,7 +382,7 @@ class Loader:
             found = early or open_any(request.storage)
             theirs = rounds.chosen(found.identity)
             if theirs != found.identity:
-                with _swept(request, theirs):
+                with noticing_replacement(request.storage, theirs):
                     found = open_any(request.storage, choose=theirs)
             opened.append(found)
             shared = for_all(found, rounds.group.count)
@@ -400,7 +407,7 @@ class Loader:
         made: list[LoadPlan] = []
 
         def bring() -> Common:
-            with _swept(request, chosen.choose):
+            with noticing_replacement(request.storage, chosen.choose):
                 catalogue = found or open_chosen(request.storage, chosen)
                 made.append(plan_of(target, catalogue, request, self.group))
             return made[0].agreed
@@ -441,17 +448,6 @@ class Loader:
                 shared=passing,
             )
 
-    def give_back(self, planned: LoadPlan, request: LoadRequest) -> None:
-        """Move tensors from their stand-ins to the targets, and values into the dict and through it
-        into live optimizers."""
-        planned.memory.settle(planned.state_dict)
-        if planned.objects is not None:
-            restore(
-                planned.state_dict,
-                planned.objects,
-                strict=request.strict,
-            )
-
 
 @contextmanager
 def _untouched_on_failure(state_dict: Any) -> Iterator[None]:
@@ -479,10 +475,6 @@ def _untouched_on_failure(state_dict: Any) -> Iterator[None]:
             live.clear()
             live.update(slots)
         raise
-
-
-def _swept(request: LoadRequest, identity: str) -> AbstractContextManager[None]:
-    return noticing_replacement(request.storage, identity)
 
 
 @contextmanager

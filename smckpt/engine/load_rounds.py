@@ -1,15 +1,24 @@
-"""The rounds of a load. All ranks of all groups of a step go on together, or all raise."""
+"""The rounds of a load. All ranks of all groups of a step go on together, or all raise. And the
+manifests of the commit that they choose, which one rank reads for all.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
 from smckpt.checkpoint.commits.choose import Commit
-from smckpt.errors import UsageError
+from smckpt.checkpoint.reading.catalogue import Catalogue
+from smckpt.checkpoint.reading.committed import CommittedCatalogue, catalogue_of, open_any
+from smckpt.errors import CheckpointError, UsageError
+from smckpt.meeting.keys import to_text
 from smckpt.meeting.round import Meeting
+from smckpt.storage import Storage
+
+log = logging.getLogger("smckpt")
 
 T = TypeVar("T")
 
@@ -183,3 +192,54 @@ def total(bodies: dict[int, Tally]) -> Tally:
     return Tally(
         sum(body.fetched for body in bodies.values()), sum(body.needed for body in bodies.values())
     )
+
+
+# -- the chosen commit -----------------------------------------------------------------------------
+
+_MOST = 256 << 20  # bytes that the job's store sends at most for the manifests of all ranks
+_PART = 200  # bytes, at least, of what a manifest says of a rank
+
+
+def glance(storage: Storage) -> Catalogue | None:
+    """Open the newest commit while the peers look at their states. A failure here is only logged,
+    because the choice fails in the same way."""
+    try:
+        return open_any(storage)
+    except Exception as error:  # raised here, it would leave the peers waiting
+        log.debug("nothing to read ahead: %s", error)
+        return None
+
+
+def for_all(catalogue: Catalogue, count: int) -> Commit | None:
+    """The commit with its manifests, for `count` ranks; None if the store of the checkpoint sends
+    them sooner than the job's, or if they are not ours."""
+    if count == 1 or not isinstance(catalogue, CommittedCatalogue):
+        return None
+    if _PART * len(catalogue.parts) * count > _MOST:
+        return None
+    return catalogue.commit if len(to_text(catalogue.commit)) * count <= _MOST else None
+
+
+def open_chosen(storage: Storage, commit: Choice) -> Catalogue:
+    """The catalogue of the commit that another rank has chosen. Where this rank was asked for
+    another directory, such as its host's own, that one has to hold it too.
+
+    Raises:
+        UsageError: it does not.
+    """
+    if commit.directory != storage.url:
+        try:
+            return open_any(storage, choose=commit.choose, name=commit.name)
+        except CheckpointError as error:
+            what = (
+                f"this rank loads from {storage.url}, which does not hold the commit that its "
+                f"group loads from {commit.directory}: {error.message}"
+            )
+        # not from that error, which would look like that of a commit that was swept
+        raise UsageError(
+            what, remedy="pass the same checkpoint_id on all ranks of process_group",
+            path=storage.url,
+        )  # fmt: skip
+    if commit.read is None:
+        return open_any(storage, choose=commit.choose, name=commit.name)
+    return catalogue_of(storage, commit.read)

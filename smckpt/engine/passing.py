@@ -24,6 +24,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -31,9 +32,19 @@ from types import TracebackType
 from typing import Any
 
 from smckpt.checkpoint.reading.blocks import Destination, HostMemory
-from smckpt.checkpoint.reading.portions import Portion, PortionTargets, divided
+from smckpt.checkpoint.reading.portions import (
+    Portion,
+    PortionTargets,
+    TeamRuns,
+    divided,
+    portion_bytes,
+    portions,
+    teams,
+)
 from smckpt.checkpoint.reading.read import Reads
-from smckpt.engine.load_rounds import Address
+from smckpt.decoding import decode
+from smckpt.engine.load_plan import LoadPlan, LoadRequest
+from smckpt.engine.load_rounds import Address, Rounds
 from smckpt.errors import CheckpointError, PeerError, as_checkpoint_error, error_from_json
 from smckpt.layout.image import ALIGNMENT
 from smckpt.meeting.group import Group
@@ -408,3 +419,73 @@ def _system() -> str:
         net = os.stat("/proc/self/ns/net").st_ino
         return hashlib.sha256(f"{boot}{net}".encode()).hexdigest()[:16]
     return secrets.token_hex(8)
+
+
+# -- who reads what ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What a rank brings: where others reach it, and which bytes it needs (`Reads.needs`)."""
+
+    address: Address
+    needs: dict[str, list[int]]
+
+
+@dataclass(frozen=True)
+class Team:
+    """What a rank hears: what it shares, and where the other members are."""
+
+    shared: TeamRuns = field(default_factory=TeamRuns)
+    addresses: dict[int, Address] = field(default_factory=dict)
+
+
+def share(
+    group: Group, planned: LoadPlan, request: LoadRequest, rounds: Rounds
+) -> tuple[Passing | None, int]:
+    """What this rank reads for others, and others for it; None if it shares nothing. On the first
+    rank of the group also how many bytes its ranks need."""
+    meeting, point = rounds.group, f"{rounds.point}/share"
+    reads = Reads(planned.plan.copies, planned.memory.buffers)
+    most = portion_bytes(request.storage.request_bytes)
+    needed = 0
+
+    def decide(brought: Callable[[], dict[int, Offer]]) -> bool:
+        nonlocal needed
+        offers = brought()
+        needs = {member: offer.needs for member, offer in offers.items()}
+        found, needed = teams(needs, most)
+        hosts = {offer.address.host for offer in offers.values()}
+        if len(hosts) > 1 and any(offer.address.peer is None for offer in offers.values()):
+            for host in sorted(hosts):  # each shares what its own ranks read
+                here = {m: needs[m] for m in needs if offers[m].address.host == host}
+                for member in here:
+                    found.pop(member, None)
+                found |= teams(here, most)[0]
+        for member, shared in found.items():
+            others = {m for team in shared.teams.values() for m in team} - {member}
+            addresses = {other: offers[other].address for other in sorted(others)}
+            # a key for each member: an answer for all would grow with the square of their number
+            meeting.first(f"{point}/team/{member}", Team(shared, addresses))
+        return bool(found)
+
+    with ExitStack() as stack:
+        door = Door(beyond=int(os.environ.get("LOCAL_WORLD_SIZE", "1")) < group.world_size)
+        stack.callback(door.close)
+        team = Team()
+        if meeting.round(
+            point,
+            lambda: Offer(door.address, reads.needs()),
+            decide,
+            timeout=rounds.timeout,
+            brings=Offer,
+        ):
+            own = f"{point}/team/{meeting.member}"
+            team = decode(Team, meeting.first(own, team))
+            meeting.drop([own])
+        if not team.addresses:
+            return None, needed
+        shared = [*portions(team.shared)]
+        passing = Passing(group, door, team.addresses, reads, shared, rounds.timeout)
+        stack.pop_all()  # it closes the door
+        return passing, needed

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, full
 
 import smckpt
 import smckpt.engine.load as engine_load
-import smckpt.engine.load_share as load_share
+import smckpt.engine.load_rounds as load_rounds
 from smckpt.cli.app import app
 from smckpt.errors import CorruptCheckpointError, KeysMismatchError, TensorMismatchError, UsageError
 from tests.engine.test_load_whole import equal
@@ -202,7 +202,7 @@ def fails_to_look(folder: str) -> str:
     odd = {"side_effect": ZeroDivisionError("odd")}
     with (
         mock.patch.object(engine_load, "open_any", **odd),
-        mock.patch.object(load_share, "open_any", **odd),
+        mock.patch.object(load_rounds, "open_any", **odd),
     ):
         try:
             smckpt.load({"a": torch.ones(1)}, checkpoint_id=folder)

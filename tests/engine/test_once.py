@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 
 import smckpt
 from smckpt import errors
-from smckpt.engine import load_share, passing
+from smckpt.engine import passing
 from smckpt.storage.disk.posix import PosixStorage
 from tests.support.launch import run_ranks
 from tests.support.limits import seconds
@@ -162,7 +162,7 @@ def test_ranks_with_different_targets_share_what_they_have_in_common(tmp_path: P
 
 def taking_late(patch: pytest.MonkeyPatch, folder: str) -> None:
     """Rank 0 takes what rank 1 passes on when rank 1 has failed, and closed its connections."""
-    patch.setattr(load_share, "portion_bytes", lambda _: 2 << 20)
+    patch.setattr(passing, "portion_bytes", lambda _: 2 << 20)
     patch.setattr(passing, "_GOODBYE", 0.1)
     closed = Path(f"{folder}.closed")
     leave, take = passing.Passing.__exit__, passing.PortionTargets.take

@@ -5,13 +5,19 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar, overload
 
 MOST_DIMS = 64  # of a tensor that is read, and of a mesh; torch has no more
 Shape: TypeAlias = tuple[int, ...]
 Interval: TypeAlias = tuple[int, int]  # [start, stop)
+
+
+def memo() -> Any:
+    """A field of a frozen dataclass for what it has computed; two that are equal may differ in
+    it."""
+    return field(default_factory=dict, init=False, repr=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +74,10 @@ class Mesh:
     dim_names: tuple[str, ...]
     shape: Shape
     ranks: tuple[int, ...]
+    # At 16,384 ranks one pass over the mesh takes 10 ms, and there are 1,000 tensors of few shapes.
+    _groups: dict[Shape, dict[Shape, tuple[int, ...]]] = memo()
+    _holdings: dict[object, dict[int, Holding]] = memo()
+    _coordinates: dict[Shape, dict[int, Shape]] = memo()
 
     def __post_init__(self) -> None:
         if len(self.dim_names) != len(self.shape):
@@ -95,20 +105,6 @@ class Mesh:
     def named_coordinate(self, rank: int) -> tuple[tuple[str, int, int], ...]:
         """Name, size and the rank's index of each dimension."""
         return tuple(zip(self.dim_names, self.shape, self.coordinate(rank), strict=True))
-
-    @cached_property
-    def _groups(self) -> dict[Shape, dict[Shape, tuple[int, ...]]]:
-        # a memo: at 16,384 ranks one pass over the mesh takes 10 ms, and there are 1,000 tensors
-        return {}
-
-    @cached_property
-    def _holdings(self) -> dict[object, dict[int, Holding]]:
-        # a memo too: the tensors of a model have few shapes
-        return {}
-
-    @cached_property
-    def _coordinates(self) -> dict[Shape, dict[int, Shape]]:
-        return {}
 
     def holdings(self, alike: object) -> dict[int, Holding]:
         """A memo by rank, shared by all tensors that the mesh cuts in the same way."""

@@ -19,7 +19,7 @@ from torch import nn
 from smckpt.errors import StateError
 from smckpt.layout.flat_geometry import FlatGeometry, FlatUnit, Segment
 from smckpt.layout.geometry import Geometry
-from smckpt.layout.mesh import Mesh
+from smckpt.layout.mesh import Mesh, memo
 from smckpt.state_dict.modes import give_extra_state
 from smckpt.state_dict.tags import Tag, plain_tag, set_tag, stand_in
 from smckpt.state_dict.tensors import fill, is_value, lacking
@@ -53,6 +53,7 @@ class _Unit:
     aliases: tuple[Member, ...]
     key: str
     original: bool
+    _tags: dict[str, tuple[Tag, list[Tag], list[Tag]]] = memo()
 
     @cached_property
     def held(self) -> Held:
@@ -67,10 +68,6 @@ class _Unit:
             cuts += [member.offset - at, member.numel] if member.numel else [0, 0]
             at = member.offset + member.numel if member.numel else at
         return [*cuts, self.whole.unit.shard_numel - at]
-
-    @cached_property
-    def _tags(self) -> dict[str, tuple[Tag, list[Tag], list[Tag]]]:
-        return {}
 
     def tags(self, kind: str) -> tuple[Tag, list[Tag], list[Tag]]:
         """The tags of the flat parameter, of each member and of each alias."""

@@ -20,6 +20,7 @@ from smckpt.checkpoint.records.files import FILES_AT_ONCE
 from smckpt.errors import TopologyError
 from smckpt.layout.containers import is_closed, is_extra_state
 from smckpt.layout.entries import Entry, Path, dotted
+from smckpt.layout.mesh import memo
 from smckpt.topology import ParallelState
 
 Values = dict[str, tuple[Path, Any]]  # key → (path, value), of what is no tensor
@@ -40,6 +41,10 @@ class LoadingRank:
     group: Sequence[int]
     alike: frozenset[int] | None = None
     unknown: str = ""
+    _held: dict[int, bool] = memo()  # by id of the ranks of rows
+    _sources: dict[str, int] = memo()
+    _taken: dict[str, bool] = memo()
+    _whose: dict[Path, int] = memo()
 
     @classmethod
     def of(
@@ -262,22 +267,6 @@ class LoadingRank:
     def is_of_optimizer(self, path: Path) -> bool:
         known = self.catalogue.optimizers
         return bool(known) and any(dotted(path[:at]) in known for at in range(len(path)))
-
-    @cached_property
-    def _held(self) -> dict[int, bool]:
-        return {}
-
-    @cached_property
-    def _sources(self) -> dict[str, int]:
-        return {}
-
-    @cached_property
-    def _taken(self) -> dict[str, bool]:
-        return {}
-
-    @cached_property
-    def _whose(self) -> dict[Path, int]:
-        return {}
 
     @cached_property
     def _own(self) -> tuple[set[Path], set[Path]]:

@@ -15,10 +15,10 @@ import concurrent.futures
 import logging
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -33,47 +33,31 @@ _PIECE = 256 * CHUNK  # bytes: as many go back to the device at once
 _NAMED = 4  # tensors that an error names
 
 
-class SideStream(Protocol):
-    """A stream of a device beside those of training."""
+class SideStream:
+    """A stream of a CUDA device beside those of training."""
 
-    def synchronize(self) -> None:
-        """Wait for all streams of the device."""
-
-    def entered(self) -> AbstractContextManager[Any]:
-        """In this context the calling thread queues its work on the stream."""
-
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Queue a copy to host memory."""
-
-    def digests(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Queue the digests of contiguous tensors on the device. See `digest.digests_on`."""
-
-    def finish(self) -> None:
-        """Wait for all work that is queued on the stream."""
-
-
-class _DeviceStream:
     def __init__(self, device: torch.device) -> None:
         self._module = torch.get_device_module(device)
         self._device, self._stream = device, self._module.Stream(device)
+        # queues the digests of contiguous tensors on the device
         self.digests = digests_on(device)
 
     def synchronize(self) -> None:
+        """Wait for all streams of the device."""
         torch.accelerator.synchronize(self._device)
 
     def entered(self) -> AbstractContextManager[Any]:
+        """In this context the calling thread queues its work on the stream."""
         context: AbstractContextManager[Any] = self._module.stream(self._stream)
         return context
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Queue a copy to host memory."""
         target.copy_(source, non_blocking=True)
 
     def finish(self) -> None:
+        """Wait for all work that is queued on the stream."""
         self._stream.synchronize()
-
-
-def _stream_of(device: torch.device) -> SideStream | None:
-    return _DeviceStream(device) if device.type == "cuda" else None
 
 
 @dataclass(frozen=True)
@@ -89,13 +73,9 @@ class Overlap:
     """The overlapped copies of one process. A save under which a tensor changed is the last one.
 
     While copies are under way, each step of an optimizer of this process waits for them first.
-
-    Args:
-        stream_of: the stream that copies from a device; None if its copies block.
     """
 
-    def __init__(self, stream_of: Callable[[torch.device], SideStream | None] = _stream_of) -> None:
-        self._stream_of = stream_of
+    def __init__(self) -> None:
         self._streams: dict[torch.device, SideStream | None] = {}
         self._flying: list[tuple[Flight, float]] = []  # with the seconds to wait for it
         self._hook: RemovableHandle | None = None
@@ -180,10 +160,14 @@ class Overlap:
                 self._hook.remove()
                 self._hook = None
 
+    def _made_stream(self, device: torch.device) -> SideStream | None:
+        """The stream that copies from a device; None if its copies block."""
+        return SideStream(device) if device.type == "cuda" else None
+
     def _stream(self, device: torch.device) -> SideStream | None:
         if device not in self._streams:
             try:
-                self._streams.setdefault(device, self._stream_of(device))
+                self._streams.setdefault(device, self._made_stream(device))
             except Exception as error:  # of the compiler, or of a torch without it
                 self._streams.setdefault(device, None)
                 self.refusal = f"no kernel for the digests of {device} can be compiled ({error})"

@@ -241,10 +241,11 @@ def test_a_device_without_a_compiler_copies_before_the_return_and_that_is_logged
     tensor = torch.randn(1000)
     layout = compile_layout([entry_of("w", tensor)], rank=0, group_ranks=(0,))
 
-    def stream_of(device: torch.device) -> Any:
-        raise RuntimeError("no NVRTC here")
+    class Without(overlap.Overlap):
+        def _made_stream(self, device: torch.device) -> Any:
+            raise RuntimeError("no NVRTC here")
 
-    overlapping = overlap.Overlap(stream_of)
+    overlapping = Without()
     with closing(Arena(layout.arena_size)) as arena, caplog.at_level(logging.WARNING, "smckpt"):
         for _ in range(2):
             assert stage(arena, layout, [tensor], overlap=overlapping, stepped={"w"}) is None

@@ -13,7 +13,7 @@ import torch
 
 import smckpt
 from smckpt.engine import api
-from smckpt.staging import digest, overlap
+from smckpt.staging import digest
 from smckpt.staging.overlap import Overlap, SideStream
 from tests.cuda.engine.test_moment import ADAMW, made, trained
 from tests.engine.test_prewarm import arenas, prewarmed
@@ -32,9 +32,7 @@ class Busy:
     """The device's own stream, which is busy before it copies."""
 
     def __init__(self, device: torch.device) -> None:
-        made = overlap._stream_of(device)
-        assert made is not None
-        self._own, self._waited = made, False
+        self._own, self._waited = SideStream(device), False
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         if not self._waited:
@@ -54,10 +52,11 @@ class Busy:
 def begin(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[..., Any]]:
     """A function that begins a save whose copies land after 2.5 s, in a queue of its own."""
 
-    def stream_of(device: torch.device) -> SideStream | None:
-        return Busy(device) if device.type == "cuda" else None
+    class Slow(Overlap):
+        def _made_stream(self, device: torch.device) -> Any:
+            return Busy(device) if device.type == "cuda" else None
 
-    monkeypatch.setattr(api._RUNTIME, "overlap", Overlap(stream_of))
+    monkeypatch.setattr(api._RUNTIME, "overlap", Slow())
     options = smckpt.SaveOptions(staging="auto", queue=f"overlap-{next(QUEUES)}")
 
     def begun(state: dict[str, Any], name: str = "c") -> Any:

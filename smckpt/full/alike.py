@@ -11,7 +11,7 @@ import torch
 
 from smckpt.checkpoint.records.objects import encode_object
 from smckpt.errors import UsageError
-from smckpt.full.wire import gathers, in_rows
+from smckpt.full.wire import from_all, gathers, in_rows
 from smckpt.layout.containers import items_of
 from smckpt.layout.entries import Path, dotted
 from smckpt.state_dict.tensors import dtensor_parts, is_dtensor, is_flattening, is_value
@@ -62,22 +62,17 @@ def refuse_own(
     Args:
         sums: as of `sums_of`. groups: as in `Attempt.settle`.
     """
-    import torch.distributed as dist
-
     groups = groups if gathers() else ()
     digest = zlib.crc32(repr(sorted(map(repr, sums.items()))).encode())
     low = high = digest
     for group in groups:
-        spans: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(spans, (low, high), group)
+        spans = from_all((low, high), group)
         low, high = min(span[0] for span in spans), max(span[1] for span in spans)
     if low == high:
         return
     found = {path: (value, value, 1) for path, value in sums.items()}  # lowest, highest, ranks
     for group in groups:
-        everyone: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(everyone, found, group)
-        found = {}
+        everyone, found = from_all(found, group), {}
         for path, (lowest, highest, count) in (item for each in everyone for item in each.items()):
             known = found.get(path, (lowest, highest, 0))
             found[path] = min(known[0], lowest), max(known[1], highest), known[2] + count

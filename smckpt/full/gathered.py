@@ -22,7 +22,7 @@ from smckpt.full.parallel import (
     full_state,
     is_transformed,
 )
-from smckpt.full.wire import Attempt, anywhere, gathers, in_rows, own_rank
+from smckpt.full.wire import Attempt, anywhere, from_all, gathers, in_rows, own_rank
 from smckpt.layout.containers import items_of
 from smckpt.layout.entries import Path
 from smckpt.layout.strided import Box
@@ -324,8 +324,6 @@ def _of_all_ranks(
     Raises:
         UsageError: ranks have different numbers, of a parameter or among the options of a group.
     """
-    import torch.distributed as dist
-
     binding = bind(optimizer, "SHARDED", view)
     mine: dict[str, dict[str, Any]] = {}
     tensors: set[str] = set()
@@ -345,8 +343,7 @@ def _of_all_ranks(
         f"param_groups.{number}": {k: (v, "") for k, v in group.items() if k != "params"}
         for number, group in enumerate(optimizer.param_groups)
     }
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (mine, options, sorted(tensors), flags))
+    everyone = from_all((mine, options, sorted(tensors), flags))
     numbers: dict[str, dict[str, Any]] = {}
     for rank, (theirs, groups, _, _) in enumerate(everyone):
         for name, slots in {**theirs, **groups}.items():

@@ -93,14 +93,19 @@ def arrays_of(view: ModelView) -> dict[str, Array]:
     return arrays
 
 
-def anywhere(mine: bool, groups: Iterable[Any]) -> bool:
-    """Whether `mine` is true on any of the ranks that meet; `groups` as in `Attempt.settle`."""
+def from_all(value: Any, group: Any = None) -> list[Any]:
+    """The values of all ranks of a process group, in order."""
     import torch.distributed as dist
 
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group)
+    return values
+
+
+def anywhere(mine: bool, groups: Iterable[Any]) -> bool:
+    """Whether `mine` is true on any of the ranks that meet; `groups` as in `Attempt.settle`."""
     for group in groups if gathers() else ():
-        answers: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(answers, mine, group)
-        mine = any(answers)
+        mine = any(from_all(mine, group))
     return mine
 
 
@@ -138,17 +143,15 @@ class Attempt:
             groups: this rank's group in each mesh dimension of the ranks that meet; None is the
                 job.
         """
-        import torch.distributed as dist
-
         own: tuple[tuple[int, bool, int], CheckpointError] | None = None
         if self.failure is not None:
             rank = own_rank()
             own = (self._failed_at, rank == 0, rank), as_checkpoint_error(self.failure, rank)
         first = own
         for group in groups if gathers() else ():
-            failures: list[Any] = [None] * dist.get_world_size(group)
-            dist.all_gather_object(failures, first, group)
-            first = min(filter(None, failures), key=lambda metadata: metadata[0], default=None)
+            first = min(
+                filter(None, from_all(first, group)), key=lambda metadata: metadata[0], default=None
+            )
         if first is not None and own is not None and first[0] == own[0]:
             assert self.failure is not None
             raise self.failure

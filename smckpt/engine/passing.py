@@ -53,12 +53,11 @@ from smckpt.storage.memory.wire import (
     IDLE,
     Peer,
     call,
-    challenged,
     fill,
+    is_known,
     own_address,
     receive,
     send,
-    user_of,
 )
 
 log = logging.getLogger("smckpt")
@@ -101,12 +100,7 @@ class Door:
             made, _ = doors[number].accept()
             made.settimeout(IDLE)
             try:
-                known = (
-                    user_of(made) == os.getuid()
-                    if doors[number] is self._unix
-                    else challenged(made, self._secret)
-                )
-                if known:
+                if is_known(made, None if doors[number] is self._unix else self._secret):
                     return made, int(receive(made)["member"])
             except (OSError, ValueError, KeyError):
                 pass  # somebody who only looks whether this rank is there, or a stranger

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import BinaryIO
 
 from smckpt.storage.base import FileWriter
+from smckpt.storage.disk.posix_write import write_all
 from smckpt.storage.faults import (
     guarded,
     owner_of,
@@ -65,11 +66,8 @@ class SpooledWriter(FileWriter):
         refuse_outside(offset, data.nbytes, self._size, self._path)
         file = self._file
         assert file is not None
-        left, at = data.cast("B") if data.format != "B" else data, offset
         try:
-            while left.nbytes:
-                done = os.pwrite(file.fileno(), left, at)
-                left, at = left[done:], at + done
+            write_all(file.fileno(), data.cast("B") if data.format != "B" else data, offset)
         except OSError as error:
             raise self._unspooled(error) from error
         with self._lock:

@@ -33,7 +33,7 @@ from smckpt.storage.memory import store as memory_store
 from smckpt.storage.memory import wire
 from smckpt.storage.memory.keeper import Keeper, listening
 from smckpt.storage.memory.store import asked_locally
-from smckpt.storage.memory.wire import Peer, call, challenged, local_name, receive, send
+from smckpt.storage.memory.wire import Peer, call, is_known, local_name, receive, send
 from smckpt.storage.urls import parent_url
 from tests.support.limits import seconds
 
@@ -193,7 +193,7 @@ def test_neither_side_waits_before_it_sends_what_is_small(asks: bool) -> None:
         def answer() -> None:
             made, _ = door.accept()
             with made:
-                assert challenged(made, secret)
+                assert is_known(made, secret)
                 answered.append(made.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
 
         thread = threading.Thread(target=answer)

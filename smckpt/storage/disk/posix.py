@@ -12,7 +12,6 @@ buffered writes + fsync). Names are created exclusively. Files and directories a
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import re
@@ -21,11 +20,11 @@ import stat
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 
-from smckpt.errors import CheckpointError, CorruptCheckpointError, UsageError
+from smckpt.errors import CorruptCheckpointError, UsageError
 from smckpt.storage.base import Access, FileInfo, Storage
 from smckpt.storage.disk.directory import Directory
 from smckpt.storage.disk.posix_read import Descriptor, Reading, is_a_link, not_a_file, open_file
@@ -36,6 +35,7 @@ from smckpt.storage.urls import is_below, normal_url
 TEMPORARY_SUFFIX = ".tmp"  # `.<name>.<random>.tmp` becomes `<name>` when it is whole
 _TEMPORARY = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{16}\.tmp", re.A)
 _OPEN_FILES = 64  # how many files stay open for reading
+_ABSENT = (FileNotFoundError, NotADirectoryError)  # it is missing, or its parent is a file
 # rmdir failed because the directory is not empty, is gone, is a mount point, or its rights forbid
 # it.
 _STAYS = (
@@ -96,17 +96,19 @@ class PosixStorage(Storage):
         path = self._path(name)
         temporary = _temporary(name)
         with os_errors_at(path, "create exclusively"):
-            with contextlib.suppress(FileNotFoundError), self._directory() as directory:
+            with suppress(FileNotFoundError), self._directory() as directory:
                 if directory.status(name) is not None:
                     return False
             with self._written(temporary, data) as directory:
                 try:
                     created = publish(directory, temporary, name)
                 finally:
-                    with contextlib.suppress(OSError):  # a later sweep removes the rest
+                    with suppress(OSError):  # a later sweep removes the rest
                         directory.remove(temporary)
-                if created:
-                    _sync_visible(directory, path)
+                action = "make the new name durable (it is visible, a power failure may remove it)"
+                with os_errors_at(path, action):
+                    if created:
+                        directory.sync()
         return created
 
     def rename(self, name: str, new: str) -> None:
@@ -126,7 +128,7 @@ class PosixStorage(Storage):
         path = self._path(name)
         wanted = [b if b.format == "B" else b.cast("B") for b in buffers if b.nbytes]
         reading = Reading(offset, wanted, seen)
-        try:
+        with os_errors_at(path, "read"):
             try:
                 complete = reading.run(self._descriptor(path))
             except OSError as error:
@@ -134,24 +136,18 @@ class PosixStorage(Storage):
                     raise
                 self._forget(path)  # NFS: the server restarted, and a new descriptor may work
                 complete = reading.run(self._descriptor(path))
-        except CheckpointError:
-            raise  # from `seen`: some of our errors are OSErrors; none may be its own cause
-        except OSError as error:
-            raise storage_error(error, path, "read") from error
         if not complete:
             needed = offset + sum(b.nbytes for b in wanted)
             raise too_short(name, reading.offset, needed, path)
 
     def size(self, name: str) -> int:
         path = self._path(name)
-        try:
+        with os_errors_at(path, "look up the size"):
             if not self._read_below:
                 found = os.stat(path, follow_symlinks=self._links)
             else:
                 with self._reading() as directory:
                     found = os.stat(name, dir_fd=directory.fd, follow_symlinks=False)
-        except OSError as error:
-            raise storage_error(error, path, "look up the size") from error
         if stat.S_ISLNK(found.st_mode):
             raise is_a_link(path)
         if not stat.S_ISREG(found.st_mode):
@@ -195,22 +191,13 @@ class PosixStorage(Storage):
     def delete(self, name: str) -> None:
         path = self._path(name)
         self._forget(path)
-        try:
-            with self._directory() as directory:
-                directory.remove(name)
-        except (FileNotFoundError, NotADirectoryError):
-            return  # it is missing, or its parent is a file
-        except OSError as error:
-            raise storage_error(error, path, "delete") from error
+        with os_errors_at(path, "delete"), suppress(*_ABSENT), self._directory() as directory:
+            directory.remove(name)
 
     def sync(self) -> None:
-        try:
-            with self._directory() as directory:
-                directory.sync()
-        except (FileNotFoundError, NotADirectoryError):
-            return
-        except OSError as error:
-            raise storage_error(error, self.folder, "make the deletions durable") from error
+        action = "make the deletions durable"
+        with os_errors_at(self.folder, action), suppress(*_ABSENT), self._directory() as directory:
+            directory.sync()
 
     def remove_directory(self) -> None:
         self.refuse_links()  # rmdir of a link would only say that it stays
@@ -232,14 +219,9 @@ class PosixStorage(Storage):
         return there
 
     def refuse_links(self) -> None:
-        if not self._below:
-            return
-        try:
-            self._directory().close()
-        except (FileNotFoundError, NotADirectoryError):
-            return  # nothing is there, so no link can lead elsewhere
-        except OSError as error:
-            raise storage_error(error, self.folder, "open the directory") from error
+        if self._below:  # where nothing is there, no link can lead elsewhere
+            with os_errors_at(self.folder, "open the directory"), suppress(*_ABSENT):
+                self._directory().close()
 
     def reading_from(self, *urls: str) -> Storage:
         return self._again(replace(self.access, read_from=(*self.access.read_from, *urls)))
@@ -301,17 +283,14 @@ class PosixStorage(Storage):
     @contextmanager
     def _scan(self) -> Iterator[Sequence[os.DirEntry[str]]]:
         """All entries, which can be looked at in the block."""
+        entries: Sequence[os.DirEntry[str]] = ()
         with ExitStack() as open_ones:
-            try:
+            with os_errors_at(self.folder, "list the directory"), suppress(FileNotFoundError):
                 here: str | int = self.folder
                 if self._read_below:
                     here = open_ones.enter_context(self._reading()).listable()
                     open_ones.callback(os.close, here)
                 entries = [*open_ones.enter_context(os.scandir(here))]
-            except FileNotFoundError:
-                entries = []
-            except OSError as error:
-                raise storage_error(error, self.folder, "list the directory") from error
             yield entries
 
     def _created(self, name: str) -> tuple[Directory, int]:
@@ -391,14 +370,6 @@ def _may_be_directory(entry: os.DirEntry[str]) -> bool:
         return error.errno != errno.ELOOP and not (
             error.errno == errno.EACCES and entry.is_symlink()
         )
-
-
-def _sync_visible(directory: Directory, path: str) -> None:
-    try:
-        directory.sync()
-    except OSError as error:
-        action = "make the new name durable (it is visible, but a power failure may remove it)"
-        raise storage_error(error, path, action) from error
 
 
 def _temporary(name: str) -> str:

@@ -23,19 +23,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from smckpt.storage.disk.posix_write import write_all
 from smckpt.storage.memory.wire import (
     IDLE,
     SILENT,
     KeeperRefusal,
     Peer,
     call,
-    challenged,
     fill,
+    is_known,
     local_name,
     receive,
     reply_of,
     send,
-    user_of,
 )
 
 # Bytes that are received, and sent, at a time. A rank that waits for copies hears of each piece:
@@ -105,10 +105,7 @@ class Keeper:
         begun: list[tuple[int, int]] = []  # of files under way: descriptor, size
         with made, contextlib.suppress(OSError):
             made.settimeout(IDLE)
-            if local:
-                if user_of(made) != os.getuid():
-                    return
-            elif not challenged(made, self.secret):
+            if not is_known(made, None if local else self.secret):
                 return
             made.settimeout(None if local else IDLE)
             while True:
@@ -442,9 +439,8 @@ def _received(source: socket.socket, fd: int, size: int) -> None:
     while at < size:
         piece = buffer[: min(size - at, _PIECE)]
         fill(source, piece)
-        while piece:
-            done = os.pwrite(fd, piece, at)
-            piece, at = piece[done:], at + done
+        write_all(fd, piece, at)
+        at += len(piece)
 
 
 def listening(job: str) -> socket.socket | None:

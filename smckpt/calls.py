@@ -84,9 +84,9 @@ def in_threads(
     call: Callable[[_T], _R], items: Iterable[_T], threads: int, name: str = ""
 ) -> list[_R]:
     """The result of each call, in order, of `threads` calls at once. The first failure cancels the
-    calls that have not begun, and is raised."""
+    calls that have not begun, waits for the others, and is raised. One thread is this one."""
     wanted = list(items)
-    if len(wanted) < 2:
+    if threads == 1 or len(wanted) < 2:
         return list(map(call, wanted))
     with Threads(min(threads, len(wanted)), name) as pool:
         return list(pool.map(call, wanted))

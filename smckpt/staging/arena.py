@@ -20,13 +20,12 @@ import mmap
 import os
 import sys
 import tempfile
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from smckpt.calls import while_alive
+from smckpt.calls import in_threads, while_alive
 from smckpt.errors import MemoryBudgetError, UsageError
 from smckpt.layout.image import ALIGNMENT
 
@@ -63,7 +62,7 @@ class Arena:
         self._pinned_on: torch.device | None = None
         self.closed = False
         try:
-            self.fd = _anonymous_file() if shared else -1
+            self.fd = anonymous_file("smckpt-arena") if shared else -1
         except OSError as error:
             raise _refused(self.size, error) from error
         try:
@@ -181,10 +180,11 @@ def beside_captures() -> bool:
         return False
 
 
-def _anonymous_file() -> int:
+def anonymous_file(name: str) -> int:
+    """A descriptor of an empty file that has no path; its name is for people who list those."""
     if hasattr(os, "memfd_create"):
-        return os.memfd_create("smckpt-arena", os.MFD_CLOEXEC)
-    fd, path = tempfile.mkstemp(prefix="smckpt-arena-")  # macOS
+        return os.memfd_create(name, os.MFD_CLOEXEC)
+    fd, path = tempfile.mkstemp(prefix=f"{name}-")  # macOS
     os.unlink(path)
     return fd
 
@@ -206,31 +206,21 @@ def _advise(memory: mmap.mmap, name: str) -> None:
 
 def _fault_in(memory: mmap.mmap, size: int) -> None:
     """Make the kernel provide every page now."""
-    chunks = iter(range(0, size, _FAULT_CHUNK))
-    failures: list[int] = []
 
-    def work() -> None:
-        for start in chunks:
-            code = _populate(memory, start, min(_FAULT_CHUNK, size - start))
-            if code:
-                failures.append(code)
-                return
+    def provide(start: int) -> None:
+        if code := _populate(memory, start, min(_FAULT_CHUNK, size - start)):
+            raise OSError(code, os.strerror(code))
 
-    threads = min(_FAULT_THREADS, os.cpu_count() or 1, -(-size // _FAULT_CHUNK))
-    pool = [threading.Thread(target=work) for _ in range(threads - 1)]
-    for thread in pool:
-        thread.start()
-    work()
-    for thread in pool:
-        thread.join()
-    if not failures:
-        return
-    if set(failures) <= {errno.EINVAL, errno.ENOSYS}:  # before Linux 5.14
-        for start in range(0, size, _FAULT_CHUNK):  # other threads run between two chunks
+    threads = min(_FAULT_THREADS, os.cpu_count() or 1)
+    try:
+        in_threads(provide, range(0, size, _FAULT_CHUNK), threads, "smckpt-arena")
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOSYS):
+            raise
+        # before Linux 5.14; other threads run between two chunks
+        for start in range(0, size, _FAULT_CHUNK):
             part = memoryview(memory)[start : min(start + _FAULT_CHUNK, size) : mmap.PAGESIZE]
             part[:] = bytes(len(part))
-        return
-    raise _refused(size, OSError(failures[0], os.strerror(failures[0])))
 
 
 def _refused(size: int, error: OSError) -> MemoryBudgetError:

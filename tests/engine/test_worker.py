@@ -38,7 +38,7 @@ ATTEMPT = "0123456789ab-00000007"
 
 @pytest.fixture
 def worker() -> Iterator[Worker]:
-    made = Worker(threads=3)
+    made = Worker()
     yield made
     made.close(timeout=seconds(5))
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from smckpt.checkpoint.commits.commit import publish_manifest, take_lease
+from smckpt.checkpoint.records.format import FORMAT_VERSION
 from smckpt.checkpoint.records.rows import encode_rows
-from smckpt.checkpoint.records.sealed import FORMAT_VERSION
-from smckpt.engine.background.commands import ArenaFile, PartWritten
+from smckpt.engine.background.commands import ArenaFile, PartWritten, WritePart
 from smckpt.engine.background.worker_write import write_part
 from smckpt.layout.entries import Entry
 from smckpt.layout.geometry import MeshGeometry, PerRankGeometry
@@ -143,12 +143,14 @@ class Group:
         return write_part(
             self.spreading,
             memoryview(image_of(layout, data)),  # type: ignore[arg-type]
-            threads=1,
-            directory=str(self.directory),
-            attempt=body["attempt"],
-            rank=rank,
-            files=[ArenaFile(f.arena_offset, f.size) for f in layout.files],
-            part=body,
+            WritePart(
+                directory=str(self.directory),
+                attempt=body["attempt"],
+                rank=rank,
+                arena=None,
+                files=tuple(ArenaFile(f.arena_offset, f.size) for f in layout.files),
+                part=body,
+            ),
         )
 
     def lease(self) -> int:

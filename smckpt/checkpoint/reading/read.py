@@ -12,12 +12,11 @@ import os
 import resource
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
-from smckpt.calls import Threads
+from smckpt.calls import in_threads
 from smckpt.checkpoint.reading.blocks import (
     SCRATCH_BYTES,
     Destination,
@@ -117,7 +116,7 @@ def execute(
     files = {file for stored in copies for file, _ in stored.slots}
     before = sum(file.fetched for file in files)
     if preverify:
-        _run(list(reads.checks()), threads)
+        in_threads(lambda check: check(), reads.checks(), threads, "smckpt-read")
     reads.fill(threads, progress, ring, shared)
     return sum(file.fetched for file in files) - before
 
@@ -202,12 +201,15 @@ class Reads:
                 ),
                 *(partial(_gather, stored, self.buffers[stored.target]) for stored in self.gathers),
             ]
-            if progress is not None:
-                meter = Meter(progress, len(tasks))
-                tasks = [_counted(task, meter) for task in tasks]
+            meter = Meter(progress, len(tasks))
+
+            def carry_out(task: Task) -> None:
+                task()
+                meter.add(1)
+
             if crowded:
-                tasks = _run_until_one_waits(tasks)
-            _run(tasks, threads)
+                tasks = _until_one_waits(tasks, carry_out)
+            in_threads(carry_out, tasks, threads, "smckpt-read")
             if shared is not None:
                 shared.finish()
             if ring is not None:
@@ -235,14 +237,6 @@ class Reads:
             for first, last in _stretches(sorted(blocks), most):
                 low, high = first * BLOCK, min(last * BLOCK, file.size)
                 yield partial(file.fill, low, high, [])
-
-
-def _counted(task: Task, meter: Meter) -> Task:
-    def run() -> None:
-        task()
-        meter.add(1)
-
-    return run
 
 
 def _fitting(stored: StoredCopy) -> Iterator[StoredCopy]:
@@ -335,12 +329,12 @@ def share_of_processors() -> int:
     return processors // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
-def _run_until_one_waits(tasks: Sequence[Task]) -> Sequence[Task]:
-    """Run tasks in this thread until one of them has waited for data. Returns the tasks that are
-    left."""
+def _until_one_waits(tasks: Sequence[Task], carry_out: Callable[[Task], None]) -> Sequence[Task]:
+    """Carry out tasks in this thread until one of them has waited for data. Returns the tasks that
+    are left."""
     for done, task in enumerate(tasks, 1):
         before = _waits()
-        task()
+        carry_out(task)
         if _waits() - before > _FEW_WAITS:
             return tasks[done:]
     return ()
@@ -349,23 +343,6 @@ def _run_until_one_waits(tasks: Sequence[Task]) -> Sequence[Task]:
 def _waits() -> int:
     """How often this thread gave up its processor to wait for data or a lock."""
     return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
-
-
-def _run(tasks: Sequence[Task], threads: int) -> None:
-    """Run all tasks. The first failure cancels those that have not begun, waits for the others, and
-    is raised."""
-    if threads == 1 or not tasks:
-        for task in tasks:
-            task()
-        return
-    with Threads(threads, thread_name_prefix="smckpt-read") as pool:
-        futures: list[Future[None]] = [pool.submit(task) for task in tasks]
-        try:
-            for future in futures:
-                future.result()
-        except BaseException:
-            pool.shutdown(wait=True, cancel_futures=True)
-            raise
 
 
 def _disjoint(

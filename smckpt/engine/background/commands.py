@@ -92,8 +92,9 @@ class PartWritten:
 
 @dataclass(frozen=True)
 class WritePart(Command[PartWritten]):
-    """arena: its number; None if there are no files. part: the record without "files". watched:
-    by file and place, without overlaps."""
+    """attempt: of this save, which is in every file's name. files: where they are in the arena.
+    part: the record without "files". watched: by file and place, without overlaps. arena: its
+    number; None if there are no files."""
 
     function = "write_part"
     answer = PartWritten

@@ -38,6 +38,7 @@ from smckpt.engine.background.commands import (
 from smckpt.errors import CheckpointError, WorkerError
 from smckpt.storage import Access
 
+_NICENESS = 10  # added to its priority, so that it yields to training
 _STDERR_LIMIT = 1 << 20
 _SERVING = (
     "smckpt.engine.background.worker_write",
@@ -50,17 +51,16 @@ def main(arguments: list[str] | None = None) -> None:
     """Serve until the trainer sends `Exit` or ends.
 
     Args:
-        arguments: descriptor of the socket, descriptor of the trainer's pidfd or -1, niceness,
-            threads.
+        arguments: descriptor of the socket, descriptor of the trainer's pidfd or -1.
     """
-    end, trainer, niceness, threads = (int(a) for a in arguments or sys.argv[1:5])
+    end, trainer = (int(a) for a in arguments or sys.argv[1:3])
     faulthandler.enable()
     # Ctrl-C and a batch system's SIGTERM go to every process of the job. The trainer may still
     # want to save; the worker ends when the trainer does.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     with contextlib.suppress(OSError):  # a container may forbid it; then the priority stays normal
-        os.nice(niceness)
+        os.nice(_NICENESS)
     with contextlib.suppress(OSError):  # the name that `top` shows; Linux only
         Path("/proc/self/comm").write_text("smckpt-worker")
     link = socket.socket(fileno=end)
@@ -75,13 +75,12 @@ def main(arguments: list[str] | None = None) -> None:
         os._exit(0)
 
     threading.Thread(target=end_with_trainer, daemon=True).start()
-    _Server(Channel(link, peer), threads).serve()
+    _Server(Channel(link, peer)).serve()
 
 
 class _Server:
-    def __init__(self, channel: Channel, threads: int) -> None:
+    def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self._threads = threads
         self._commands = commands()
         self._arenas: dict[int, mmap.mmap] = {}
 
@@ -159,17 +158,7 @@ class _Server:
                         f"the worker has no arena {command.arena}",
                         remedy="attach it before naming it",
                     )
-            return write_part(
-                access,
-                arena,
-                threads=self._threads,
-                directory=command.directory,
-                attempt=command.attempt,
-                rank=command.rank,
-                files=command.files,
-                part=command.part,
-                watched=command.watched,
-            )
+            return write_part(access, arena, command)
         commit = importlib.import_module("smckpt.checkpoint.commits.commit")
         return getattr(commit, command.function)(access, **vars(command))
 

@@ -12,7 +12,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -26,7 +25,7 @@ from smckpt.calls import while_alive
 from smckpt.decoding import decode
 from smckpt.engine.background.commands import Attach, Channel, Command, Detach, Exit, PeerGone
 from smckpt.errors import WorkerError, error_from_json
-from smckpt.staging.arena import Arena
+from smckpt.staging.arena import Arena, anonymous_file
 from smckpt.storage import Access
 
 log = logging.getLogger("smckpt")
@@ -63,15 +62,9 @@ class Worker:
 
     It starts at the first request, or earlier with `start`. When it dies, the request under way
     raises. The next request starts a new worker and passes it the arenas again.
-
-    Args:
-        threads: how many threads write, per request.
-        niceness: added to the process's priority, 0 to 19, so that it yields to training.
     """
 
-    def __init__(self, *, threads: int = 4, niceness: int = 10) -> None:
-        self._threads = threads
-        self._niceness = niceness
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._process: _Process | None = None
         self._arenas: dict[int, Arena] = {}
@@ -201,7 +194,7 @@ class Worker:
         if self._process is not None and self._process.popen.poll() is not None:
             self._discard()
         if self._process is None and not self._closed:
-            self._process = _spawn(self._niceness, self._threads)
+            self._process = _spawn()
 
     def _introduce(self, deadline: float) -> None:
         """Wait until the process answers, and pass it the arenas that it does not know."""
@@ -298,7 +291,7 @@ class Worker:
         return code, output
 
 
-def _spawn(niceness: int, threads: int) -> _Process:
+def _spawn() -> _Process:
     """Start the program. It inherits only its socket and our pidfd."""
     with ExitStack() as passed, ExitStack() as kept:
         try:
@@ -308,18 +301,12 @@ def _spawn(niceness: int, threads: int) -> _Process:
             trainer = _pidfd(os.getpid())
             if trainer is not None:
                 passed.callback(os.close, trainer)
-            if hasattr(os, "memfd_create"):
-                fd = os.memfd_create("smckpt-worker-stderr", os.MFD_CLOEXEC)
-            else:
-                with tempfile.TemporaryFile() as file:
-                    fd = os.dup(file.fileno())
-            fcntl.fcntl(fd, fcntl.F_SETFL, os.O_APPEND)  # the worker truncates it sometimes
-            stderr = fd
+            stderr = anonymous_file("smckpt-worker-stderr")
             kept.callback(os.close, stderr)
+            fcntl.fcntl(stderr, fcntl.F_SETFL, os.O_APPEND)  # the worker truncates it sometimes
             inherited = [theirs.fileno()] + ([] if trainer is None else [trainer])
             command = command_of(_PROGRAM)
             command += [str(theirs.fileno()), str(-1 if trainer is None else trainer)]
-            command += [str(niceness), str(threads)]
             popen = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,

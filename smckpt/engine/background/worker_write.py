@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import bisect
 import mmap
-import threading
 from collections.abc import Iterator, Sequence
-from typing import Any
 
+from smckpt.calls import in_threads
 from smckpt.checkpoint.commits.part import PartWriter, SummedFile
 from smckpt.checkpoint.records.crc import BLOCK
-from smckpt.checkpoint.records.numbers import count_nonfinite
 from smckpt.checkpoint.records.prefixes import open_spread
-from smckpt.engine.background.commands import ArenaFile, PartWritten, Watched
+from smckpt.engine.background.commands import PartWritten, Watched, WritePart
+from smckpt.layout.entries import count_nonfinite
 from smckpt.storage import Access
 
 _CHUNK = 8 * BLOCK  # bytes per write: enough for a device's full rate, and small enough to share
@@ -43,35 +42,21 @@ class _Counts:
 
 
 def write_part(
-    access: Access,
-    arena: mmap.mmap | None,
-    *,
-    threads: int,
-    directory: str,
-    attempt: str,
-    rank: int,
-    files: Sequence[ArenaFile],
-    part: dict[str, Any],
-    watched: Sequence[Watched] = (),
+    access: Access, arena: mmap.mmap | None, command: WritePart, *, threads: int = 4
 ) -> PartWritten:
     """Write a rank's data files, their checksums and its part record. All are durable on return.
 
     Args:
-        arena: the memory that holds `files`; None if there are none.
-        threads: how many threads write.
         access: its `spread` says under which prefixes the files are.
-        directory: URL of the checkpoint.
-        attempt: the attempt of this save, which is in every file's name.
-        rank: the writer.
-        files: where they are in the arena.
-        part: what the record says beside the attempt and the files.
-        watched: bytes whose checksums are told, by file and place, without overlaps.
+        arena: the memory that holds the files; None if there are none.
+        threads: how many threads write, if the store does not say.
 
     Raises:
         CheckpointError: the store refused. What was written is removed.
     """
-    storage = open_spread(access, directory)
-    writer = PartWriter(storage, attempt, rank)
+    files, watched = command.files, command.watched
+    storage = open_spread(access, command.directory)
+    writer = PartWriter(storage, command.attempt, command.rank)
     counts = [
         _Counts([one for one in watched if one.file == number]) for number in range(len(files))
     ]
@@ -84,8 +69,9 @@ def write_part(
             for file, of in zip(files, counts, strict=True)
             if arena is not None
         ]
-        _write_all(open_files, max(threads, storage.write_threads))
-        done = writer.finish(part)
+        at_once = max(threads, storage.write_threads)
+        in_threads(_write, _chunks(open_files), at_once, "smckpt-write")
+        done = writer.finish(command.part)
     except BaseException:
         writer.abort()
         raise
@@ -101,33 +87,9 @@ def write_part(
     )
 
 
-def _write_all(files: Sequence[tuple[SummedFile, memoryview]], threads: int) -> None:
-    """Write all chunks of all files with `threads` threads. The first failure stops the others."""
-    chunks = _chunks(files)
-    failures: list[BaseException] = []
-    turn = threading.Lock()
-
-    def work() -> None:
-        while not failures:
-            with turn:
-                chunk = next(chunks, None)
-            if chunk is None:
-                return
-            file, start, data = chunk
-            try:
-                file.write_at(start, data)
-            except BaseException as error:
-                failures.append(error)
-
-    count = min(threads, sum(1 for _ in _chunks(files)))
-    pool = [threading.Thread(target=work) for _ in range(count - 1)]
-    for thread in pool:
-        thread.start()
-    work()
-    for thread in pool:
-        thread.join()
-    if failures:
-        raise failures[0]
+def _write(chunk: tuple[SummedFile, int, memoryview]) -> None:
+    file, start, data = chunk
+    file.write_at(start, data)
 
 
 def _chunks(

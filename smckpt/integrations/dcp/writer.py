@@ -38,7 +38,7 @@ from smckpt.checkpoint.records.format import attempt_of
 from smckpt.checkpoint.records.objects import encode_object
 from smckpt.checkpoint.records.prefixes import spread_of
 from smckpt.checkpoint.records.rows import encode_rows
-from smckpt.engine.background.commands import ArenaFile
+from smckpt.engine.background.commands import ArenaFile, WritePart
 from smckpt.engine.background.worker_write import write_part
 from smckpt.engine.saving.differing import ranks_text, refuse_different
 from smckpt.engine.saving.moment import Moment, moment_of, moment_read
@@ -405,12 +405,15 @@ class DistributedFileSystemWriter(StorageWriter):
             done = write_part(
                 self.access.holding(share, spread),
                 cast(Any, arena and arena.view(0, arena.size)),
+                WritePart(
+                    directory=self.checkpoint_id,
+                    attempt=ticket.attempt,
+                    rank=ticket.rank,
+                    arena=None,
+                    files=tuple(ArenaFile(f.arena_offset, f.size) for f in layout.files),
+                    part=part,
+                ),
                 threads=self._threads,
-                directory=self.checkpoint_id,
-                attempt=ticket.attempt,
-                rank=ticket.rank,
-                files=[ArenaFile(f.arena_offset, f.size) for f in layout.files],
-                part=part,
             )
             return dict(vars(done))
         finally:

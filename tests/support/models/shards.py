@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 from smckpt.checkpoint.commits.commit import publish_manifest, take_lease
+from smckpt.checkpoint.records.format import FORMAT_VERSION
 from smckpt.checkpoint.records.objects import encode_object
 from smckpt.checkpoint.records.rows import encode_rows
-from smckpt.checkpoint.records.sealed import FORMAT_VERSION
-from smckpt.engine.background.commands import ArenaFile
+from smckpt.engine.background.commands import ArenaFile, WritePart
 from smckpt.engine.background.worker_write import write_part
 from smckpt.layout.entries import Entry
 from smckpt.layout.flat_geometry import FlatGeometry, FlatUnit, Segment
@@ -163,20 +163,16 @@ def _part(
         arrays = {id(entry): array for entry, array in held}
         stage(arena, layout, [arrays[id(entry)] for entry in layout.entries])
         memory = mmap.mmap(arena.fd, arena.size)
+    files = tuple(ArenaFile(f.arena_offset, f.size) for f in layout.files)
     done = write_part(
         Access(), memory,
-        threads=1,
-        directory=url,
-        attempt=attempt,
-        rank=rank,
-        files=[ArenaFile(f.arena_offset, f.size) for f in layout.files],
-        part={
+        WritePart(url, attempt, rank, None, files, {
             "format": list(FORMAT_VERSION), "checkpoint_id": url, "attempt": attempt,
             "session": session, "number": 0, "rank": rank, "host": "here",
             "group_ranks": list(ranks), "fingerprint": layout.fingerprint,
             "classes": layout.classes, "layout": encode_rows(layout.entries, {}),
             "metadata": {}, "versions": {}, **more,
-        },
+        }),
     )  # fmt: skip
     if arena is not None:
         arena.close()

@@ -246,7 +246,8 @@ DISKS = [
     ),
     of(
         "disk: a write that fails is an error", "engine/background/worker_write.py",
-        "    if failures:\n        raise failures[0]\n", "",
+        "    file.write_at(start, data)\n",
+        "    try:\n        file.write_at(start, data)\n    except Exception:\n        pass\n",
         DISK + "test_whatever_call_fails_all_ranks_hear_it_and_the_next_save_works",
     ),
     of(

@@ -40,19 +40,16 @@ class Partition:
         return len(self.groups) == 1
 
 
-def partition_of(
-    group: Group,
-    entries: Sequence[Entry],
-    *,
-    groups: Any = None,
-    parallel_state: Any = None,
-) -> Partition:
-    """Find the groups that make a step, from `groups`, from `parallel_state`, or from the geometry.
+def partition_of(group: Group, entries: Sequence[Entry], options: Any = None) -> Partition:
+    """Find the groups that make a step, from what the options name, or from the geometry.
+
+    Args:
+        options: `SaveOptions` or `LoadOptions`; None names nothing.
 
     Raises:
         UsageError: the group is not among the given groups, or a rank is in two of them.
     """
-    named = _named(groups, parallel_state)
+    named = None if options is None else _named(options.groups, options.parallel_state)
     if named is not None:
         return _checked(group, named)
     if len(group.ranks) == group.world_size:

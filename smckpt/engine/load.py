@@ -348,18 +348,10 @@ class Loader:
     def _step(self, entries: Sequence[Entry] | None, request: LoadRequest) -> Meeting | None:
         """The meeting of all groups of the step, for the rank that speaks for its group. Without
         entries (if the selection failed) it is known only if the caller named the groups."""
-        if (
-            entries is None
-            and request.options.groups is None
-            and request.options.parallel_state is None
-        ):
+        options = request.options
+        if entries is None and options.groups is None and options.parallel_state is None:
             return None
-        partition = partition_of(
-            self.group,
-            entries or (),
-            groups=request.options.groups,
-            parallel_state=request.options.parallel_state,
-        )
+        partition = partition_of(self.group, entries or (), options)
         if partition.alone or self.group.index != 0:
             return None
         return self.membership.of_step(partition.groups, partition.mine, request.options.timeout)

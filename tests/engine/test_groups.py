@@ -7,11 +7,13 @@ import logging
 import pytest
 
 from smckpt.engine.groups import partition_of
+from smckpt.engine.load_plan import LoadOptions
 from smckpt.errors import UsageError
 from smckpt.layout.entries import Entry
 from smckpt.layout.geometry import MeshGeometry, PerRankGeometry
 from smckpt.layout.mesh import Mesh, Placement
 from smckpt.meeting.group import Group
+from smckpt.topology import ParallelState
 
 
 def sharded(mesh: Mesh, *placements: str) -> Entry:
@@ -73,7 +75,7 @@ def test_state_without_sharding_stands_alone_and_the_log_says_so(
 
 def test_told_groups_win_over_the_geometry() -> None:
     partition = partition_of(
-        Group((2, 3), 2, 4), [sharded(HSDP, "R", "S0")], groups=[[2, 3], [0, 1]]
+        Group((2, 3), 2, 4), [sharded(HSDP, "R", "S0")], LoadOptions(groups=[[2, 3], [0, 1]])
     )
     assert partition.groups == ((0, 1), (2, 3))
     assert partition.mine == 1
@@ -85,9 +87,10 @@ def test_told_groups_win_over_the_geometry() -> None:
 )
 def test_groups_that_cannot_be_are_refused(groups: list[list[int]], words: str) -> None:
     with pytest.raises(UsageError, match=words):
-        partition_of(Group((0, 1), 0, 4), [], groups=groups)
+        partition_of(Group((0, 1), 0, 4), [], LoadOptions(groups=groups))
 
 
 def test_groups_and_parallel_state_together_are_refused() -> None:
     with pytest.raises(UsageError, match="both groups= and parallel_state="):
-        partition_of(Group((0,), 0, 2), [], groups=[[0], [1]], parallel_state=object())
+        both = LoadOptions(groups=[[0], [1]], parallel_state=ParallelState(2))
+        partition_of(Group((0,), 0, 2), [], both)

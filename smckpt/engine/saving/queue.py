@@ -207,25 +207,15 @@ class SaveQueue(SavesOfGroup):
             )
         return super().finalize(blocking, timeout)
 
-    def close(self, timeout: float, *, announce: bool = True) -> list[SaveHandle]:
-        """Wait at most `timeout` seconds for the save in flight. Then stop the thread and the
-        worker and free the arena.
-
-        Args:
-            announce: tell peers that wait for another save of this rank that none comes.
-
-        Returns:
-            The saves whose failure nobody has seen: those that failed and the one that was given
-            up.
-        """
+    def close(self, timeout: float) -> list[SaveHandle]:
+        """And stop the thread and the worker, free the arena, and tell peers that wait for another
+        save of this rank that none comes."""
         if os.getpid() != self._pid:  # a forked child owns nothing here
             return []
         deadline = time.monotonic() + timeout
-        flying = self.flying
-        late = flying is not None and not flying.ended(timeout)
-        failed = self.failed
-        if flying is not None and late:
-            failed.append(flying.given_up(timeout))
+        failed, flying = super().close(timeout), self.flying
+        late = flying is not None and not flying.done()
+        if late:
             self._worker.close(timeout=0)  # first: then the thread tells the peers and ends
         if self._thread is not None:
             self._inbox.put(None)
@@ -237,8 +227,7 @@ class SaveQueue(SavesOfGroup):
         # no process should end, and no memory go, amid a call of CUDA
         if idle := self._pinning.acquire(timeout=5):
             self._pinning.release()
-        if announce:
-            self._announce_end()
+        self._announce_end()
         self._worker.close(timeout=5)
         if (flying is None or flying.done()) and idle:
             self._saver.close()

@@ -209,12 +209,7 @@ class Saver:
             )
         named = _named(request)
         if self._partition is None or _changed(self._partition_from, (entries, named)):
-            self._partition = partition_of(
-                self.group,
-                entries,
-                groups=request.options.groups,
-                parallel_state=request.options.parallel_state,
-            )
+            self._partition = partition_of(self.group, entries, request.options)
             self._partition_from = entries, named
         job.partition = self._partition
         if not request.directory:
@@ -382,10 +377,6 @@ class Saver:
         """The rank that publishes, as far as it is known."""
         return self.group.ranks[0] if self._coordinator is None else self._coordinator
 
-    def close(self) -> None:
-        """Free the arena."""
-        self._leave_arena()
-
     # -- what the steps need -----------------------------------------------------------------
 
     def _expected(self, job: SaveJob, refusal: Exception | None) -> Partition:
@@ -401,9 +392,7 @@ class Saver:
             return self._partition
         if not named:
             return Partition((self.group.ranks,), 0)
-        return partition_of(
-            self.group, (), groups=options.groups, parallel_state=options.parallel_state
-        )
+        return partition_of(self.group, (), options)
 
     def _with_one_table(
         self, number: int, part: dict[str, Any], meeting: Meeting
@@ -437,7 +426,7 @@ class Saver:
         """Wait until nothing is copied to the arena. Copies that go on keep it for themselves."""
         timeout = job.timeout
         if self._copies is not None and concurrent.futures.wait([self._copies], timeout).not_done:
-            self._leave_arena()
+            self.close()
             raise StateError(
                 f"the state's copies did not end within {timeout:.0f} s",
                 remedy="find out what delays the stager or the device, or raise "
@@ -446,7 +435,7 @@ class Saver:
             )
         self._copies = None
 
-    def _leave_arena(self) -> None:
+    def close(self) -> None:
         """Free the arena once nothing is copied to it."""
         arena, copies = self._arena, self._copies
         self._arena = self._arena_id = self._copies = None

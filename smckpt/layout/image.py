@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from smckpt.errors import StateError, UsageError
@@ -252,7 +252,7 @@ def _header(
     entries: Sequence[Entry], batch: Sequence[tuple[int, int, int]]
 ) -> tuple[bytes, int, list[int]]:
     """The safetensors header for the batch, the file's size, and each slot's offset in the data."""
-    table: dict[str, object] = {}
+    tensors: list[tuple[str, str, Sequence[int], int]] = []
     slices: dict[str, list[int]] = {}
     offsets, at = [], 0
     for number, start, stop in batch:
@@ -263,23 +263,40 @@ def _header(
         if not whole:
             slices[entry.key] = [start, stop]
         nbytes = (stop - start) * entry.itemsize
-        table[entry.key] = {
-            "dtype": dtype.code or "U8",
-            "shape": shape if dtype.code else [*shape, dtype.itemsize],
-            "data_offsets": [at, at + nbytes],
-        }
+        stored_shape = shape if dtype.code else [*shape, dtype.itemsize]
+        tensors.append((entry.key, dtype.code or "U8", stored_shape, nbytes))
         offsets.append(at)
         at += nbytes
     metadata = {"format": "smckpt", SLICES_KEY: json.dumps(slices, separators=(",", ":"))}
-    text = json.dumps({METADATA: metadata, **table}, separators=(",", ":")).encode()
-    padded = _align(len(text) + 8) - 8
-    if padded > HEADER_LIMIT:
+    header = safetensors_header(tensors, metadata, ALIGNMENT)
+    if len(header) - 8 > HEADER_LIMIT:
         raise StateError(
-            f"{len(batch)} tensors need a header of {padded} bytes; safetensors allows 100 MB",
+            f"{len(batch)} tensors need a header of {len(header) - 8} bytes; safetensors allows "
+            "100 MB",
             remedy="set a smaller max_file_bytes, so that the state is split in several files",
         )
-    header = padded.to_bytes(8, "little") + text.ljust(padded)
     return header, len(header) + at, offsets
+
+
+def safetensors_header(
+    tensors: Iterable[tuple[str, str, Sequence[int], int]],
+    metadata: Mapping[str, str],
+    alignment: int = 8,
+) -> bytes:
+    """The header of a safetensors file whose tensors lie one behind the other, with its length.
+
+    Args:
+        tensors: name, code of the dtype, shape and bytes of each, in order.
+        alignment: the data begin at a multiple of so many bytes.
+    """
+    table: dict[str, object] = {METADATA: metadata}
+    at = 0
+    for name, code, shape, nbytes in tensors:
+        table[name] = {"dtype": code, "shape": shape, "data_offsets": [at, at + nbytes]}
+        at += nbytes
+    text = json.dumps(table, separators=(",", ":")).encode()
+    padded = -(-(len(text) + 8) // alignment) * alignment - 8
+    return padded.to_bytes(8, "little") + text.ljust(padded)
 
 
 def _align(size: int) -> int:

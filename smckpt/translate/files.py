@@ -9,7 +9,6 @@ sources of a range of a target.
 
 from __future__ import annotations
 
-import json
 import math
 import mmap
 import os
@@ -26,7 +25,7 @@ from smckpt.checkpoint.commits.part import SummedFile
 from smckpt.errors import StorageError, UsageError
 from smckpt.formats.names import INDEX, SINGLE
 from smckpt.layout.entries import DTYPES
-from smckpt.layout.image import METADATA
+from smckpt.layout.image import METADATA, safetensors_header
 from smckpt.layout.mesh import Shape
 from smckpt.storage import FileWriter, Storage
 from smckpt.storage.faults import name_taken
@@ -106,25 +105,16 @@ class OutputFile:
     @cached_property
     def header(self) -> bytes:
         """The header, padded so that the data starts at a multiple of `ALIGNMENT`."""
-        table: dict[str, object] = {METADATA: {"format": "pt"}}
-        at = 0
-        for target in self.ordered:
-            if target.name == METADATA:
-                raise UsageError(
-                    f"a tensor has the name {METADATA!r}, under which a safetensors file has its "
-                    "own metadata",
-                    remedy="give it another name, or leave it out",
-                )
-            end = at + nbytes_of(target)
-            table[target.name] = {
-                "dtype": DTYPES[target.dtype].code,
-                "shape": list(target.shape),
-                "data_offsets": [at, end],
-            }
-            at = end
-        text = json.dumps(table, separators=(",", ":")).encode()
-        padded = -(-(len(text) + 8) // ALIGNMENT) * ALIGNMENT - 8
-        return padded.to_bytes(8, "little") + text.ljust(padded)
+        if any(target.name == METADATA for target in self.targets):
+            raise UsageError(
+                f"a tensor has the name {METADATA!r}, under which a safetensors file has its own "
+                "metadata",
+                remedy="give it another name, or leave it out",
+            )
+        tensors = (
+            (t.name, DTYPES[t.dtype].code or "", t.shape, nbytes_of(t)) for t in self.ordered
+        )
+        return safetensors_header(tensors, {"format": "pt"}, ALIGNMENT)
 
     @cached_property
     def data_bytes(self) -> int:

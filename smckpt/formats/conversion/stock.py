@@ -17,7 +17,6 @@ import io
 import json
 import pickle
 import re
-import struct
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -33,7 +32,7 @@ from smckpt.errors import CorruptCheckpointError, StateError, UsageError
 from smckpt.formats.conversion.new_target import NewTarget
 from smckpt.formats.conversion.whole_state import Placeholder, WholeState
 from smckpt.layout.entries import DTYPES
-from smckpt.layout.image import METADATA
+from smckpt.layout.image import METADATA, safetensors_header
 from smckpt.state_dict.tensors import flags_of
 from smckpt.storage import Storage
 
@@ -262,8 +261,6 @@ def write_safetensors(
         StateError: it has something else than tensors of dtypes that safetensors knows.
     """
     state = whole.nested(key)
-    header: dict[str, Any] = {METADATA: {"format": "pt"}}
-    at = 0
     wrong = [
         each for each, leaf in state.items()
         if not isinstance(leaf, Placeholder) or DTYPES[leaf.dtype].code is None
@@ -276,17 +273,12 @@ def write_safetensors(
             path=whole.catalogue.url,
         )
     numbers = [leaf.number for leaf in state.values()]
-    for each, leaf in state.items():
-        nbytes = whole.tensors[leaf.number].nbytes
-        header[renamed(each)] = {
-            "dtype": DTYPES[leaf.dtype].code, "shape": list(leaf.shape),
-            "data_offsets": [at, at + nbytes],
-        }  # fmt: skip
-        at += nbytes
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
+    tensors = (
+        (renamed(each), str(DTYPES[leaf.dtype].code), leaf.shape, whole.tensors[leaf.number].nbytes)
+        for each, leaf in state.items()
+    )
     with target.file(name) as file:
-        file.write(struct.pack("<Q", len(text)) + text)
+        file.write(safetensors_header(tensors, {"format": "pt"}))
         for pieces in whole.pieces(numbers).values():
             for piece in pieces:
                 file.write(piece)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import logging
 import os
 import re
@@ -21,6 +20,7 @@ from smckpt.checkpoint.records.sealed import strict_json
 from smckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, StorageError, UsageError
 from smckpt.formats.degrees import check_counts, check_paths
 from smckpt.formats.names import INDEX, SINGLE
+from smckpt.layout.image import safetensors_header
 from smckpt.storage import Storage, StoreOptions, access_to
 from smckpt.storage.urls import file_url, normal_url
 from smckpt.translate.files import UNFINISHED, aligned
@@ -314,25 +314,17 @@ class _Publishing:
         for name, file in whole.items():
             self._write(name, file.size, self._copied(name, file))
         if changed := self.changed:  # the tensors, or their blocks, as one safetensors file
-            table: dict[str, Any] = {"__metadata__": {"format": "pt", "smckpt.unit": self.unit}}
+            tensors = []
             sizes = {name: self.scanned[name].size for name, _ in changed.values()}
             headers = {
                 name: header_of(self.model, name, size).slots for name, size in sizes.items()
             }
-            at = 0
             for key, (name, tensor) in changed.items():
-                nbytes = _nbytes(tensor)
-                slot = headers[name][key]
-                table[key] = {
-                    "dtype": slot.code if self.unit == "tensor" else "U8",
-                    "shape": list(slot.shape) if self.unit == "tensor" else [nbytes],
-                    "data_offsets": [at, at + nbytes],
-                }
-                at += nbytes
-            text = json.dumps(table, separators=(",", ":")).encode()
-            text = text.ljust(-(-len(text) // 8) * 8)
-            head = len(text).to_bytes(8, "little") + text
-            size = len(head) + at
+                nbytes, slot = _nbytes(tensor), headers[name][key]
+                code, shape = ("U8", (nbytes,)) if self.unit == "block" else (slot.code, slot.shape)
+                tensors.append((key, code, shape, nbytes))
+            head = safetensors_header(tensors, {"format": "pt", "smckpt.unit": self.unit})
+            size = len(head) + sum(nbytes for *_, nbytes in tensors)
             first: _Fill = len(head), lambda view: view.__setitem__(slice(None), head)
             blocks = (self._blocks(name, tensor) for name, tensor in changed.values())
             self._write(delta_name, size, itertools.chain([first], *blocks))

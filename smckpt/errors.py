@@ -59,10 +59,10 @@ def visible(text: str, keep: str = "") -> str:
     return "".join(c if c.isprintable() or c in keep else repr(c)[1:-1] for c in text)
 
 
-def few(values: Sequence[Any], most: int) -> str:
+def few(values: Sequence[Any], most: int = 8, between: str = ", ") -> str:
     """The first of many values, for a message: "0, 2 and 5 more"."""
     more = f" and {len(values) - most} more" if len(values) > most else ""
-    return ", ".join(map(str, values[:most])) + more
+    return between.join(map(str, values[:most])) + more
 
 
 def count_text(count: int, noun: str) -> str:

@@ -22,7 +22,7 @@ from smckpt.cli.output import (
     span_text,
     time_text,
 )
-from smckpt.errors import CheckpointError, UsageError, count_text
+from smckpt.errors import CheckpointError, UsageError, count_text, few
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -253,8 +253,7 @@ def _checked(top: Storage, condition: Condition, read: bool) -> Condition:
     with suppress(CheckpointError):
         if found_at(at) is None:  # it was deleted since it was listed
             return replace(condition, state="gone")
-    more = f" and {len(found) - 1} more" if found[1:] else ""
-    return replace(condition, state="damaged", why=found[0] + more, remedy=mend_remedy(at))
+    return replace(condition, state="damaged", why=few(found, 1), remedy=mend_remedy(at))
 
 
 @click.command()

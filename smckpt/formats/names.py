@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from smckpt.errors import KeysMismatchError, UsageError
+from smckpt.errors import KeysMismatchError, UsageError, few
 from smckpt.layout.entries import DTYPES, Path, dotted
 
 if TYPE_CHECKING:
@@ -318,5 +318,4 @@ def _bare(name: str) -> list[str]:
 
 
 def _tops(tensors: Mapping[str, LogicalTensor]) -> str:
-    tops = sorted({str(t.path[0]) for t in tensors.values()})
-    return ", ".join(tops[:8]) + (f" and {len(tops) - 8} more" if len(tops) > 8 else "")
+    return few(sorted({str(t.path[0]) for t in tensors.values()}))

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from smckpt.checkpoint.records.numbers import count_nonfinite
-from smckpt.errors import UsageError
+from smckpt.errors import UsageError, few
 
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 
@@ -108,9 +108,8 @@ def refuse_nonfinite(counts: Mapping[str, int], allowed: bool, url: str, remedy:
     """
     if not counts:
         return []
-    worst = ", ".join(f"{name} ({count:,})" for name, count in list(counts.items())[:8])
-    more = f" and {len(counts) - 8} more" if len(counts) > 8 else ""
-    text = f"{len(counts)} tensors have NaN or infinite elements: {worst}{more}"
+    worst = few([f"{name} ({count:,})" for name, count in counts.items()])
+    text = f"{len(counts)} tensors have NaN or infinite elements: {worst}"
     if not allowed:
         raise UsageError(
             text, remedy=f"{remedy}, or pass options with allow_nonfinite=True", path=url

@@ -20,7 +20,7 @@ from smckpt.checkpoint.reading.catalogue import Catalogue
 from smckpt.checkpoint.reading.committed import open_any
 from smckpt.checkpoint.reading.read import Progress
 from smckpt.checkpoint.upkeep.reshard import differing_names, write_resharded
-from smckpt.errors import StateError, UsageError
+from smckpt.errors import StateError, UsageError, few
 from smckpt.formats.conversion.new_target import NewTarget
 from smckpt.formats.conversion.stock import STOCK, refuse_without
 from smckpt.formats.conversion.whole_state import WholeState
@@ -228,10 +228,7 @@ class _Work:
     # -- what is carried -----------------------------------------------------------------------
 
     def _refuse(self, names: Sequence[str], what: str, remedy: str) -> NoReturn:
-        more = f" and {len(names) - 8} more" if names[8:] else ""
-        raise StateError(
-            f"{', '.join(names[:8])}{more} {what}", remedy=remedy, path=self._catalogue.url
-        )
+        raise StateError(f"{few(names)} {what}", remedy=remedy, path=self._catalogue.url)
 
     def _left_out(self, name: str) -> bool:
         if any(fnmatch.fnmatchcase(name, pattern) for pattern in self._ignore):

@@ -30,7 +30,7 @@ from smckpt.checkpoint.reading.read import Meter, Progress
 from smckpt.checkpoint.records.headers import StoredSlot
 from smckpt.checkpoint.records.objects import encode_object
 from smckpt.checkpoint.upkeep.verify import Problem, Report
-from smckpt.errors import CorruptCheckpointError, StateError, UsageError
+from smckpt.errors import CorruptCheckpointError, StateError, UsageError, few
 from smckpt.formats.boxes import (
     ForeignCheckpoint,
     SavedBox,
@@ -162,9 +162,8 @@ class ForeignCatalogue(Catalogue):
         unread = [name for name in sorted(self.unread) if not left_out(name)]
         if unread:
             why = self.unread[unread[0]].message
-            more = f" and {len(unread) - 8} more" if unread[8:] else ""
             raise StateError(
-                f"{', '.join(unread[:8])}{more} hold objects that are not plain data ({why})",
+                f"{few(unread)} hold objects that are not plain data ({why})",
                 remedy=remedy, path=self.url,
             )  # fmt: skip
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from smckpt.calls import Threads
-from smckpt.errors import UsageError
+from smckpt.errors import UsageError, few
 from smckpt.formats.boxes import SavedBox, SavedTensor
 from smckpt.formats.degrees import Degrees
 from smckpt.formats.source_files import ArchiveRecord, SourceFiles
@@ -103,10 +103,9 @@ def refuse_equal_ranks(
                     constant += _refuse_equal(sources, first, other, names, url)
     if not constant:
         return ()
-    more = f" and {len(constant) - 8} more" if constant[8:] else ""
     return (
-        f"all tensors of some ranks are equal, but each holds one number: {'; '.join(constant[:8])}"
-        f"{more}: whether one is a copy of the other cannot be told",
+        "all tensors of some ranks are equal, but each holds one number: "
+        f"{few(constant, between='; ')}: whether one is a copy of the other cannot be told",
     )
 
 
@@ -280,10 +279,9 @@ def refuse_equal_layers(reader: TensorReader, side: Side) -> tuple[str, ...]:
         if len(found) > 1
     ]
     if alike:
-        more = f" and {len(alike) - 8} more" if alike[8:] else ""
         notes.append(
             "ranks hold equal matrices where each should have a part of its own: "
-            f"{'; '.join(alike[:8])}{more}: compare the export's logits with the trainer's"
+            f"{few(alike, between='; ')}: compare the export's logits with the trainer's"
         )
     return tuple(notes)
 

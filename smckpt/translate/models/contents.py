@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
-from smckpt.errors import TensorMismatchError, UsageError, errors_at
+from smckpt.errors import TensorMismatchError, UsageError, errors_at, few
 from smckpt.formats.names import CONFIG
 from smckpt.formats.tensors import Block, TensorReader
 from smckpt.storage import Access
@@ -17,9 +17,16 @@ from smckpt.translate.config import ModelConfig
 from smckpt.translate.files import Target
 from smckpt.translate.models.comparison import Comparison
 from smckpt.translate.models.lora import LoraConfig
-from smckpt.translate.models.model import to_hub
+from smckpt.translate.models.model import (
+    dropped_names,
+    find_further,
+    prove,
+    refuse_unequal,
+    target_of,
+)
 from smckpt.translate.models.model_source import ModelSource, Parallel, open_model
 from smckpt.translate.prediction import further_layers, kept_layers, left_out_note
+from smckpt.translate.ranks.pipeline import some
 from smckpt.translate.ranks.translated import Translated, TranslatedSource, whole_tensors
 from smckpt.translate.stream import ChunkSource, tied_names
 from smckpt.translate.tables.families import find_family
@@ -136,6 +143,11 @@ def kept_of_family(settings: ModelConfig | None, targets: Sequence[Target]) -> K
 def _translated(
     source: ModelSource, settings: ModelConfig | None, naming: str, mtp: str | None
 ) -> ExportContents:
+    """Hugging Face's tensors of a layout's. Only headers are read, and tensors that must be equal.
+
+    Raises:
+        as `prove` and `refuse_unequal`.
+    """
     reader, given = source.reader, source.given
     if naming == MODULE:
         raise UsageError(
@@ -143,24 +155,30 @@ def _translated(
             "no whole tensors under them",
             remedy="leave ExportOptions(naming=) out",
         )
-    made = to_hub(
-        reader, settings, given.layout, source.degrees, given.padded_vocab_size, mtp,
-        source.facts, equal_ranks=given.allow_equal_ranks,
+    found, kept, released = find_further(reader, settings, mtp)
+    whole_layers = whole_tensors(some(reader, found)) if released else []
+    translated = [n for n in reader.held if n not in found or (kept and not released)]
+    proof = prove(
+        some(reader, translated), settings, given.layout, source.degrees, given.padded_vocab_size,
+        predicting=0 if released else kept, facts=source.facts,
     )  # fmt: skip
-    further = further_layers((t.name for t in made.targets), _family(settings), settings)
-    notes = made.notes
-    if names := made.dropped_names:
-        more = f" and {len(names) - 1} more" if names[1:] else ""
+    notes = (*proof.notes, *refuse_unequal(reader, proof.side, given.allow_equal_ranks))
+    notes += () if kept else left_out_note(found)
+    dtypes = {key: held.dtype for held in reader.held.values() for key in held.keyed}
+    hub, tensors = proof.hub, TranslatedSource(reader)
+    targets = [target_of(k, proof.side, hub, proof.blocks[k], dtypes) for k in hub.shapes]
+    left_out = tied_names(tensors, targets) if proof.tied_head else ()
+    targets = [target for target in targets if target.name not in left_out] + whole_layers
+    further = further_layers((t.name for t in targets), _family(settings), settings)
+    if names := dropped_names(reader.held, proof.layout, proof.side.dims):
         notes += (
-            f"{names[0]}{more} have no place in Hugging Face's model and are left out; if they are "
+            f"{few(names, 1)} have no place in Hugging Face's model and are left out; if they are "
             "not zero, it does not compute what was trained",
         )
     return ExportContents(
-        made.source, made.targets, made.left_out,
-        notes,
-        layout=made.layout, vocabulary=made.vocabulary,
-        kept=kept_of_family(settings, made.targets), predicting=made.predicting,
-        further=frozenset(further),
+        tensors, targets, left_out, notes, layout=proof.layout.name,
+        vocabulary=(proof.side.dims.sizes["V"], proof.rows),
+        kept=kept_of_family(settings, targets), predicting=kept, further=frozenset(further),
     )  # fmt: skip
 
 
@@ -186,8 +204,7 @@ def _named(
     notes = list(head_notes([t.name for t in targets], settings))
     notes += () if predicting else left_out_note(found)
     if buffers:  # of older releases
-        more = f" and {len(buffers) - 1} more" if buffers[1:] else ""
-        notes.append(f"{buffers[0]}{more} hold no weights, and are left out")
+        notes.append(f"{few(buffers, 1)} hold no weights, and are left out")
     kept = kept_of_family(settings, [*targets, *further])
     if naming == HUB:
         fit = comparison.names(targets, reader.url)

@@ -1,5 +1,5 @@
-"""A translation: the layout that a source's names fit, and the targets that are made from stored
-tensors."""
+"""A translation: the layout that a source's names fit, its proof on shapes, and the targets that
+are made from stored tensors."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from smckpt.translate.facts import compare_facts, layout_of_facts, refuse_halves
 from smckpt.translate.prediction import DROP, KEEP, further_layers, kept_layers, left_out_note
 from smckpt.translate.ranks.copied import refuse_equal_layers
 from smckpt.translate.ranks.pipeline import some
-from smckpt.translate.ranks.translated import Translated, TranslatedSource, whole, whole_tensors
-from smckpt.translate.stream import equal, tied_names
+from smckpt.translate.ranks.translated import Translated, TranslatedSource, whole
+from smckpt.translate.stream import equal
 from smckpt.translate.tables.dims import Dims, read_dims
 from smckpt.translate.tables.families import find_family
 from smckpt.translate.tables.layouts import get_layout, layouts_of
@@ -128,23 +128,6 @@ def _some(names: list[str]) -> str:
     return f"{names[:8]}" + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
-@dataclass(frozen=True)
-class Translation:
-    """The targets in the source's dtypes, and the source that reads them. `left_out`: names that
-    are tied to another. vocabulary: how many rows of it are written, and how many are stored.
-    predicting: how many layers that predict further tokens are among the targets.
-    dropped_names: names that this family's models in Hugging Face have no place for."""
-
-    layout: str
-    targets: tuple[Translated, ...]
-    source: TranslatedSource
-    left_out: tuple[str, ...]
-    vocabulary: tuple[int, int]
-    predicting: int = 0
-    notes: tuple[str, ...] = ()
-    dropped_names: tuple[str, ...] = ()
-
-
 def model_dims(config: ModelConfig | None, where: str, predicting: int = 0) -> Dims:
     """The sizes that a translation needs, with so many layers that predict further tokens.
 
@@ -183,8 +166,13 @@ def prove(
     """Prove that a reader's tensors make Hugging Face's tensors, with so many layers that predict
     further tokens. Nothing is read. Padding is checked if it is cut off (`trims`).
 
+    Args:
+        padded_vocab_size: how many rows of the vocabulary are stored; None: see `check_rows`.
+        facts: what the source says of the model.
+
     Raises:
-        as `to_hub`.
+        UsageError, KeysMismatchError: the names fit no layout, or several; the message lists them.
+        TensorMismatchError, TopologyError: shapes, degrees or dtypes do not fit.
     """
     side, tied_head, notes, rows = _source_side(
         reader, config, layout, degrees, padded_vocab_size, trims=trims, predicting=predicting,
@@ -232,61 +220,22 @@ def _head_of(layout: TensorLayout, role: str = "head") -> str:
     return next((r.name for r in layout.rows if r.roles == (role,) and not r.of_layers), "")
 
 
-def to_hub(
-    reader: TensorReader, config: ModelConfig | None, layout: str | TensorLayout | None,
-    degrees: Degrees, padded_vocab_size: int | None = None, mtp: str | None = DROP,
-    facts: Sequence[SourceFacts] = (), *, equal_ranks: bool = False,
-) -> Translation:  # fmt: skip
-    """Translate the tensors of a reader. Only headers are read, and tensors that must be equal.
-
-    Args:
-        padded_vocab_size: how many rows of the vocabulary are stored; None: see `check_rows`.
-        mtp: as in `kept_layers`.
-        facts: what the source says of the model.
-        equal_ranks: ranks may hold the same.
-
-    Raises:
-        UsageError, KeysMismatchError: the names fit no layout, or several; the message lists them.
-        TensorMismatchError, TopologyError: shapes, degrees or dtypes do not fit; copies differ.
-    """
+def find_further(
+    reader: Holder, config: ModelConfig | None, mtp: str | None
+) -> tuple[Mapping[str, int], int, bool]:
+    """The tensors of layers that predict further tokens, as `further_layers` gives them; how many
+    of the layers are kept; and whether what is kept is whole and has the names of releases,
+    although the model itself may have others. mtp: as in `kept_layers`."""
     family = model_dims(config, reader.url).family
     further = further_layers(reader.held, family, config)
     kept = kept_layers(further, family, config, mtp)
-    left = {} if kept else further
-    whole_layers: list[Translated] = []
-    if kept and _are_released(reader, further, model_dims(config, reader.url, kept)):
-        whole_layers = whole_tensors(some(reader, further))
-        left = further
-    rest = some(reader, [name for name in reader.held if name not in left])
-    predicting = 0 if whole_layers else kept
-    proof = prove(
-        rest, config, layout, degrees, padded_vocab_size, predicting=predicting, facts=facts
-    )
-    source = TranslatedSource(reader)
-    alike = _refuse_unequal(reader, proof.side, equal_ranks)
-    dtypes = {key: held.dtype for held in reader.held.values() for key in held.keyed}
-    hub = proof.hub
-    targets = [target_of(k, proof.side, hub, proof.blocks[k], dtypes) for k in hub.shapes]
-    left_out: tuple[str, ...] = ()
-    if proof.tied_head:
-        left_out = tied_names(source, targets)
-        targets = [target for target in targets if target.name not in left_out]
-    vocabulary = proof.side.dims.sizes["V"], proof.rows
-    lost = tuple(dropped_names(reader.held, proof.layout, proof.side.dims))
-    return Translation(
-        proof.layout.name, (*targets, *whole_layers), source, left_out, vocabulary, kept,
-        (*proof.notes, *alike, *(() if kept else left_out_note(further))), lost,
-    )  # fmt: skip
-
-
-def _are_released(reader: Holder, further: Collection[str], dims: Dims) -> bool:
-    """Whether tensors of layers that predict further tokens are whole and have the names of
-    releases, although the model itself may have others."""
-    released = {p.name for p in tensors_of(dims.family.hub, dims, 1) if p.layer >= dims.layers}
+    if not kept:
+        return further, 0, False
+    dims = model_dims(config, reader.url, kept)
+    released = {p.name for p in tensors_of(family.hub, dims, 1) if p.layer >= dims.layers}
     held = [reader.held[name] for name in further]
-    return released.issuperset(further) and all(
-        tensor.whole is not None or tensor.shards.keys() == {(0, 0)} for tensor in held
-    )
+    is_whole = all(t.whole is not None or t.shards.keys() == {(0, 0)} for t in held)
+    return further, kept, is_whole and released.issuperset(further)
 
 
 def side_of_reader(reader: Holder, layout: TensorLayout, dims: Dims, degrees: Degrees) -> Side:
@@ -331,29 +280,26 @@ def source_of_ranks(
     facts: Sequence[SourceFacts] = (), *, equal_ranks: bool = False,
 ) -> tuple[Side, int, tuple[str, ...]]:  # fmt: skip
     """The tensors of a layout's ranks as a side, how many layers that predict further tokens are
-    among them, and notes.
+    among them, and notes. equal_ranks: ranks may hold the same.
 
     Raises:
-        as `to_hub`.
+        as `prove`; or copies differ.
     """
-    family = model_dims(config, reader.url).family
-    further = further_layers(reader.held, family, config)
-    kept = kept_layers(further, family, config, mtp)
-    left = {} if kept else further
-    if kept and _are_released(reader, further, model_dims(config, reader.url, kept)):
+    further, kept, released = find_further(reader, config, mtp)
+    if released:
         raise UsageError(
             "layers that predict further tokens have the names of releases here, and the others "
             "those of a layout",
             remedy=f"leave mtp= out, or export with mtp={KEEP!r}, and import that",
         )
-    rest = some(reader, [name for name in reader.held if name not in left])
+    rest = reader if kept else some(reader, [n for n in reader.held if n not in further])
     side, tied_head, notes, _ = _source_side(
         rest, config, layout, degrees, padded_vocab_size, trims=True, predicting=kept, facts=facts,
         keep_tied=False,
     )  # fmt: skip
     if tied_head:
         _refuse_other_head(reader, side)
-    alike = _refuse_unequal(reader, side, equal_ranks)
+    alike = refuse_unequal(reader, side, equal_ranks)
     return side, kept, (*notes, *alike, *(() if kept else left_out_note(further)))
 
 
@@ -377,7 +323,7 @@ def source_of_release(reader: TensorReader, dims: Dims) -> Side:
     side = side_of_reader(reader, hub, dims, Degrees.of(1, 1))
     if dims.tied and _head_of(hub) in reader.held:
         _refuse_other_head(reader, side)
-    _refuse_unequal(reader, side, equal_ranks=True)  # no ranks wrote them
+    refuse_unequal(reader, side, equal_ranks=True)  # no ranks wrote them
     return side
 
 
@@ -409,7 +355,7 @@ def _refuse_other_head(reader: TensorReader, side: Side) -> None:
             )
 
 
-def _refuse_unequal(reader: TensorReader, side: Side, equal_ranks: bool = False) -> tuple[str, ...]:
+def refuse_unequal(reader: TensorReader, side: Side, equal_ranks: bool) -> tuple[str, ...]:
     """Refuse copies that differ, and layers of two ranks that do not: as `refuse_equal_layers`."""
     source, differ = TranslatedSource(reader), []
     for key, other in side.copies:

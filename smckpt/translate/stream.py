@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import queue
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import ExitStack
 from typing import Any, Protocol
@@ -18,7 +18,7 @@ from smckpt.calls import Threads
 from smckpt.checkpoint.reading.read import Meter, Progress
 from smckpt.errors import TensorMismatchError, UsageError
 from smckpt.layout.entries import DTYPES
-from smckpt.translate.cast import cast, stored_type
+from smckpt.translate.cast import Array, cast, stored_type
 from smckpt.translate.files import Chunk, Output, OutputFile, Range, Target, aligned
 from smckpt.translate.tables.hub import find_ties
 
@@ -95,25 +95,35 @@ def equal(source: ChunkSource, a: Target, b: Target) -> bool:
     """Whether two targets are bitwise equal before any cast; at most two chunks are held."""
     if (a.source_dtype, tuple(a.shape)) != (b.source_dtype, tuple(b.shape)):
         return False
-    itemsize = DTYPES[a.source_dtype].itemsize
-    numel, step = math.prod(a.shape), CHUNK // itemsize
-    memory = [aligned(min(numel, step) * itemsize) for _ in "ab"]
+    return all(np.array_equal(x, y) for *_, x, y in side_by_side((source, a), (source, b)))
+
+
+def side_by_side(
+    *tensors: tuple[ChunkSource, Target],
+) -> Iterator[tuple[int, int, Array, Array]]:
+    """The elements of two tensors of one shape, in each one's own dtype, a chunk at a time: the
+    first element, the one behind the last, and the bytes of both, until the next chunk is read."""
+    sizes = [DTYPES[target.source_dtype].itemsize for _, target in tensors]
+    numel, step = math.prod(tensors[0][1].shape), CHUNK // max(sizes)
+    memory = [aligned(min(numel, step) * size) for size in sizes]
     for start in range(0, numel, step):
         stop = min(numel, start + step)
-        views = [data[: (stop - start) * itemsize] for data in memory]
-        chunk = Chunk(0, 0, tuple(Range(target, start, stop, 0) for target in (a, b)))
-        source.read(source.plans_of([chunk])[0], views)
-        if not np.array_equal(np.frombuffer(views[0], "u1"), np.frombuffer(views[1], "u1")):
-            return False
-    return True
+        one, two = (data[: (stop - start) * n] for data, n in zip(memory, sizes, strict=True))
+        for (source, target), view in zip(tensors, (one, two), strict=True):
+            _read(source, target, start, stop, view)
+        yield start, stop, np.frombuffer(one, np.uint8), np.frombuffer(two, np.uint8)
 
 
 def read_elements(source: ChunkSource, target: Target, start: int, stop: int) -> memoryview:
     """Elements [start, stop) of a target, in its source's dtype."""
     memory = aligned((stop - start) * DTYPES[target.source_dtype].itemsize)
+    _read(source, target, start, stop, memory)
+    return memory
+
+
+def _read(source: ChunkSource, target: Target, start: int, stop: int, memory: memoryview) -> None:
     (plan,) = source.plans_of([Chunk(0, 0, (Range(target, start, stop, 0),))])
     source.read(plan, [memory])
-    return memory
 
 
 def tied_names(source: ChunkSource, targets: Iterable[Target]) -> tuple[str, ...]:

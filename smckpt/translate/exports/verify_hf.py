@@ -23,13 +23,12 @@ from smckpt.formats.degrees import check_paths, refuse_given, refuse_store
 from smckpt.formats.names import CONFIG
 from smckpt.formats.readers.rank_files import open_directory
 from smckpt.formats.tensors import TensorReader
-from smckpt.layout.entries import DTYPES
 from smckpt.storage import access_to
 from smckpt.translate.beside import is_beside_config
 from smckpt.translate.cast import CASTABLE, cast, stored_type
 from smckpt.translate.config import ModelConfig, read_config
 from smckpt.translate.exports.sidecars import MOST
-from smckpt.translate.files import Chunk, Range, Target, aligned, is_quantized, nbytes_of
+from smckpt.translate.files import Target, is_quantized, nbytes_of
 from smckpt.translate.models.comparison import Comparison
 from smckpt.translate.models.contents import HUB, ExportContents, find_contents, whole_tensors
 from smckpt.translate.models.meta_model import compare
@@ -37,7 +36,7 @@ from smckpt.translate.models.model_source import Parallel
 from smckpt.translate.models.quantized import weights_of
 from smckpt.translate.prediction import DROP, PREDICTION_LAYERS, further_layers
 from smckpt.translate.ranks.translated import Translated, TranslatedSource
-from smckpt.translate.stream import CHUNK, ChunkSource, tied_names
+from smckpt.translate.stream import ChunkSource, side_by_side, tied_names
 from smckpt.translate.tables.families import find_family
 from smckpt.translate.tables.hub import find_ties
 from smckpt.translate.tables.table import Family
@@ -198,21 +197,11 @@ def _difference(
     casts = theirs.dtype != ours.dtype
     if casts and not {theirs.dtype, ours.dtype} <= set(CASTABLE):
         return f"dtype {ours.dtype}, but the checkpoint has {theirs.dtype}"
-    sizes = [DTYPES[tensor.dtype].itemsize for tensor in (theirs, ours)]
-    numel, step = math.prod(ours.shape), CHUNK // max(sizes)
-    memory = [aligned(min(step, numel) * size) for size in sizes]
-    for start in range(0, numel, step):
-        stop = min(numel, start + step)
-        wanted, found = (
-            data[: (stop - start) * size] for data, size in zip(memory, sizes, strict=True)
-        )
-        for reader, tensor, view in ((source, theirs, wanted), (files, ours, found)):
-            chunk = Chunk(0, len(view), (Range(tensor, start, stop, 0),))
-            reader.read(reader.plans_of([chunk])[0], [view])
+    for start, stop, wanted, found in side_by_side((source, theirs), (files, ours)):
         if casts:
-            values = np.frombuffer(wanted, stored_type(theirs.dtype))
-            wanted = memoryview(cast(values, theirs.dtype, ours.dtype).tobytes())
-        if wanted != found:
+            values = wanted.view(stored_type(theirs.dtype))
+            wanted = cast(values, theirs.dtype, ours.dtype).view(np.uint8)
+        if not np.array_equal(wanted, found):
             return f"differs from the checkpoint within elements {start} to {stop}"
     return None
 

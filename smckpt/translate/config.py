@@ -261,28 +261,18 @@ def _interval(values: Mapping[str, Any]) -> int | None:
     return every if full == [layer == "full_attention" for layer in layers] else None
 
 
-@dataclass(frozen=True)
-class _Older:
-    """How version 4 has a type. names: what it may be called in `type` there, the one to write
-    first. plain: without scaling. needs: keys that both versions want."""
-
-    names: tuple[str, ...]
-    plain: bool = False
-    needs: tuple[str, ...] = ()
-
-
-# by version 5's name
-_TYPES: Mapping[str, _Older] = MappingProxyType(
+_PLAIN = "default"  # the type without scaling, and the others, with the keys that each needs
+_TYPES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "default": _Older(("default", "mrope"), plain=True),
-        "linear": _Older(("linear",), needs=("factor",)),
-        "dynamic": _Older(("dynamic",), needs=("factor",)),
-        "yarn": _Older(("yarn",), needs=("factor",)),
-        "llama3": _Older(("llama3",), needs=("factor", "low_freq_factor", "high_freq_factor")),
-        "longrope": _Older(("longrope", "su"), needs=("short_factor", "long_factor")),
-        "proportional": _Older(("proportional",)),
+        _PLAIN: (),
+        **dict.fromkeys(("linear", "dynamic", "yarn"), ("factor",)),
+        "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+        "longrope": ("short_factor", "long_factor"),
+        "proportional": (),
     }
 )
+# what version 4 calls some of them too, in `type`
+_OLDER_TYPES: Mapping[str, str] = MappingProxyType({"mrope": _PLAIN, "su": "longrope"})
 # The keys that version 4 wants in `rope_scaling`, and no others, by type and family.
 _ONLY: Mapping[tuple[str, str], tuple[str, ...]] = MappingProxyType(
     {("longrope", "phi3"): ("type", "short_factor", "long_factor")}
@@ -339,7 +329,7 @@ def complete_rope(values: dict[str, Any]) -> None:
         new = {"full_attention": new}  # layers of the other type are never scaled
         theta = values.get(_LOCAL, values["rope_theta"] if key is None else default)
         if theta is not None:
-            new["sliding_attention"] = {"rope_type": "default", "rope_theta": theta}
+            new["sliding_attention"] = {"rope_type": _PLAIN, "rope_theta": theta}
     values["rope_parameters"] = new
     # servers that read the older keys look for one name or the other
     if isinstance(values.get("rope_scaling"), dict) and _LOCAL not in values:
@@ -353,8 +343,8 @@ def _refuse_unknown(values: Mapping[str, Any], *found: Any) -> None:
     sets += [v for rope in sets if isinstance(rope, dict) for v in rope.values() if type(v) is dict]
     for rope in sets:
         newer = _newer(kind, rope) if isinstance(rope, dict) else {"rope_type": rope}
-        older = _TYPES.get(str(named := newer["rope_type"]), _Older((), needs=("a known type",)))
-        lost = [key for key in older.needs if key not in newer]
+        needs = _TYPES.get(str(named := newer["rope_type"]), ("a known type",))
+        lost = [key for key in needs if key not in newer]
         if not isinstance(rope, dict) or (known and lost):
             raise UsageError(
                 f"the config has rotary parameters of the type {named!r}, without "
@@ -362,7 +352,7 @@ def _refuse_unknown(values: Mapping[str, Any], *found: Any) -> None:
                 remedy="pass the model's own config (model.config)",
             )
         types = {_newer(kind, {"type": rope[k]})["rope_type"] for k in _TYPED if rope.get(k)}
-        if len(types - {"mrope", "default"}) > 1:  # servers read one, transformers the other
+        if len(types - {_PLAIN}) > 1:  # servers read one, transformers the other
             raise UsageError(
                 f"the config has rotary parameters of two types, {' and '.join(sorted(types))}",
                 remedy="give type and rope_type one value, or leave one of them out",
@@ -378,8 +368,8 @@ def _kind(values: Mapping[str, Any]) -> str:
 
 def _newer(kind: str, scaling: Mapping[str, Any]) -> dict[str, Any]:
     """Version 4's `rope_scaling` with the type under version 5's key and name alone."""
-    named = str(scaling.get("rope_type", scaling.get("type", "default")))
-    newer = next((name for name, older in _TYPES.items() if named in older.names), named)
+    named = str(scaling.get("rope_type", scaling.get("type", _PLAIN)))
+    newer = _OLDER_TYPES.get(named, named)
     if kind == "phi3" and named == "yarn":  # as the first releases call it
         newer = "longrope"
     return {**{key: v for key, v in scaling.items() if key != "type"}, "rope_type": newer}
@@ -432,11 +422,10 @@ def _refuse_other_attention(values: Mapping[str, Any], new: Mapping[str, Any]) -
 def _scaling(kind: str, new: Mapping[str, Any]) -> dict[str, Any] | None:
     """Version 4's `rope_scaling`, with the type under both of its keys."""
     found = {k: v for k, v in new.items() if k not in ("rope_theta", "partial_rotary_factor")}
-    newer = str(found.get("rope_type", "default"))
-    older = _TYPES.get(newer, _Older((newer,)))
-    if older.plain and not found.keys() - {"rope_type"}:
+    newer = str(found.get("rope_type", _PLAIN))
+    if newer == _PLAIN and not found.keys() - {"rope_type"}:
         return None
-    named = "mrope" if _SECTIONS in found and older.plain else older.names[0]
+    named = "mrope" if _SECTIONS in found and newer == _PLAIN else newer
     made = {**found, "rope_type": newer, "type": named}
     only = _ONLY.get((newer, kind))
     return made if only is None else {key: made[key] for key in only if key in made}

@@ -20,7 +20,8 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from smckpt.errors import CheckpointError, KeysMismatchError
+from smckpt.decoding import decode
+from smckpt.errors import CheckpointError, KeysMismatchError, few
 from smckpt.formats.names import places_of_models, prefix_remedy
 from smckpt.formats.tensors import TensorKey
 from smckpt.layout.mesh import Shape
@@ -188,14 +189,7 @@ class Comparison:
                     "released checkpoints have other names", remedy="begin again", path=self._where
                 )
             return
-        lines = self._found.lines
-        more = f" and {len(lines) - 8} more" if len(lines) > 8 else ""
-        raise KeysMismatchError(
-            f"this is not the {self._found.kind} that the config describes: "
-            f"{'; '.join(lines[:8])}{more}",
-            remedy=self._remedy,
-            path=self._where,
-        )
+        raise KeysMismatchError(_differing(self._found), remedy=self._remedy, path=self._where)
 
     def finish(self) -> str | None:
         """
@@ -209,11 +203,8 @@ class Comparison:
             return None
         self._wait()
         if isinstance(self._found, Fit) and self._found.lines:
-            lines = self._found.lines
-            more = f" and {len(lines) - 8} more" if len(lines) > 8 else ""
             return (
-                f"this is not the {self._found.kind} that the config describes: "
-                f"{'; '.join(lines[:8])}{more}. from_pretrained would fill what is missing with "
+                f"{_differing(self._found)}. from_pretrained would fill what is missing with "
                 f"random numbers. What to do: {self._remedy}"
             )
         if not self._strict or not isinstance(self._found, str) or self._found == _ABSENT:
@@ -261,6 +252,11 @@ class Comparison:
         if self._child is not None and self._passed:
             self._child.wait()
         self.check()
+
+
+def _differing(found: Fit) -> str:
+    lines = few(found.lines, between="; ")
+    return f"this is not the {found.kind} that the config describes: {lines}"
 
 
 class _Child:
@@ -318,7 +314,7 @@ class _Child:
         lines = self._process.stdout.read().splitlines()
         if self._process.wait() == 0 and lines:
             answer = json.loads(lines[-1])
-            self.answer = answer if isinstance(answer, str) else Fit.from_json(answer)
+            self.answer = answer if isinstance(answer, str) else decode(Fit, answer, newer=True)
             return
         self._errors.seek(0)
         errors = self._errors.read().strip().splitlines() or ["no reason"]

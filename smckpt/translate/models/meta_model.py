@@ -18,6 +18,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from smckpt.formats.names import CONFIG
 from smckpt.layout.mesh import Shape
 from smckpt.layout.strided import Copy, Strided
@@ -58,18 +60,6 @@ class Fit:
     def keeps(self, name: str, dtype: str) -> bool:
         """Whether a tensor, by its name in memory, stays in float32 in a model of `dtype`."""
         return any(re.search(pattern, name) for pattern in self.fp32.get(dtype, ()))
-
-    def to_json(self) -> list[Any]:
-        hub = None if self.hub is None else [tensor.to_json() for tensor in self.hub]
-        return [self.kind, self.lines, hub, self.fp32, self.memory, self.ties]
-
-    @classmethod
-    def from_json(cls, body: list[Any]) -> Fit:
-        kind, lines, hub, fp32, memory, ties = body
-        made = None if hub is None else tuple(map(HubTensor.from_json, hub))
-        kept = {name: tuple(found) for name, found in fp32.items()}
-        shapes = {name: tuple(shape) for name, shape in memory.items()}
-        return cls(kind, tuple(lines), made, kept, shapes, tuple((a, b) for a, b in ties))
 
 
 def compare(
@@ -241,6 +231,5 @@ def main() -> None:
     shapes, memory = json.loads(sys.stdin.readline())
     shapes = {name: tuple(shape) for name, shape in shapes.items()}
     found = _nearest(itertools.chain(first, models), shapes, memory)
-    answer = found if isinstance(found, str) else found.to_json()
-    print(json.dumps(answer), flush=True)
+    print(msgspec.json.encode(found).decode(), flush=True)
     os._exit(0)  # nothing is left to do, and an orderly shutdown of torch takes time

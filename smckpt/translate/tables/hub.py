@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 from smckpt.layout.mesh import Shape
-from smckpt.layout.strided import Copy, Strided
+from smckpt.layout.strided import Copy
 
 _HEADS = ("lm_head.weight", "embed_out.weight")
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
@@ -22,22 +21,6 @@ class HubTensor:
     name: str
     shape: Shape
     parts: tuple[tuple[str, Copy], ...]
-
-    def to_json(self) -> list[Any]:
-        parts = [
-            [name, c.sizes, c.source.start, c.source.strides, c.target.start, c.target.strides]
-            for name, c in self.parts
-        ]
-        return [self.name, self.shape, parts]
-
-    @classmethod
-    def from_json(cls, body: list[Any]) -> HubTensor:
-        name, shape, parts = body
-        made = []
-        for part, sizes, start, strides, at, to in parts:
-            source = Strided(tuple(sizes), start, tuple(strides))
-            made.append((part, Copy(source, Strided(tuple(sizes), at, tuple(to)))))
-        return cls(name, tuple(shape), tuple(made))
 
 
 @dataclass(frozen=True)

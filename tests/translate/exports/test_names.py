@@ -18,6 +18,7 @@ from transformers import StableLmConfig, StableLmForCausalLM
 
 import smckpt
 from smckpt import LOCAL, SHARDED, ExportOptions, Parallel, errors, export_hf, sm_state_dict_type
+from smckpt.decoding import decode
 from smckpt.translate import import_hf
 from smckpt.translate.exports.verify_hf import verify_hf
 from smckpt.translate.models import comparison, meta_model
@@ -293,7 +294,7 @@ def test_the_child_that_compares_imports_what_it_needs_and_answers_as_this_proce
         env={**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
-    found = meta_model.Fit.from_json(json.loads(done.stdout.splitlines()[-1]))
+    found = decode(meta_model.Fit, json.loads(done.stdout.splitlines()[-1]), newer=True)
     assert found == meta_model.compare(config, shapes, False) and found.hub
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
     assert "transformers.modeling_utils" in imported

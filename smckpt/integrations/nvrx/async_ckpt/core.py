@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from smckpt.engine.saving.job import SaveHandle, Timings
 from smckpt.errors import CheckpointError, SaveFailedError, UsageError, as_checkpoint_error
-from smckpt.integrations.nvrx_worker import Call, WorkerOptions, WorkerProcess
+from smckpt.integrations.nvrx_worker import Call, PersistentAsyncCaller
 from smckpt.meeting.round import alone, over_group
 
 __all__ = [
@@ -94,23 +94,6 @@ class AsyncRequest(NamedTuple):
         return self.call_idx
 
 
-class PersistentAsyncCaller(WorkerProcess):
-    """The worker of a queue, under NVRx's name."""
-
-    def __init__(
-        self,
-        is_daemon: bool = True,
-        cpu_priority: int | None = 10,
-        io_priority: int | None = None,
-        sigterm_timeout: float = 30.0,
-        cpu_shm_mode: bool = False,
-    ) -> None:
-        super().__init__(WorkerOptions(is_daemon, cpu_priority, io_priority, sigterm_timeout))
-
-    def _debug_is_async_process_running(self) -> bool:  # NVRx's own tests ask
-        return self.running
-
-
 class PendingSave:
     """As the function of a request: waits for a save that this process makes, and no worker. It is
     its own caller.
@@ -150,11 +133,7 @@ class AsyncCallsQueue:
 
     Args:
         persistent: one worker for all requests. Otherwise each request starts one of its own.
-        is_daemon: as of multiprocessing: such a worker may start no processes of its own.
-        cpu_priority: niceness of the worker, 0 to 19; None leaves it.
-        io_priority: class of the worker's I/O, as of `ionice -c`; None leaves it.
-        sigterm_timeout: seconds that an aborted worker has before it is killed.
-        cpu_shm_mode: either value: tensors always go to the worker through host memory.
+        others: of `PersistentAsyncCaller`.
 
     Raises:
         UsageError: a value out of its range.

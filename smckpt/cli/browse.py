@@ -67,14 +67,14 @@ def browse(
     if histogram_steps is not None and histograms is None:
         raise click.UsageError("--histogram-steps goes with --histograms")
     from smckpt.checkpoint.commits.discover import refuse_absent
-    from smckpt.cli.browse_facts import Facts, Wanted
+    from smckpt.cli.browse_facts import Facts
     from smckpt.manager.doctor import examine
     from smckpt.storage import open_storage
 
     level = "quick" if quick else "full" if verify else None
     top = open_storage(root)
     refuse_absent(top)
-    facts = Facts(top, Wanted(level, histograms, histogram_steps or 1))
+    facts = Facts(top, level, histograms, histogram_steps or 1)
     conditions = examine(top)
     if not conditions:
         raise CheckpointNotFoundError(
@@ -119,11 +119,7 @@ def _telemetry(files: tuple[str, ...], facts: Facts) -> dict[str, Any]:
         return answers.get("")
 
     found = read_timeline(files, step_number)
-    return {
-        "events": plain(found.events),
-        "left": found.left,
-        "unreadable": found.unreadable,
-    }
+    return {**found, "events": plain(found["events"])}
 
 
 def page_of(facts: dict[str, Any]) -> bytes:
@@ -225,21 +221,15 @@ class _Event:
         }
 
 
-@dataclass(frozen=True)
-class Timeline:
-    """events: oldest first. left: how many older ones are not among them. unreadable: lines that
-    are not of our sink, or are cut."""
-
-    events: list[dict[str, Any]]
-    left: int
-    unreadable: int
-
-
-def read_timeline(paths: Iterable[str], step_of: Callable[[str], int | None]) -> Timeline:
+def read_timeline(paths: Iterable[str], step_of: Callable[[str], int | None]) -> dict[str, Any]:
     """Read the files that `JsonLines` wrote, of any ranks, in any order.
 
     Args:
         step_of: a directory → the number of the step that the page shows for it, or None.
+
+    Returns:
+        events: oldest first. left: how many older ones are not among them. unreadable: how many
+        lines are not of our sink, or are cut.
 
     Raises:
         UsageError: a file cannot be read, or none of its lines is of our sink.
@@ -271,9 +261,11 @@ def read_timeline(paths: Iterable[str], step_of: Callable[[str], int | None]) ->
             )
     lines.sort(key=lambda record: record["time"])
     events = _joined(lines, step_of)
-    return Timeline(
-        [one.to_json() for one in events[-EVENTS:]], max(len(events) - EVENTS, 0), unreadable
-    )
+    return {
+        "events": [one.to_json() for one in events[-EVENTS:]],
+        "left": max(len(events) - EVENTS, 0),
+        "unreadable": unreadable,
+    }
 
 
 def _record_of(line: str) -> dict[str, Any] | None:

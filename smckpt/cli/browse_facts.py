@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from smckpt._version import __version__
+from smckpt.checkpoint.upkeep.scan import scan
 from smckpt.cli.output import bytes_text, visible
-from smckpt.cli.statistics import Elements, Statistics, Sums, scan_for
+from smckpt.cli.statistics import Elements, Statistics, Sums
 from smckpt.errors import CheckpointError, CorruptCheckpointError
 from smckpt.manager.doctor import Condition, mend_remedy
 
@@ -27,31 +28,23 @@ PROBLEMS = 100  # of one verification
 _EXACT = 1 << 53  # JavaScript's numbers are doubles
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """What a page shows beyond records and manifests, each of which reads data.
-
-    Args:
-        verify: "full" (every byte), "quick" (no data) or None.
-        histograms: the tensors that get a histogram, as for `smckpt show --tensors`; None: none.
-        histogram_steps: so many of a run's newest whole steps get histograms.
-    """
-
-    verify: str | None = None
-    histograms: str | None = None
-    histogram_steps: int = 1
-
-
 @dataclass
 class Facts:
     """The facts of one page. `add_step` takes steps from the newest to the oldest; the details of
     those that would make the page larger than `limit` are left out, and the page says so.
 
+    What a page shows beyond records and manifests reads data:
+    verify: "full" (every byte), "quick" (no data) or None.
+    histograms: the tensors that get a histogram, as for `smckpt show --tensors`; None: none.
+    histogram_steps: so many of a run's newest whole steps get histograms.
+
     rows: the distinct tensors, [name, dtype, shape, bytes, held]. shared: other distinct values.
     """
 
     root: Storage
-    wanted: Wanted = field(default_factory=Wanted)
+    verify: str | None = None
+    histograms: str | None = None
+    histogram_steps: int = 1
     limit: int = LIMIT
     steps: list[dict[str, Any]] = field(default_factory=list)
     runs: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -80,7 +73,7 @@ class Facts:
                 first.append(self._statistics(catalogue))
             return first
 
-        if self.wanted.verify and condition.state in ("whole", "cut", "damaged"):
+        if self.verify and condition.state in ("whole", "cut", "damaged"):
             step["verified"] = verdict = self._verified(condition, progress, beside)
             if condition.state == "whole" and not verdict["ok"]:
                 path, what, _ = verdict["problems"][0]
@@ -118,7 +111,7 @@ class Facts:
         if self._counts(run):
             if not counted or counted[0].catalogue.identity != catalogue.identity:
                 counted = [self._statistics(catalogue)]
-                scan_for(catalogue, counted[0])
+                scan(catalogue.files, [counted[0]])
             step["histograms"] = found = {}  # by the number of the tensor's row
             counts = histograms(counted[0])
             for tensor in facts["tensors"]:
@@ -128,12 +121,12 @@ class Facts:
 
     def _counts(self, run: dict[str, Any]) -> bool:
         """Whether the next step of a run gets histograms."""
-        return self.wanted.histograms is not None and run["whole"] < self.wanted.histogram_steps
+        return self.histograms is not None and run["whole"] < self.histogram_steps
 
     def _statistics(self, catalogue: CommittedCatalogue) -> Statistics:
         from smckpt.cli.show import picked
 
-        names = [name for name in catalogue.logical if picked(name, self.wanted.histograms)]
+        names = [name for name in catalogue.logical if picked(name, self.histograms)]
         return Statistics(catalogue, names, KEPT)
 
     def _details(self, facts: dict[str, Any], attempts: Sequence[str]) -> dict[str, Any]:
@@ -193,7 +186,7 @@ class Facts:
     ) -> dict[str, Any]:
         from smckpt.checkpoint.upkeep.verify import verify_storage
 
-        directory, quick = self.root.at(condition.url), self.wanted.verify == "quick"
+        directory, quick = self.root.at(condition.url), self.verify == "quick"
         url, bar = directory.url, None if quick else progress
         try:
             report = verify_storage(directory, url, progress=bar, quick=quick, beside=beside)
@@ -224,7 +217,7 @@ class Facts:
                 "root": self.root.url,
                 "made_at": _milliseconds(time.time_ns()),
                 "version": __version__,
-                "verify": self.wanted.verify,
+                "verify": self.verify,
                 "runs": [{"name": name, **run} for name, run in self.runs.items()],
                 "steps": self.steps,
                 "rows": list(self._rows),
@@ -299,7 +292,7 @@ def histograms(first: Statistics) -> dict[str, dict[str, Any]]:
     again = {name: one for name, one in sums.items() if name not in first.kept}
     bins = _Bins(first.catalogue, again)
     if again:
-        scan_for(first.catalogue, bins)
+        scan(first.catalogue.files, [bins])
     for name, one in sums.items():
         counts = sum(_counts(values, one) for values in first.kept.get(name, ()))
         if name in bins.faults:

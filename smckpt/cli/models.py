@@ -26,7 +26,6 @@ from smckpt.cli.output import (
 )
 from smckpt.errors import count_text, few
 
-_SHOWN = 8  # names of a line
 _FORMATS = ("smckpt", "dcp", "torch", "trainer", "accelerate", "lightning", "torchtitan")
 
 
@@ -63,8 +62,8 @@ def convert(source: str, target: str, as_json: bool, **options: Any) -> None:
     print_report(
         as_json,
         report.to_json(),
-        f"left out: {few(report.ignored, _SHOWN)}" if report.ignored else "",
-        f"changed by DCP: {few(report.changed, _SHOWN)}" if report.changed else "",
+        f"left out: {few(report.ignored)}" if report.ignored else "",
+        f"changed by DCP: {few(report.changed)}" if report.changed else "",
         f"{report.source_format} to {report.format}: {count_text(report.tensors, 'tensor')}, "
         f"{count_text(report.values, 'value')}, {bytes_text(report.nbytes)}, "
         f"{report.seconds:.1f} s: {report.target}",

@@ -226,63 +226,44 @@ def describe_foreign(
     """All facts, as JSON values. `pattern` selects tensors, as for ours."""
     from smckpt.formats.boxes import ForeignCheckpoint
 
-    if isinstance(source, Catalogue):  # of a reader of the user's
-        return {
-            "path": source.url,
-            "format": "what a registered reader knows",
-            "facts": {"step": source.step},
-            "bytes": source.nbytes,
-            "files": [],
-            "tensors": [
-                _tensor(name, t.dtype, t.shape, "")
-                for name, t in sorted(source.logical.items())
-                if picked(name, pattern)
-            ],
-            "objects": sorted(source.part(source.object_ranks[0])["objects"]),
-            "optimizers": sorted(source.optimizers),
+    held: dict[str, tuple[str, tuple[int, ...], str]]  # dtype, shape, who holds it
+    if isinstance(source, ForeignCheckpoint):
+        held = {
+            name: (t.dtype, t.shape, count_text(len(t.boxes), "part"))
+            for name, t in source.saved.items()
         }
-    if not isinstance(source, ForeignCheckpoint):
-        return _facts_of_files(source, pattern)
+        kind, facts, sizes = source.format, dict(source.facts), dict(sorted(source.files.items()))
+        objects, optimizers = list(source.objects), sorted(source.optimizers)
+    elif isinstance(source, Catalogue):  # of a reader of the user's
+        held = {name: (t.dtype, t.shape, "") for name, t in source.logical.items()}
+        kind, facts, sizes = "what a registered reader knows", {"step": source.step}, {}
+        objects = sorted(source.part(source.object_ranks[0])["objects"])
+        optimizers = sorted(source.optimizers)
+    else:
+        held, pp = _held_by_ranks(source), source.pp or 1
+        degrees = {"tp": source.tp, "ep": source.ep, **({"pp": pp} if pp > 1 else {})}
+        kind, facts, objects, optimizers = source.format, degrees if source.tp else {}, [], []
+        sizes = {name: record.nbytes for name, record in source.files.items()}
     return {
         "path": source.url,
-        "format": source.format,
-        "facts": dict(source.facts),
-        "bytes": sum(source.files.values()),
-        "files": [{"name": name, "bytes": size} for name, size in sorted(source.files.items())],
-        "tensors": [
-            _tensor(name, t.dtype, t.shape, count_text(len(t.boxes), "part"))
-            for name, t in sorted(source.saved.items())
-            if picked(name, pattern)
-        ],
-        "objects": list(source.objects),
-        "optimizers": sorted(source.optimizers),
+        "format": kind,
+        "facts": facts,
+        "bytes": source.nbytes if isinstance(source, Catalogue) else sum(sizes.values()),
+        "files": [{"name": name, "bytes": size} for name, size in sizes.items()],
+        "tensors": [_tensor(n, *of) for n, of in sorted(held.items()) if picked(n, pattern)],
+        "objects": objects,
+        "optimizers": optimizers,
     }
 
 
-def _facts_of_files(source: RankFilesFound, pattern: str | None) -> dict[str, Any]:
+def _held_by_ranks(source: RankFilesFound) -> dict[str, tuple[str, tuple[int, ...], str]]:
     from smckpt.formats.degrees import Degrees
     from smckpt.translate.ranks.pipeline import open_ranks
 
-    degrees, pp = Degrees.of(source.tp or 1, source.ep or 1), source.pp or 1
-    reader, _ = open_ranks(source, degrees, pp, None, None, equal_ranks=True)
+    degrees = Degrees.of(source.tp or 1, source.ep or 1)
+    reader, _ = open_ranks(source, degrees, source.pp or 1, None, None, equal_ranks=True)
     held = "" if degrees.ranks == 1 else f"by each of {degrees.ranks}"
-    sizes = {name: record.nbytes for name, record in source.files.items()}
-    return {
-        "path": reader.url,
-        "format": source.format,
-        "facts": {"tp": source.tp, "ep": source.ep, **({"pp": pp} if pp > 1 else {})}
-        if source.tp
-        else {},
-        "bytes": sum(sizes.values()),
-        "files": [{"name": name, "bytes": size} for name, size in sizes.items()],
-        "tensors": [
-            _tensor(name, t.dtype, t.shards[0, 0], held)
-            for name, t in sorted(reader.held.items())
-            if picked(name, pattern)
-        ],
-        "objects": [],
-        "optimizers": [],
-    }
+    return {name: (t.dtype, t.shards[0, 0], held) for name, t in reader.held.items()}
 
 
 def print_foreign(facts: dict[str, Any], pattern: str | None) -> None:

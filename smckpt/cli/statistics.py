@@ -176,11 +176,6 @@ class Statistics(Elements):
         )
 
 
-def scan_for(catalogue: CommittedCatalogue, sink: Sink) -> None:
-    """Scan the files of a checkpoint for one sink."""
-    scan(catalogue.files, [sink])
-
-
 def statistics(
     catalogue: CommittedCatalogue, names: Iterable[str]
 ) -> dict[str, dict[str, Any] | None]:
@@ -192,6 +187,6 @@ def statistics(
     """
     names = [*names]
     sink = Statistics(catalogue, names)
-    scan_for(catalogue, sink)
+    scan(catalogue.files, [sink])
     found = {name: sink.of(name) for name in names}
     return {name: None if sums is None else sums.to_json() for name, sums in found.items()}

@@ -16,6 +16,7 @@ from smckpt.cli.output import (
     of_ranks,
     print_json,
     print_line,
+    print_report,
     print_table,
     progress_bar,
     taken,
@@ -29,9 +30,6 @@ if TYPE_CHECKING:
     from smckpt.checkpoint.reading.catalogue import Catalogue
     from smckpt.checkpoint.upkeep.difference import Difference
     from smckpt.checkpoint.upkeep.repair import RepairReport
-
-
-_SHOWN = 8  # names, or ranks, of a line
 
 
 @click.command()
@@ -112,19 +110,21 @@ def verify(
             if found is None:
                 raise
             report = found
-    if as_json:
-        print_json(report.to_json())
-    else:
-        for problem in report.problems:
-            print_line(f"{problem.path}: {problem.what}")
-        verdict = "ok" if report.ok else count_text(len(report.problems), "problem")
-        verdict += " (names, sizes and the blocks of headers; no other data)" if quick else ""
-        print_line(
-            f"{verdict}: {count_text(report.tensors, 'tensor')} in "
-            f"{count_text(report.files, 'file')}, {bytes_text(report.nbytes)}"
-            + (f", of {report.identity}" if report.identity else "")
-        )
+    verdict = _verdict(report.problems)
+    verdict += " (names, sizes and the blocks of headers; no other data)" if quick else ""
+    print_report(
+        as_json,
+        report.to_json(),
+        *(f"{problem.path}: {problem.what}" for problem in report.problems),
+        f"{verdict}: {count_text(report.tensors, 'tensor')} in "
+        f"{count_text(report.files, 'file')}, {bytes_text(report.nbytes)}"
+        + (f", of {report.identity}" if report.identity else ""),
+    )
     sys.exit(0 if report.ok else 1)
+
+
+def _verdict(problems: Sequence[object]) -> str:
+    return count_text(len(problems), "problem") if problems else "ok"
 
 
 def _verify_hf(
@@ -141,15 +141,11 @@ def _verify_hf(
         report = verify_hf(
             directory, against=against, reference=reference, progress=progress, parallel=parallel
         )
-    if as_json:
-        print_json(report.to_json())
-    else:
-        for problem in report.problems:
-            print_line(problem)
-        verdict = "ok" if report.ok else count_text(len(report.problems), "problem")
-        compared = f", {report.compared} compared with {against}" if against else ""
-        apart = f", logits within {report.logits:g}" if report.logits is not None else ""
-        print_line(f"{verdict}: {count_text(report.tensors, 'tensor')}{compared}{apart}")
+    compared = f", {report.compared} compared with {against}" if against else ""
+    apart = f", logits within {report.logits:g}" if report.logits is not None else ""
+    tensors = count_text(report.tensors, "tensor")
+    line = f"{_verdict(report.problems)}: {tensors}{compared}{apart}"
+    print_report(as_json, report.to_json(), *report.problems, line)
     sys.exit(0 if report.ok else 1)
 
 
@@ -157,19 +153,24 @@ def _restorable(checkpoint: str, geometry: str, as_json: bool) -> NoReturn:
     from smckpt.checkpoint.upkeep.restorable import parse_geometry, restorable_at
 
     found = restorable_at(checkpoint, parse_geometry(geometry))
-    if as_json:
-        print_json(found.to_json())
-        sys.exit(0 if found.loads else 1)
-    for one in found.obstacles:
-        names = f"{few(one.names, _SHOWN)}: " if one.names else ""
-        print_line(f"{names}{one.what}. What to do: {one.remedy}")
-    if found.per_rank and not found.same_ranks:
-        print_line(f"each of {found.ranks} ranks saved its own, and rank i takes that of saved "
-                   f"rank i mod {found.ranks}: {few(found.per_rank, _SHOWN)}")  # fmt: skip
+    obstacles = (
+        f"{few(one.names) + ': ' if one.names else ''}{one.what}. What to do: {one.remedy}"
+        for one in found.obstacles
+    )
+    own = (
+        f"each of {found.ranks} ranks saved its own, and rank i takes that of saved rank i mod "
+        f"{found.ranks}: {few(found.per_rank)}"
+    )
     step = "" if found.step is None else f" step {found.step}"
     verdict = "loads" if found.loads else "does not load"
-    print_line(f"{verdict} on {count_text(found.world_size, 'rank')} ({geometry}):{step} of "
-               f"{count_text(found.ranks, 'rank')}, {found.url}")  # fmt: skip
+    print_report(
+        as_json,
+        found.to_json(),
+        *obstacles,
+        own if found.per_rank and not found.same_ranks else "",
+        f"{verdict} on {count_text(found.world_size, 'rank')} ({geometry}):{step} of "
+        f"{count_text(found.ranks, 'rank')}, {found.url}",
+    )
     sys.exit(0 if found.loads else 1)
 
 
@@ -277,7 +278,7 @@ def rows_of(differences: Sequence[Difference]) -> list[tuple[str, str | None, st
     for (name, what, text), holders in alike.items():
         ranks = [holder.removeprefix("rank ") for holder in holders if holder.startswith("rank ")]
         together = len(ranks) == len(holders) > 1
-        of = f"ranks {few(ranks, _SHOWN)}" if together else ", ".join(holders)
+        of = f"ranks {few(ranks)}" if together else ", ".join(holders)
         rows.append((name, of or None, what, text))
     return sorted(rows, key=lambda row: row[1] is not None)
 
@@ -354,14 +355,14 @@ def repair(
 def _print(report: RepairReport) -> None:
     would = "would " if report.dry_run else ""
     for file in report.mended:
-        sources = ", ".join(file.sources[:_SHOWN]) or "its own bytes and the manifest"
+        sources = few(file.sources) or "its own bytes and the manifest"
         verb = "would mend" if report.dry_run else "mended"
         print_line(f"{verb} {file.path}: {bytes_text(file.nbytes)} from {sources}")
     for left in report.left:
         facts = {
             "rank": "" if left.rank is None else str(left.rank),
-            "bytes": few([f"{low} to {high}" for low, high in left.ranges], _SHOWN),
-            "tensors": few(left.tensors, _SHOWN),
+            "bytes": few([f"{low} to {high}" for low, high in left.ranges]),
+            "tensors": few(left.tensors),
         }
         known = "; ".join(f"{name} {value}" for name, value in facts.items() if value)
         print_line(

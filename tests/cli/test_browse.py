@@ -18,7 +18,7 @@ from click.testing import CliRunner
 from smckpt.checkpoint.reading.blocks import SavedFile
 from smckpt.cli.app import app
 from smckpt.cli.browse import EVENTS, RANKS, page_of, read_timeline, write_page
-from smckpt.cli.browse_facts import Facts, Wanted
+from smckpt.cli.browse_facts import Facts
 from smckpt.errors import UsageError
 from smckpt.layout.entries import Entry
 from smckpt.layout.geometry import MeshGeometry
@@ -128,7 +128,7 @@ def test_what_steps_have_in_common_is_on_the_page_once(tmp_path: Path) -> None:
 def test_a_page_that_would_be_too_large_has_the_newest_steps_and_says_so(tmp_path: Path) -> None:
     for step in (1, 2):
         save(tmp_path, step, metadata={"text": str(step) * 3000})
-    facts = Facts(open_storage(str(tmp_path)), Wanted(), limit=6000)
+    facts = Facts(open_storage(str(tmp_path)), limit=6000)
     for condition in examine(open_storage(str(tmp_path))):
         facts.add_step(condition)
     told = facts.to_json()
@@ -193,7 +193,7 @@ def test_a_tensor_that_does_not_fit_in_memory_is_read_twice(
     values = np.arange(5000, dtype=np.float32)
     Group(tmp_path, (0, 1), state=numbers_state(values)).save(step=1)
     monkeypatch.setattr("smckpt.cli.browse_facts.KEPT", 10_000)  # of 20,000 bytes
-    facts = Facts(open_storage(str(tmp_path)), Wanted(histograms="*"))
+    facts = Facts(open_storage(str(tmp_path)), histograms="*")
     facts.add_step(*examine(open_storage(str(tmp_path))))
     (told,) = facts.steps[0]["histograms"].values()
     assert sum(told["counts"]) == 5000 and max(told["counts"]) - min(told["counts"]) <= 1
@@ -319,8 +319,8 @@ def test_a_save_of_several_ranks_is_one_event_and_a_repeated_one_is_the_next(
         + "{cut\n" + line(time=float("inf")) + line(rank="0") + line(committed=-1)
     )  # fmt: skip
     told = read_timeline([str(file)], {"/run/1": 7}.get)
-    assert told.unreadable == 4
-    first, second = told.events
+    assert told["unreadable"] == 4
+    first, second = told["events"]
     assert (first["at"], first["of"], first["bytes"], first["error"]) == (7, 2, 200, None)
     # the call was 5 s before the line: 1 s of waiting, and 4 s from there
     assert first["ranks"][0] == [0, "node0", 995_000, 1.0, 1.5, 2.0, 4.0, 5.0, 100]
@@ -333,8 +333,8 @@ def test_a_long_telemetry_is_cut_to_the_newest_events_and_the_slowest_ranks(tmp_
     ranks = [line(rank=r, committed=4.0 + r, time=9e5) for r in range(RANKS + 3)]
     file.write_text("".join(saves + ranks))
     told = read_timeline([str(file)], lambda _: None)
-    assert (len(told.events), told.left) == (EVENTS, 6)
-    last = told.events[-1]
+    assert (len(told["events"]), told["left"]) == (EVENTS, 6)
+    last = told["events"][-1]
     assert (last["of"], len(last["ranks"])) == (RANKS + 3, RANKS)
     assert min(row[0] for row in last["ranks"]) == 3
 

@@ -7,13 +7,13 @@ from collections.abc import Collection
 
 from smckpt.errors import UsageError
 from smckpt.registry import Registry
-from smckpt.translate.tables.families import gpt, llama, mixtures, vision
+from smckpt.translate.tables.families import dense, mixtures, vision
 from smckpt.translate.tables.table import Family
 
 __all__ = ["built_in_names", "family_of", "find_family", "is_built_in", "register_family"]
 
 _BUILT_IN = {
-    family.name: family for module in (llama, mixtures, gpt, vision) for family in module.FAMILIES
+    family.name: family for module in (dense, mixtures, vision) for family in module.FAMILIES
 }
 _FAMILIES = Registry("family of models", Family, "smckpt.families", _BUILT_IN)
 

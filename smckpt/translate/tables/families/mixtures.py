@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from smckpt.translate.tables.families.llama import (
+from smckpt.translate.tables.families.dense import (
     ATTENTION,
     DENSE_MLP,
     HEAD_NORMS,

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from smckpt.translate.tables.families.llama import FAMILIES as TEXT
+from smckpt.translate.tables.families.dense import FAMILIES as TEXT
 from smckpt.translate.tables.families.mixtures import FAMILIES as MIXTURES
 from smckpt.translate.tables.table import HF_TP, Family, pair, rows
 from smckpt.translate.tables.table import LayoutRow as Row

@@ -6,9 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-import numpy as np
-
-from smckpt.layout.entries import DTYPES
 from smckpt.layout.mesh import Shape
 from smckpt.layout.strided import Copy
 
@@ -69,9 +66,3 @@ class TensorReader(Holder, Protocol):
         """Carry out a plan. Several threads may call it at once."""
 
     def close(self) -> None: ...
-
-
-def bits(dtype: str) -> np.dtype[Any]:
-    """The NumPy dtype that is used to move elements of `dtype`."""
-    size = DTYPES[dtype].itemsize
-    return np.dtype(f"u{size}") if size in (1, 2, 4, 8) else np.dtype(f"V{size}")

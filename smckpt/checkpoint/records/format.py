@@ -35,7 +35,6 @@ _PATTERNS = {
     "probe": re.compile(rf"probe-{_SESSION}\.json", re.A),
 }
 _TEMPORARY = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{16}\.tmp", re.A)
-_HEX64 = re.compile(r"[0-9a-f]{16}", re.A)
 
 ATTEMPTS = "attempts.json"  # of a manager: attempts that began here and committed nothing
 

@@ -8,9 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeAlias
-
-import numpy as np
+from typing import Any
 
 from smckpt.errors import (
     CheckpointError,
@@ -60,8 +58,6 @@ from smckpt.translate.ranks.translated import Translated, TranslatedSource
 from smckpt.translate.stream import tied_names
 from smckpt.translate.tables.hub import HubTensor
 from smckpt.translate.tables.layouts import looks_transformed
-
-Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 
 
 @dataclass(frozen=True)

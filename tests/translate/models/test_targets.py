@@ -15,7 +15,7 @@ from safetensors import safe_open
 from smckpt.errors import UsageError
 from smckpt.formats.boxes import BoxTensors, whole_tensor
 from smckpt.formats.source_files import ArchiveRecord, SourceFiles
-from smckpt.formats.tensors import TensorKey, bits
+from smckpt.formats.tensors import TensorKey
 from smckpt.formats.torch_archive import StoredTensor
 from smckpt.layout.entries import DTYPES
 from smckpt.layout.strided import row_major_strides
@@ -68,7 +68,7 @@ def test_a_range_is_read_as_exactly_its_elements(made, targets):
         if stop <= start:
             continue
         memory = np.random.default_rng(1).bytes(numel * DTYPES[one.dtype].itemsize)
-        values = np.frombuffer(memory, bits(one.dtype)).reshape(one.shape)
+        values = np.frombuffer(memory, f"u{DTYPES[one.dtype].itemsize}").reshape(one.shape)
         file = made / "values"
         file.write_bytes(memory)
         stored = StoredTensor(

@@ -158,7 +158,11 @@ class DistributedCheckpointer:
         if intermediate_checkpoint:
             group, save_async = self._of_this_rank(), True
             if adapter_only:
-                _refuse_without_adapters(state_dict)
+                if training.ADAPTER_KEY not in state_dict:
+                    raise UsageError(
+                        "adapter_only is set, and the state has no adapters",
+                        remedy=f"put them under {training.ADAPTER_KEY!r}",
+                    )
                 state_dict = {k: v for k, v in state_dict.items() if k != training.MODEL_KEY}
         elif adapter_only:
             directory = f"{directory}/{_ADAPTER}"
@@ -402,14 +406,6 @@ def _refuse_unknown(kind: Any, given: Mapping[str, Any]) -> None:
                 "takes it",
                 remedy="leave it out, or name another final_component",
             )
-
-
-def _refuse_without_adapters(state_dict: Mapping[str, Any]) -> None:
-    if training.ADAPTER_KEY not in state_dict:
-        raise UsageError(
-            "adapter_only is set, and the state has no adapters",
-            remedy=f"put them under {training.ADAPTER_KEY!r}",
-        )
 
 
 def _is_of_dcp(path: str | os.PathLike[str]) -> bool:

@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from smckpt.calls import alone, changed, checked
@@ -266,7 +265,6 @@ def export_hf(
         cleanup.callback(group.close)
         cleanup.enter_context(group.telling())
         files = _check_paths(checkpoint, out_dir)
-        made_gguf: str | None = None
         read = [checkpoint] if isinstance(checkpoint, (str, os.PathLike)) else []
         access = access_to(out_dir, *read, storage=storage)
         dtype = _dtype_name(dtype)
@@ -283,7 +281,7 @@ def export_hf(
             base if config is None and base is not None else config,
             access,
             None if alone else checkpoint,
-            lambda: cleanup.enter_context(TemporaryDirectory(ignore_cleanup_errors=True)),
+            cleanup,
         )
         if generation is not None:
             if settings is None:
@@ -353,10 +351,26 @@ def export_hf(
             made, decided = attempt()
         except OtherNamesError:  # what was written meanwhile is gone
             made, decided = attempt()
+        gguf = None
         if converter is not None and group.leads:
-            made_gguf = converter.convert(os.fspath(out_dir))
-    report = _report(made, decided, time.perf_counter() - began)
-    return replace(report, gguf=made_gguf)
+            gguf = converter.convert(os.fspath(out_dir))
+    notes = (*made.found.notes, *decided["notes"])
+    for note in notes:
+        log.warning("%s: %s", made.output.url, note)
+    return ExportReport(
+        directory=made.output.url,
+        files=tuple(file.name for file in made.files),
+        tensors=len(made.found.targets),
+        nbytes=sum(file.data_bytes for file in made.files),
+        left_out=made.found.left_out,
+        notes=notes,
+        seconds=time.perf_counter() - began,
+        naming=made.found.naming,
+        layout=made.found.layout,
+        nonfinite=decided["nonfinite"],
+        source=made.found.source_format,
+        gguf=gguf,
+    )
 
 
 def _planned(
@@ -380,25 +394,6 @@ def _planned(
         ),
         settings,
     )  # fmt: skip
-
-
-def _report(made: Planned, decided: dict[str, Any], seconds: float) -> ExportReport:
-    notes = (*made.found.notes, *decided["notes"])
-    for note in notes:
-        log.warning("%s: %s", made.output.url, note)
-    return ExportReport(
-        directory=made.output.url,
-        files=tuple(file.name for file in made.files),
-        tensors=len(made.found.targets),
-        nbytes=sum(file.data_bytes for file in made.files),
-        left_out=made.found.left_out,
-        notes=notes,
-        seconds=seconds,
-        naming=made.found.naming,
-        layout=made.found.layout,
-        nonfinite=decided["nonfinite"],
-        source=made.found.source_format,
-    )
 
 
 def _cast_target(target: Any, dtype: str | None) -> Any:

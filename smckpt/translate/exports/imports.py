@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from smckpt.calls import alone, checked
@@ -231,12 +230,7 @@ def import_hf(
     access = access_to(url, *read, storage=storage)
     refuse_into_source(url, *files, directory=None if files else directory, config=config)
     with ExitStack() as cleanup:
-        settings, config_notes = read_settings(
-            config,
-            access,
-            directory,
-            lambda: cleanup.enter_context(TemporaryDirectory(ignore_cleanup_errors=True)),
-        )
+        settings, config_notes = read_settings(config, access, directory, cleanup)
         found = open_model(access, directory, from_prefix, settings, given)
         family = model_dims(settings, os.fspath(files[0]) if files else read[0]).family
         assert settings is not None

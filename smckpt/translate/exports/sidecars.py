@@ -17,7 +17,8 @@ import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,6 @@ from smckpt.translate.models.contents import ExportContents
 from smckpt.translate.models.lora import ADAPTER_CONFIG, LoraConfig
 
 _GENERATE = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")  # models that generate
-_TOKENIZER = "tokenizer_config.json"  # in a folder of its own: one of a processor's further ones
 # Bytes of a file beside a checkpoint or a config; a large tokenizer has some tens of MB.
 MOST = 1 << 28
 
@@ -151,22 +151,22 @@ def _json(values: Mapping[str, Any]) -> bytes:
 
 
 def read_settings(
-    config: Any, access: Access, source: Any, copies: Callable[[], str]
+    config: Any, access: Access, source: Any, cleanup: ExitStack
 ) -> tuple[ModelConfig | None, tuple[str, ...]]:
     """The config that is given, or the one beside a source, with notes on it.
 
     Args:
         source: a path or URL; others have none beside them.
-        copies: as of `config_beside`.
+        cleanup: as of `config_beside`.
     """
     settings = read_config(config)
     if settings is not None or not isinstance(source, (str, os.PathLike)):
         return settings, ()
-    return config_beside(access.open(source), copies)
+    return config_beside(access.open(source), cleanup)
 
 
 def config_beside(
-    storage: Storage, copies: Callable[[], str]
+    storage: Storage, cleanup: ExitStack
 ) -> tuple[ModelConfig | None, tuple[str, ...]]:
     """The model's config in the directory of a checkpoint, where the Trainer and others write one,
     and notes on it. One that is no model's is left.
@@ -175,7 +175,7 @@ def config_beside(
     would come into the export.
 
     Args:
-        copies: makes a directory for copies of the files.
+        cleanup: removes the directory with copies of the files.
 
     Raises:
         StorageError: they cannot be copied there.
@@ -187,7 +187,8 @@ def config_beside(
     try:
         if CONFIG not in cached and not any(file.name == CONFIG for file in strict.list(CONFIG)):
             return None, ()
-        folder = Path(copies())
+        copies = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+        folder = Path(cleanup.enter_context(copies))
         for name, blob in cached.items():
             if is_beside_config(name):
                 (folder / name).write_bytes(_read(blob))

@@ -20,11 +20,10 @@ import functools
 import json
 import os
 import re
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
+from tests.support.frameworks.torch_suite_report import outcomes_of
 from tests.support.limits import seconds
 
 WAYS = ("stock", "calls", "storage", "kinds")
@@ -171,29 +170,12 @@ def run_file(checkout: Path, name: str, way: str, only: str | None) -> dict[str,
         if way == "kinds":
             text = re.sub(r"\b(FSDP|model)\.state_dict_type\(", "_suite.kind(", text)
         copy.write_text(text)
-        report = Path(scratch, "report.json")
-        environment = os.environ | {
+        environment = {
             "SMCKPT_TORCH_WAY": way,
             "PYTHONPATH": os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")]),
-            "SMCKPT_TORCH_REPORT": str(report),
             "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": str(int(seconds(60))),
         }
-        command = [sys.executable, "-m", "pytest", "-q", str(copy)]
-        command += ["-p", "tests.support.frameworks.torch_suite_report", "-p", "no:cacheprovider"]
-        command += ["--rootdir", scratch, "-c", os.devnull]
-        command += ["-k", only] if only else []
-        try:
-            done = subprocess.run(
-                command, env=environment, capture_output=True, text=True, timeout=seconds(900)
-            )
-        except subprocess.TimeoutExpired:
-            return {"(file)": "timed out"}
-        if os.environ.get("SMCKPT_TORCH_LOG"):
-            Path(os.environ["SMCKPT_TORCH_LOG"]).write_text(done.stdout + done.stderr)
-        if not report.exists() or report.read_text() == "{}":
-            return {"(file)": (done.stdout + done.stderr)[-2000:]}
-        outcomes: dict[str, str] = json.loads(report.read_text())
-        return outcomes
+        return outcomes_of(copy, environment, only, 900)
 
 
 def main() -> None:

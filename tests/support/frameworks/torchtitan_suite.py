@@ -12,16 +12,13 @@ and count. Run it with an interpreter that has torchtitan 0.3 and pytest.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.support.limits import seconds
+from tests.support.frameworks.torch_suite_report import outcomes_of
 
 ROOT = Path(__file__).resolve().parents[3]
 FILE = Path("tests", "unit_tests", "test_checkpoint.py")
@@ -76,23 +73,8 @@ def run(checkout: Path, way: str, only: str | None = None) -> dict[str, str]:
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder, FILE.name)
         copy.write_text(_PRELUDE + (checkout / FILE).read_text())
-        report = Path(folder, "report.json")
-        environment = os.environ | {
-            "PYTHONPATH": str(ROOT),
-            "SMCKPT_TITAN_WAY": way,
-            "SMCKPT_TORCH_REPORT": str(report),
-        }
-        command = [sys.executable, "-m", "pytest", "-q", str(copy), "--rootdir", folder]
-        command += ["-p", "tests.support.frameworks.torch_suite_report", "-p", "no:cacheprovider"]
-        command += ["-c", os.devnull, *(["-k", only] if only else [])]
-        done = subprocess.run(
-            command, cwd=folder, env=environment, capture_output=True, text=True,
-            timeout=seconds(400), check=False,
-        )  # fmt: skip
-        if not report.exists() or report.read_text() == "{}":
-            return {"(file)": (done.stdout + done.stderr)[-2000:]}
-        outcomes: dict[str, str] = json.loads(report.read_text())
-        return outcomes
+        environment = {"PYTHONPATH": str(ROOT), "SMCKPT_TITAN_WAY": way}
+        return outcomes_of(copy, environment, only, 400)
 
 
 def main() -> None:

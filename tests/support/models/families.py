@@ -10,7 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.support.models.references import D, G, H, State, V, _chunk, _interleaved, _layers, padded
+from tests.support.models.references import (
+    D,
+    G,
+    H,
+    State,
+    V,
+    _chunk,
+    _interleaved,
+    _layers,
+    padded,
+    randomized,
+)
 
 SPARSE = ("gpt_oss", "deepseek_v3", "deepseek_v2", "glm4_moe", "granitemoe", "olmoe", "qwen2_moe",
           "phimoe")  # fmt: skip
@@ -121,15 +132,12 @@ def model(family: str, **more: Any) -> Any:
     """Random in all of its parameters and in the buffers that are saved."""
     from transformers import AutoModelForCausalLM
 
-    made = AutoModelForCausalLM.from_config(config(family, **more))
-    torch.manual_seed(13)
+    made = randomized(AutoModelForCausalLM.from_config(config(family, **more)), 13)
     with torch.no_grad():
-        for parameter in made.parameters():
-            parameter.add_(0.1 * torch.randn(parameter.shape))
         for name, buffer in made.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.add_(0.1 * torch.randn(buffer.shape))
-    return made.eval()
+    return made
 
 
 def _top(hf: State) -> State:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.support.models import families
-from tests.support.models.references import D, G, H, State, V, _chunk, padded
+from tests.support.models.references import D, G, H, State, V, _chunk, padded, randomized
 
 FAMILIES = ("llama4_text", "qwen3_next")
 KEYS, VALUES, KEY, VALUE = 4, 8, 8, 12  # heads of linear attention, and their sizes
@@ -43,15 +43,9 @@ def config(family: str, **more: Any) -> Any:
 
 
 def model(family: str, **more: Any) -> Any:
-    """Random in all of its parameters."""
     from transformers import AutoModelForCausalLM
 
-    made = AutoModelForCausalLM.from_config(config(family, **more))
-    torch.manual_seed(17)
-    with torch.no_grad():
-        for parameter in made.parameters():
-            parameter.add_(0.1 * torch.randn(parameter.shape))
-    return made.eval()
+    return randomized(AutoModelForCausalLM.from_config(config(family, **more)), 17)
 
 
 def mcore(

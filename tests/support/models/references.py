@@ -44,11 +44,14 @@ def config(family: str, **more: Any) -> Any:
 
 
 def model(family: str, **more: Any) -> Any:
-    """Random in all of its parameters: fresh biases are zero, norms one and experts alike."""
     from transformers import AutoModelForCausalLM
 
-    made = AutoModelForCausalLM.from_config(config(family, **more))
-    torch.manual_seed(11)
+    return randomized(AutoModelForCausalLM.from_config(config(family, **more)), 11)
+
+
+def randomized(made: Any, seed: int) -> Any:
+    """Random in all of its parameters: fresh biases are zero, norms one and experts alike."""
+    torch.manual_seed(seed)
     with torch.no_grad():
         for parameter in made.parameters():
             parameter.add_(0.1 * torch.randn(parameter.shape))
@@ -318,20 +321,20 @@ def smp_v1(hf: State, t: int, r: int) -> State:
 
 def hf_tp(made: Any, t: int, r: int) -> State:
     """What each rank holds under transformers' own tensor parallelism, names as in memory."""
-    out = {}
-    for name, tensor in made.state_dict().items():
-        last = name.split(".")[-2] if not name.endswith("_proj") else name.split(".")[-1]
-        if last in ("o_proj", "down_proj") and not name.endswith("bias"):
-            out[name] = _chunk(tensor, t, r, tensor.dim() - 1)
-        elif last == "gate_up_proj":
-            gate, up = tensor.chunk(2, 1)
-            out[name] = torch.cat([_chunk(gate, t, r, 1), _chunk(up, t, r, 1)], 1)
-        elif last in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens",
-                      "lm_head"):  # fmt: skip
-            out[name] = _chunk(tensor, t, r)
-        else:
-            out[name] = tensor
-    return out
+    return {name: hf_tp_part(name, held, t, r) for name, held in made.state_dict().items()}
+
+
+def hf_tp_part(name: str, tensor: Tensor, t: int, r: int) -> Tensor:
+    """A rank's part of one tensor."""
+    last = name.split(".")[-2] if not name.endswith("_proj") else name.split(".")[-1]
+    if last in ("o_proj", "down_proj") and not name.endswith("bias"):
+        return _chunk(tensor, t, r, tensor.dim() - 1)
+    if last == "gate_up_proj":
+        gate, up = tensor.chunk(2, 1)
+        return torch.cat([_chunk(gate, t, r, 1), _chunk(up, t, r, 1)], 1)
+    if last in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head"):
+        return _chunk(tensor, t, r)
+    return tensor
 
 
 def each_rank(cut: Callable[[int, int], State], t: int, ep: int = 1) -> list[State]:

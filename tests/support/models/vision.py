@@ -13,7 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.support.models.references import D, G, H, State, V, _chunk, _interleaved, padded
+from tests.support.models.references import (
+    D,
+    G,
+    H,
+    State,
+    V,
+    _chunk,
+    _interleaved,
+    hf_tp_part,
+    padded,
+    randomized,
+)
 
 FAMILIES = ("gemma3", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 HEADS = 4  # of a tower
@@ -58,15 +69,9 @@ def config(family: str, **more: Any) -> Any:
 
 
 def model(family: str, **more: Any) -> Any:
-    """Random in all of its parameters."""
     from transformers import AutoModelForImageTextToText
 
-    made = AutoModelForImageTextToText.from_config(config(family, **more))
-    torch.manual_seed(17)
-    with torch.no_grad():
-        for parameter in made.parameters():
-            parameter.add_(0.1 * torch.randn(parameter.shape))
-    return made.eval()
+    return randomized(AutoModelForImageTextToText.from_config(config(family, **more)), 17)
 
 
 def picture(family: str) -> dict[str, Tensor]:
@@ -109,18 +114,8 @@ def hf_tp(family: str, made: Any, t: int, r: int) -> State:
     for name, tensor in made.state_dict().items():
         last = name.split(".")[-2] if not name.endswith("_proj") else name.split(".")[-1]
         tower = "language_model." not in name and last != "lm_head"
-        if tower or (family == "qwen3_vl" and last != "lm_head"):
-            out[name] = tensor
-        elif last in ("o_proj", "down_proj"):
-            out[name] = _chunk(tensor, t, r, tensor.dim() - 1)
-        elif last == "gate_up_proj":
-            gate, up = tensor.chunk(2, 1)
-            out[name] = torch.cat([_chunk(gate, t, r, 1), _chunk(up, t, r, 1)], 1)
-        elif last in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens",
-                      "lm_head"):  # fmt: skip
-            out[name] = _chunk(tensor, t, r)
-        else:
-            out[name] = tensor
+        whole = tower or (family == "qwen3_vl" and last != "lm_head")
+        out[name] = tensor if whole else hf_tp_part(name, tensor, t, r)
     return out
 
 

@@ -23,7 +23,7 @@ import smckpt
 from smckpt.checkpoint.reading.committed import open_catalogue
 from smckpt.checkpoint.upkeep.restorable import restorable_at
 from smckpt.cli.app import app
-from smckpt.cli.browse_facts import Facts, Wanted
+from smckpt.cli.browse_facts import Facts
 from smckpt.cli.show import describe
 from smckpt.errors import CheckpointError, CorruptCheckpointError
 from smckpt.manager.doctor import examine
@@ -88,7 +88,7 @@ def read_all(place: Path, good: Path) -> None:
                                                 against_model=False, allow_nonfinite=True)),
     ):  # fmt: skip
         refused_or_done(read)
-    page = Facts(open_storage(str(place.parent)), Wanted(verify="quick", histograms="*"))
+    page = Facts(open_storage(str(place.parent)), verify="quick", histograms="*")
     for condition in examine(open_storage(str(place.parent)), 1):
         page.add_step(condition)
     for arguments in (

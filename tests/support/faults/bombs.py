@@ -389,12 +389,12 @@ def _apply(folder: Path) -> None:
 
 
 def _browse(folder: Path) -> None:
-    from smckpt.cli.browse_facts import Facts, Wanted
+    from smckpt.cli.browse_facts import Facts
     from smckpt.manager.doctor import examine
     from smckpt.storage import open_storage
 
     top = open_storage(str(folder))
-    page = Facts(top, Wanted(verify="quick", histograms="*"))
+    page = Facts(top, verify="quick", histograms="*")
     for condition in examine(top, 1):
         page.add_step(condition)
 

@@ -128,10 +128,9 @@ class KeptSteps:
         meeting, point = self._membership.meeting(_SECONDS), f"restore/{next(self._rounds)}"
         self._tier.discard_unfinished()
         tiers = Tiers(self._disk, self._tier.steps, after, only)
-        resumed = resume(meeting, point, tiers, load, _SECONDS)
-        found = resumed.found
-        if resumed.lost and self._group.ranks[0] == self._membership.group.rank:
-            log.warning("resumed from %s; lost: %s", found, "; ".join(resumed.lost))
+        found, lost = resume(meeting, point, tiers, load, _SECONDS)
+        if lost and self._group.ranks[0] == self._membership.group.rank:
+            log.warning("resumed from %s; lost: %s", found, "; ".join(lost))
         self.restored(max(after, 0) if found is None else found.step or 0)
         return found is not None
 

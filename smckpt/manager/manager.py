@@ -331,8 +331,7 @@ class CheckpointManager:
         self._memory.discard_unfinished()
         point = f"restore/{next(self._rounds)}"
         tiers = Tiers(self._steps, self._memory.steps)
-        resumed = resume(meeting, point, tiers, fill, self._timeout)
-        found = resumed.found
+        found, lost = resume(meeting, point, tiers, fill, self._timeout)
         self._memory.restored(0 if found is None else found.step or 0)
         self._schedule.goes_on(self._steps.root, found)
         self._begins = (into, optimizers_in(into)) if found is None else None
@@ -350,11 +349,11 @@ class CheckpointManager:
         self._watch.save_seconds = save_seconds_of(found, self._world)
         if self._rank == 0:
             log.log(
-                logging.WARNING if resumed.lost else logging.INFO,
+                logging.WARNING if lost else logging.INFO,
                 "restored step %d from %s%s",
                 step,
                 found,
-                f"; lost: {'; '.join(resumed.lost)}" if resumed.lost else "",
+                f"; lost: {'; '.join(lost)}" if lost else "",
             )
         if optimizers_in(saved) or any(optimizer_dicts(saved)):  # without, it only evaluates
             self._get_memory(lambda: saved)

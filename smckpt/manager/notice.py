@@ -26,15 +26,13 @@ from typing import Any, NoReturn
 
 from smckpt.calls import end_process, undisturbed, while_alive
 from smckpt.errors import UsageError
+from smckpt.manager.schedule import LEAVE_SECONDS, POLL_SECONDS, RANKS_A_SECOND
 from smckpt.meeting.group import Membership
 from smckpt.meeting.round import Meeting
 from smckpt.meeting.store import OverStore
 
 log = logging.getLogger("smckpt")
 
-POLL_SECONDS = 0.5
-LEAVE_SECONDS = 5.0  # how long `close` waits for the thread, which may be in a call to the store
-RANKS_A_SECOND = 4000  # how many ranks may ask the store, one process, for a notice
 GRACE = {"SIGTERM": 25.0}  # torchrun and Kubernetes kill 30 seconds after it
 _SAVE_FACTOR = 1.5  # a last save may take so many times as long as the one before
 LONG_GRACE = 110.0  # SageMaker gives two minutes; with Slurm the user chooses the time

@@ -54,27 +54,22 @@ class Turn:
     pause: float = 0.0
 
 
-@dataclass(frozen=True)
-class Resumed:
-    """The checkpoint that was loaded, or None if there is none; and the steps given up."""
-
-    found: FoundCheckpoint | None
-    lost: tuple[str, ...]
-
-
 def resume(
     meeting: Meeting,
     point: str,
     steps: Tiers,
     load: Callable[[FoundCheckpoint], None],
     timeout: float,
-) -> Resumed:
+) -> tuple[FoundCheckpoint | None, tuple[str, ...]]:
     """Load the newest step that all ranks can load. All ranks call it.
 
     Args:
         point: a name for this call, the same on all ranks.
         steps: member 0 reads them, newest first.
         load: fills this rank's state.
+
+    Returns:
+        The checkpoint that was loaded, or None if there is none; and a text for each step given up.
 
     Raises:
         Exception: what `load` raised, on the rank where it did; the others raise ours with its
@@ -152,7 +147,7 @@ def resume(
                 raise error from own
             break  # it came back to its rank
         if turn.found is None:
-            return Resumed(found, turn.lost)
+            return found, turn.lost
         found, count = FoundCheckpoint.from_json(turn.found), count + 1
         time.sleep(turn.pause)
         try:

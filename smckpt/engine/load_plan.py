@@ -202,6 +202,7 @@ def plan_of(
     Raises:
         KeysMismatchError, TensorMismatchError, TopologyError, CorruptCheckpointError: the target
             cannot be filled.
+        StateError: a value of others below the target's keys cannot be read without their code.
     """
     state_dict, selection = target.state_dict, target.selection
     live = request.options.parallel_state
@@ -214,6 +215,12 @@ def plan_of(
         selection = target.selector.select(tensors)
     else:
         assert selection is not None  # otherwise all ranks have raised
+        if request.keys is True:
+            keys = [f"{top}." for top in state_dict]
+            catalogue.refuse_unread(
+                lambda name: not any(f"{name}.".startswith(key) for key in keys),
+                'pass check_keys_matched="target" and a target without them',
+            )
         if number_as_saved(state_dict, catalogue, me.saved, strict=request.strict):
             selection = target.selector.select(state_dict)
         objects = _values(me, selection, state_dict)

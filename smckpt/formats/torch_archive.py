@@ -11,6 +11,7 @@ import contextlib
 import importlib
 import io
 import struct
+import zipfile
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -358,19 +359,44 @@ def read_value(source: SourceFiles, record: ArchiveRecord, name: str) -> Any:
     """The value that `torch.save` wrote there.
 
     Raises:
+        CorruptCheckpointError: it differs from its CRC-32.
         StateError: it has objects of classes that are not plain data.
     """
     data = source.read(record)
+    where = f"the value {name} at byte {record.offset}"
+    archive = is_archive(data) or data[-22:].startswith(_END)
+    if archive and (damage := _damage(data)) is not None:
+        _bad(record.path, f"{where}: {damage}")
     try:
         value = plain_load(io.BytesIO(data))
         refuse_endless(value)
         return value
     except Exception as error:  # torch, zip and pickle raise many kinds
+        why = (str(error).splitlines() or [type(error).__name__])[0]
+        if archive and isinstance(error, RuntimeError):  # of the reader of records
+            _bad(record.path, f"{where}: {why}")
         raise StateError(
-            f"the value {name} is not plain data: {str(error).splitlines()[0]}",
+            f"the value {name} is not plain data: {why}",
             remedy="leave it out by name (ignore=), or save plain data: numbers, texts, arrays",
             path=record.path,
         ) from error
+
+
+def _damage(data: bytes) -> str | None:
+    """What is wrong with an archive: torch compares no record with the CRC-32 that it wrote."""
+    try:
+        file = io.BytesIO(data)
+        refuse_inflating(file, len(data))
+        with zipfile.ZipFile(file) as archive:
+            files = archive.infolist()
+            if any(one.external_attr & 0x10 for one in files):  # torch reads no pickle there
+                return "a record is a directory"
+            pickles = [one for one in files if one.filename.endswith("data.pkl")]
+            # 0 in all: torch.serialization.set_crc32_options(False)
+            damaged = archive.testzip() if any(one.CRC for one in pickles) else None
+    except Exception as error:  # zipfile raises many kinds
+        return f"{type(error).__name__}: {error}"
+    return None if damaged is None else f"{damaged} differs from its CRC-32"
 
 
 def _no_bytes() -> bytes:

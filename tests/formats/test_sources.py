@@ -22,6 +22,7 @@ from torch.distributed import checkpoint as dcp
 
 import smckpt
 from smckpt import ExportOptions, Parallel, errors, export_hf
+from smckpt.formats.readers import dcp as dcp_reader
 from smckpt.formats.readers.foreign_catalogue import verify_foreign
 from smckpt.translate import import_hf
 from tests.support import child, interpreters
@@ -418,6 +419,48 @@ def test_each_transposed_tensor_is_verified_though_one_before_it_is_damaged(tmp_
     path.write_bytes(data)
     report = verify_foreign(path)
     assert [problem.what.partition(":")[0] for problem in report.problems] == ["a"]
+
+
+def test_a_damaged_value_of_dcp_is_never_loaded_and_verify_lists_it(tmp_path, monkeypatch):
+    """torch reads it without a look at the CRC-32 that torch wrote, and a load gave other numbers.
+    The state is 0.1, text and a list; each byte of the first value's archive is changed in turn."""
+
+    def state(number: float) -> dict[str, Any]:
+        return {"w": torch.ones(2), "cfg": {"lr": number, "of": {"x": [number]}}}
+
+    dcp.save(state(0.1), checkpoint_id=tmp_path / "d", no_dist=True)
+    (file,) = (tmp_path / "d").glob("*.distcp")
+    data = file.read_bytes()
+    reads: list[str] = []
+    own = dcp_reader.read_value
+    monkeypatch.setattr(
+        dcp_reader, "read_value", lambda *a: [reads.append(a[2]), own(*a)][1]
+    )  # fmt: skip
+    smckpt.load(target := state(0.0), checkpoint_id=tmp_path / "d")
+    assert target["cfg"] == state(0.1)["cfg"] and sorted(reads) == sorted({*reads})
+    size = data.index(b"PK\5\6") + 22
+    refused = 0
+    for at in range(0, size, 7):
+        file.write_bytes(data[:at] + bytes([data[at] ^ 16]) + data[at + 1 :])
+        try:
+            smckpt.load(target := state(0.0), checkpoint_id=tmp_path / "d")
+        except errors.CorruptCheckpointError:
+            refused += 1
+            assert not verify_foreign(tmp_path / "d").ok, at
+            continue
+        assert target["cfg"] == state(0.1)["cfg"], at  # times, versions and padding
+        assert verify_foreign(tmp_path / "d").ok, at
+    assert refused > 50
+
+
+def test_a_value_that_cannot_be_read_does_not_vanish_from_a_target(tmp_path):
+    odd = {"w": torch.ones(2), "cfg": {"lr": 0.1, "deep": {"of": argparse.Namespace(a=1)}}}
+    dcp.save(odd, checkpoint_id=tmp_path, no_dist=True)
+    target = {"w": torch.zeros(2), "cfg": {"lr": 0.0, "deep": {"of": 1}}}
+    with pytest.raises(errors.StateError, match=r"cfg\.deep\.of hold objects"):
+        smckpt.load(target, checkpoint_id=tmp_path)
+    smckpt.load(only := {"w": torch.zeros(2)}, checkpoint_id=tmp_path)
+    assert target["cfg"]["deep"] == {"of": 1} and only["w"].tolist() == [1, 1]
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE])

@@ -107,11 +107,12 @@ class ForeignCatalogue(Catalogue):
             kinds: dict[StatePath, str] = {}
             try:
                 read = value.read()
+                values[name] = SavedValue(value.path, partial(_itself, read))  # it is read once
                 if not _holds_array(read, set()):
                     continue
                 leaves = [*itertools.islice(_apart(value.path, read, kinds), _MOST_LEAVES)]
-            except (StateError, RecursionError):
-                continue  # `unread` names it
+            except (StateError, RecursionError, CorruptCheckpointError):
+                continue  # `unread` names it, or who asks for it hears that it is damaged
             if len(leaves) == _MOST_LEAVES:  # a forged value may hold one part many times
                 continue
             del values[name]
@@ -451,6 +452,12 @@ def verify_foreign(
                 )
                 break
             tell.add(nbytes)
+    for value in catalogue.source.values.values():
+        with contextlib.suppress(StateError):  # a load has to be told of its class, or to leave it
+            try:
+                value.read()
+            except CorruptCheckpointError as error:
+                problems.append(Problem(error.path or storage.url, error.message))
     return Report(
         url=os.fspath(url),
         identity=catalogue.identity,

@@ -363,12 +363,10 @@ def refuse_other_ranks(
                     f"{facts.of} say {name}={two!r}, but those in {first[0]} {one!r}",
                     remedy="pass the files of one run and step", path=file,
                 )  # fmt: skip
-    _refuse_swapped(found, degrees, pp)
+    _refuse_swapped(found, degrees)
 
 
-def _refuse_swapped(
-    found: Sequence[tuple[str, SourceFacts | None]], degrees: Degrees, pp: int
-) -> None:
+def _refuse_swapped(found: Sequence[tuple[str, SourceFacts | None]], degrees: Degrees) -> None:
     """Compare each file's rank with its position. One number in all files is that of a converter,
     which wrote them alone."""
     ranks = [None if facts is None else facts.values.get("rank") for _, facts in found]

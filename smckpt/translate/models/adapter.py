@@ -119,7 +119,7 @@ def find_peft_contents(
     """
     if any(value is not None for value in ranks.given.values()):
         raise _of_ranks(None)
-    checkpoint, lora_config = _weights_and_config(checkpoint, asked.lora_config, access)
+    checkpoint, lora_config = _weights_and_config(checkpoint, asked.lora_config)
     opened = open_model(access, checkpoint, prefix, settings, Parallel(), peft=True)
     reader, url = opened.reader, opened.reader.url
     if any(len(tensor.shards) > 1 for tensor in reader.held.values()):
@@ -197,7 +197,7 @@ def _order_notes(adapters: Adapters) -> tuple[str, ...]:
     return ()
 
 
-def _weights_and_config(checkpoint: Any, lora_config: Any, access: Access) -> tuple[Any, Any]:
+def _weights_and_config(checkpoint: Any, lora_config: Any) -> tuple[Any, Any]:
     """The checkpoint, and the adapter's config: by default that beside the adapter's weights. Of a
     directory that PEFT saved, the weights are the checkpoint.
 

@@ -206,15 +206,12 @@ class Dequantized:
         self._reader.close()
 
 
-def dequantized(
-    reader: TensorReader, settings: ModelConfig | None, dtype: str | None = None
-) -> TensorReader:
-    """The reader, with the weights that it holds quantized as weights of a dtype. It is the same
-    reader if none is quantized.
+def dequantized(reader: TensorReader, settings: ModelConfig | None) -> TensorReader:
+    """The reader, with the weights that it holds quantized as weights of the config's dtype, or of
+    bfloat16. It is the same reader if none is quantized.
 
     Args:
         reader: of the files of one directory.
-        dtype: of the weights; None: the config's, or bfloat16.
 
     Raises:
         KeysMismatchError: a weight lacks its scales, or scales their weight.
@@ -265,7 +262,7 @@ def dequantized(
             remedy=f"it reads {' and '.join(_METHODS)}: pass the release in one of them, or in "
             "bfloat16",
         )
-    return Dequantized(reader, found, frozenset(parts), dtype or _dtype(settings))
+    return Dequantized(reader, found, frozenset(parts), _dtype(settings))
 
 
 def _quantization(settings: ModelConfig | None) -> dict[str, Any]:

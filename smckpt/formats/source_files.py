@@ -419,7 +419,7 @@ def open_tar(source: SourceFiles, record: ArchiveRecord) -> Folder:
     """
     found: dict[str, ArchiveRecord] = {}
     try:
-        with tarfile.open(fileobj=_Headers(source, record), mode="r:") as archive:
+        with tarfile.open(fileobj=HeadersFile(source, record, _TAR_AT_ONCE), mode="r:") as archive:
             for number, member in enumerate(archive):
                 if number >= _MEMBERS or len(archive.pax_headers) > _GLOBAL:
                     what = f"{_MEMBERS} members" if number >= _MEMBERS else f"{_GLOBAL} headers"
@@ -441,16 +441,26 @@ def open_tar(source: SourceFiles, record: ArchiveRecord) -> Folder:
     return Folder(source, record.path, found)
 
 
-class _Headers(io.RawIOBase):
-    """What `tarfile` reads from: a file whose headers alone are read."""
+class HeadersFile(io.RawIOBase):
+    """What `tarfile` and `zipfile` read from: a file whose headers alone are read.
 
-    def __init__(self, source: SourceFiles, record: ArchiveRecord) -> None:
-        self._source, self._record = source, record
+    Args:
+        most: bytes at once.
+        tail: bytes at the end that are read first.
+    """
+
+    def __init__(
+        self, source: SourceFiles, record: ArchiveRecord, most: int, tail: int = 0
+    ) -> None:  # fmt: skip
+        self._source, self._record, self._most = source, record, most
         self._at = 0
-        self._block = (0, b"")  # from which byte on; a store answers slowly
+        start = max(record.nbytes - tail, 0) if tail else 0
+        # from which byte on; a store answers slowly
+        self._block = (start, source.read(record, start) if tail else b"")
 
     def read(self, size: int = -1) -> bytes:
-        if not 0 <= size <= _TAR_AT_ONCE:
+        size = max(self._record.nbytes - self._at, 0) if size < 0 else size
+        if size > self._most:
             raise ValueError(f"a header of {size} bytes")
         start, data = self._block
         stop = min(self._at + size, self._record.nbytes)
@@ -464,9 +474,10 @@ class _Headers(io.RawIOBase):
         return found
 
     def seek(self, at: int, whence: int = io.SEEK_SET) -> int:
-        assert whence == io.SEEK_SET
-        self._at = at
-        return at
+        self._at = at + (self._record.nbytes if whence == io.SEEK_END else 0)
+        if self._at < 0:
+            raise OSError(f"there is no byte {self._at}")
+        return self._at
 
     def tell(self) -> int:
         return self._at

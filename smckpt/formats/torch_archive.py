@@ -13,25 +13,23 @@ import io
 import struct
 import zipfile
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, cast
 
 from smckpt.checkpoint.records.objects import refuse_inflating
 from smckpt.errors import CorruptCheckpointError, StateError, UsageError
 from smckpt.formats.pickled import Global, Inert, read_pickle, refuse_endless
-from smckpt.formats.source_files import ArchiveRecord, SourceFiles
+from smckpt.formats.source_files import ArchiveRecord, HeadersFile, SourceFiles
 from smckpt.layout.entries import DTYPES
 from smckpt.layout.mesh import MOST_DIMS, Shape
 
 _PICKLE_LIMIT = 256 << 20  # bytes of an archive's pickle
-_RECORDS = 1 << 21  # of an archive; their memory is below a gigabyte
+_DIRECTORY = 48 << 20  # bytes; what it says of a million records takes a gigabyte
 _TAIL = 64 << 10  # bytes at the end: for most archives all of the directory
-_END, _END64, _LOCATOR64 = b"PK\5\6", b"PK\6\6", b"PK\6\7"
-_ENTRY, _LOCAL = b"PK\1\2", b"PK\3\4"
+_LOCAL = b"PK\3\4"
 _HEAD = 30  # bytes of a local header before the name
-_MAX32 = 0xFFFFFFFF
 # A torch before 1.6 wrote pickles one after the other, and then the storages.
 _MAGIC, _PROTOCOL = 0x1950A86A20F9469CFC6C, 1001
 _STORAGES: Mapping[str, str] = MappingProxyType(
@@ -81,8 +79,7 @@ def open_archive(source: SourceFiles, archive: ArchiveRecord) -> Archive:
         CorruptCheckpointError: it is damaged, or is no such archive; the message says where.
     """
     path, offset = archive.path, archive.offset
-    window = _Window(source, archive)
-    records = _directory(window)
+    records = _directory(source, archive)
     pickles = [name for name in records if name.endswith("data.pkl") and name.count("/") <= 1]
     if len(pickles) != 1:
         _bad(path, f"the archive at byte {offset} has {len(pickles)} records data.pkl")
@@ -94,9 +91,9 @@ def open_archive(source: SourceFiles, archive: ArchiveRecord) -> Archive:
     if record.nbytes > _PICKLE_LIMIT:
         _bad(path, f"the pickle has {record.nbytes} bytes, more than {_PICKLE_LIMIT}")
     order = records.get(f"{folder}byteorder")
-    if order is not None and order.nbytes < 16 and window.record(order) != b"little":
+    if order is not None and order.nbytes < 16 and source.read(order) != b"little":
         _bad(path, "the tensors are in big-endian order")
-    text = window.record(record)
+    text = source.read(record)
     if record.crc is not None and zlib.crc32(text) != record.crc:
         _bad(path, f"the record {pickles[0]} at byte {record.offset} differs from its CRC-32")
     inside = {
@@ -249,110 +246,35 @@ class _Tensors:
 # -- the zip file ----------------------------------------------------------------------------------
 
 
-class _Window:
-    """Bytes of a file, counted from the beginning of the archive."""
-
-    def __init__(self, source: SourceFiles, archive: ArchiveRecord) -> None:
-        self.path, self.nbytes = archive.path, archive.nbytes
-        self._source, self._archive, self._offset = source, archive, archive.offset
-
-    def read(self, start: int, stop: int) -> bytes:
-        if not 0 <= start <= stop <= self.nbytes:
-            _bad(self.path, f"its directory points to bytes {start} to {stop} of {self.nbytes}")
-        return self._source.read(self._archive, start, stop)
-
-    def record(self, record: ArchiveRecord) -> bytes:
-        start = record.offset - self._offset
-        return self.read(start, start + record.nbytes)
-
-    def at(self, spans: Sequence[tuple[int, int, int]]) -> list[ArchiveRecord]:
-        """The records whose local headers begin at these bytes: (begin, size, CRC) of each."""
-        for start, _, _ in spans:
-            if not 0 <= start <= self.nbytes - _HEAD:
-                _bad(self.path, f"its directory points to byte {start} of {self.nbytes}")
-        heads = self._source.read_each(self._archive, [start for start, _, _ in spans], _HEAD)
-        out = []
-        for (start, nbytes, crc), head in zip(spans, heads, strict=True):
-            if head[:4] != _LOCAL:
-                _bad(self.path, f"there is no record at byte {self._offset + start}")
-            name, extra = struct.unpack("<HH", head[26:30])
-            begin = start + _HEAD + name + extra
-            if begin + nbytes > self.nbytes:
-                _bad(self.path, f"the record at byte {self._offset + start} reaches beyond the end")
-            out.append(ArchiveRecord(self.path, self._offset + begin, nbytes, crc))
-        return out
-
-
-def _directory(window: _Window) -> dict[str, ArchiveRecord]:
-    tail_start = max(0, window.nbytes - _TAIL)
-    tail = window.read(tail_start, window.nbytes)
-    end = tail.rfind(_END)
-    if end < 0 or end + 22 > len(tail):
-        _bad(window.path, "it has no end; the file was cut short, or is another kind of file")
-    count, size, start = struct.unpack("<HLL", tail[end + 10 : end + 20])
-    locator = tail[max(0, end - 20) : end]
-    if locator.startswith(_LOCATOR64):
-        (where,) = struct.unpack("<Q", locator[8:16])
-        end64 = window.read(where, where + 56)
-        if end64[:4] != _END64:
-            _bad(window.path, f"its directory's end is not at byte {where}")
-        count, size, start = struct.unpack("<QQQ", end64[32:56])
-    if not 46 * count <= size <= window.nbytes or start + size > window.nbytes:
-        _bad(window.path, f"its directory has {count} records in {size} bytes")
-    if size > _PICKLE_LIMIT or count > _RECORDS:
-        _bad(window.path, f"its directory has {count} records in {size} bytes")
-    inside = start >= tail_start
-    table = tail[start - tail_start :] if inside else window.read(start, start + size)
-    spans: dict[str, tuple[int, int, int]] = {}
-    at = 0
-    for _ in range(count):
-        name, location, at = _entry(window, table, at)
-        if name in spans:
-            _bad(window.path, f"two records are called {name}")
-        spans[name] = location
-    return dict(zip(spans, window.at(list(spans.values())), strict=True))
-
-
-def _entry(window: _Window, table: bytes, at: int) -> tuple[str, tuple[int, int, int], int]:
-    """The name of a record; where its local header begins, its size and its CRC; what follows."""
-    head = table[at : at + 46]
-    if len(head) < 46 or head[:4] != _ENTRY:
-        _bad(window.path, f"its directory is damaged at its byte {at}")
-    method, _, _, crc, packed, nbytes, name, extra, comment = struct.unpack(
-        "<HHHLLLHHH", head[10:34]
-    )
-    (start,) = struct.unpack("<L", head[42:46])
-    rest = table[at + 46 : at + 46 + name + extra]
-    if len(rest) < name + extra:
-        _bad(window.path, f"its directory is damaged at its byte {at}")
-    if b"/code/__torch__" in rest[:name]:
+def _directory(source: SourceFiles, archive: ArchiveRecord) -> dict[str, ArchiveRecord]:
+    """The records, by name. Each one's local header says where its bytes begin."""
+    path, headers = archive.path, HeadersFile(source, archive, _DIRECTORY, tail=_TAIL)
+    try:
+        with zipfile.ZipFile(cast(Any, headers)) as found:
+            entries = {info.filename: info for info in found.infolist()}
+            count = len(found.infolist())
+    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError, struct.error) as error:
+        _bad(path, str(error))
+    if len(entries) != count:
+        _bad(path, "two records have one name")
+    if any("/code/__torch__" in name for name in entries):
         raise UsageError(
             "this is a program of TorchScript, not a state dict",
-            remedy="save torch.jit.load(file).state_dict()", path=window.path,
+            remedy="save torch.jit.load(file).state_dict()", path=path,
         )  # fmt: skip
-    numbers = _wide(rest[name:], [nbytes, packed, start])
-    if numbers is None or method or numbers[0] != numbers[1]:
-        _bad(window.path, f"its record {rest[:name]!r} is compressed, or damaged")
-    nbytes, _, start = numbers
-    text = rest[:name].decode("utf-8", "replace")
-    return text, (start, nbytes, crc), at + 46 + name + extra + comment
-
-
-def _wide(extra: bytes, numbers: list[int]) -> list[int] | None:
-    """The numbers that do not fit 32 bits, from the field for them; None: it lacks them."""
-    if _MAX32 not in numbers:
-        return numbers
-    at = 0
-    while at + 4 <= len(extra):
-        kind, length = struct.unpack("<HH", extra[at : at + 4])
-        field = extra[at + 4 : at + 4 + length]
-        at += 4 + length
-        if kind == 1:
-            wide = [struct.unpack("<Q", field[i : i + 8])[0] for i in range(0, len(field) - 7, 8)]
-            if len(wide) < numbers.count(_MAX32):
-                return None
-            return [wide.pop(0) if n == _MAX32 else n for n in numbers]
-    return None
+    for name, info in entries.items():
+        if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
+            _bad(path, f"its record {name!r} is compressed, or damaged")
+        if not 0 <= info.header_offset <= archive.nbytes - _HEAD:
+            _bad(path, f"its directory points to byte {info.header_offset} of {archive.nbytes}")
+    heads = source.read_each(archive, [info.header_offset for info in entries.values()], _HEAD)
+    records = {}
+    for (name, info), head in zip(entries.items(), heads, strict=True):
+        if head[:4] != _LOCAL:
+            _bad(path, f"there is no record at byte {archive.offset + info.header_offset}")
+        begin = info.header_offset + _HEAD + sum(struct.unpack("<HH", head[26:30]))
+        records[name] = archive.part(begin, info.file_size, info.CRC)
+    return records
 
 
 def read_value(source: SourceFiles, record: ArchiveRecord, name: str) -> Any:

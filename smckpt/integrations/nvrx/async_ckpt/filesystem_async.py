@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
@@ -154,15 +154,11 @@ class FileSystemWriterAsync(FileSystemWriter):
         """
         if not self._items:
             return None, None, []
-        parts = [
-            (
-                dataclasses.replace(
-                    self._plan, items=[item for item, _ in items], storage_data=prefix
-                )
-            )
-            for items, prefix in self._parts()
-        ]
-        data = [value for items, _ in self._parts() for _, value in items]
+        parts, data = [], []
+        for items, prefix in self._parts():
+            own = [item for item, _ in items]
+            parts.append(dataclasses.replace(self._plan, items=own, storage_data=prefix))
+            data += [value for _, value in items]
         threads = self.thread_count // len(parts)
         options = {
             "sync_files": self.sync_files,
@@ -212,10 +208,6 @@ class FileSystemWriterAsync(FileSystemWriter):
     def cleanup_tensor_caches(cls) -> None:
         """Nothing is kept from one save to the next."""
 
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write the metadata, by which the checkpoint is complete."""
-        super().finish(metadata, results)
-
     @property
     def checkpoint_id(self) -> str:
         return str(self.checkpoint_dir)
@@ -228,23 +220,15 @@ class FileSystemWriterAsync(FileSystemWriter):
 # -- in the worker -----------------------------------------------------------------------------
 
 
-class _OpenedBy(FileSystem):
-    """Files of this host, opened by a function like `open`."""
-
-    def __init__(self, open_file: Any) -> None:
-        self._open_file = open_file
-
-    @contextmanager
-    def create_stream(self, path: Any, mode: str) -> Generator[io.IOBase, None, None]:
-        with self._open_file(os.fspath(path), mode) as stream:
-            yield stream
-
-
 class _Noting:
-    """A file system that keeps the first error of its streams: DCP loses one of its threads'."""
+    """A file system that keeps the first error of its streams: DCP loses one of its threads'.
 
-    def __init__(self, fs: Any) -> None:
-        self._fs = fs
+    Args:
+        create: makes a stream of a path and a mode; None: as the file system does.
+    """
+
+    def __init__(self, fs: Any, create: Callable[[Any, str], Any] | None = None) -> None:
+        self._fs, self._create = fs, create or fs.create_stream
         self.error: Exception | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -253,7 +237,7 @@ class _Noting:
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Generator[io.IOBase, None, None]:
         try:
-            with self._fs.create_stream(path, mode) as stream:
+            with self._create(path, mode) as stream:
                 yield stream
         except Exception as error:
             self.error = self.error or error
@@ -274,9 +258,8 @@ def _write(
     writer.transforms = transforms
     if is_url(path):
         writer.fs, writer.path = UrlFileSystem(), path
-    elif open_file is not open:
-        writer.fs = _OpenedBy(open_file)
-    noting = writer.fs = _Noting(writer.fs)
+    opens = None if open_file is open else lambda path, mode: open_file(os.fspath(path), mode)
+    noting = writer.fs = _Noting(writer.fs, opens)
     parts, data = resolved
     items = [item for part in parts for item in part.items]
     values = {id(item): value for item, value in zip(items, data, strict=True)}

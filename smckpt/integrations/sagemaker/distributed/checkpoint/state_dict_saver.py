@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import (
     FullStateDictConfig,
@@ -288,10 +289,6 @@ def compute_auto_checkpoint_interval(
     Raises:
         UsageError: there are no measurements.
     """
-    import torch.distributed as dist
-
-    from smckpt.errors import UsageError
-
     steps = [s for s in (*step_durations, *step_ckpt_durations) if s > 0]
     saves = list(map(sum, zip(ckpt_preprocessing_durations, ckpt_io_durations, strict=True)))
     if not steps or not saves:

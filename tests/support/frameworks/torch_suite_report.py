@@ -26,7 +26,7 @@ def outcomes_of(
     try:
         done = subprocess.run(
             command, env={**os.environ, **environment, "SMCKPT_TORCH_REPORT": str(report)},
-            capture_output=True, text=True, timeout=seconds(limit), check=False,
+            cwd=file.parent, capture_output=True, text=True, timeout=seconds(limit), check=False,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         return {"(file)": "timed out"}

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from peft import LoraConfig
 from safetensors.torch import load_file
 from transformers import Trainer, TrainerCallback
 
@@ -124,7 +125,15 @@ class StopsAt(TrainerCallback):
 ADAPTERS = {
     "lora": lora,
     "modules_to_save": lambda: lora(modules_to_save=["lm_head"]),
+    "dora, tokens": lambda: lora(use_dora=True, trainable_token_indices=[1, 2]),
+    "two": lambda: two_of_lora(),
 }
+
+
+def two_of_lora() -> Any:
+    model = lora()
+    model.add_adapter("other", LoraConfig(r=3, target_modules=["k_proj"]))
+    return model
 
 
 @pytest.mark.parametrize("name", ADAPTERS)
@@ -139,21 +148,43 @@ def test_the_stock_trainer_goes_on_with_an_adapter(tmp_path: Path, name: str) ->
         tmp_path / "own", 4, kind=Trainer, model=ADAPTERS[name](), **more
     )  # fmt: skip
     straight.train()
-    found, own = (
-        load_file(at / "adapter_model.safetensors")
-        for at in (target, tmp_path / "own" / "checkpoint-2")
-    )
-    assert same(found, own)
+    own = tmp_path / "own" / "checkpoint-2"
+    files = [file.relative_to(own) for file in own.rglob("adapter_model.safetensors")]
+    assert len(files) == (2 if name == "two" else 1)
+    for file in files:
+        assert same(load_file(target / file), load_file(own / file))
     again = small_trainer(tmp_path / "again", 4, kind=Trainer, model=ADAPTERS[name](), **more)
     again.train(resume_from_checkpoint=str(target))
     assert again.state.global_step == 4
     assert same(weights(again.model), weights(straight.model))
 
 
-@pytest.mark.parametrize("name", ["dora", "two adapters", "prompts", "injected", "unfrozen"])
+@pytest.mark.parametrize("version", [1, 2])
+def test_an_adapter_under_fsdp_has_the_names_that_accelerate_reads(
+    tmp_path: Path, version: int
+) -> None:
+    """Under FSDP2 with whole state dicts those of the model, else PEFT's."""
+    ours, theirs = "a.lora_A.default.weight", "a.lora_A.weight"
+    state = {"model": {ours: torch.ones(3)}, "trainer": {}, "adapters": {"default": {theirs: ours}}}
+    for kind, name in (("SHARDED", theirs), ("FULL", theirs if version == 1 else ours)):
+        form = {"fsdp": {"version": version, "state_dict_type": f"{kind}_STATE_DICT"}}
+        source, target = tmp_path / kind, tmp_path / f"{kind}-back"
+        options = smckpt.SaveOptions(metadata=form)
+        smckpt.save(state, checkpoint_id=str(source), options=options)
+        (source / "adapter_config.json").write_text("{}")
+        converted(source, target, "trainer")
+        if kind == "FULL":
+            found = torch.load(target / "pytorch_model_fsdp.bin", weights_only=True)
+        else:
+            found = {name: torch.zeros(3)}
+            dcp.load({"model": found}, checkpoint_id=target / "pytorch_model_fsdp_0", no_dist=True)
+        assert found.keys() == {name} and torch.equal(found[name], torch.ones(3))
+
+
+@pytest.mark.parametrize("name", ["prompts", "injected", "unfrozen"])
 def test_another_adapter_is_refused_by_name(tmp_path: Path, name: str) -> None:
     small_trainer(tmp_path / "run", 2, model=MADE[name]()).train()
-    with pytest.raises(StateError, match="only the Trainer's own checkpoints of a single one"):
+    with pytest.raises(StateError, match="PEFT itself writes no tensor"):
         smckpt.convert(tmp_path / "run" / "checkpoint-2", tmp_path / "out", to="trainer")
     assert not (tmp_path / "out").exists()
 

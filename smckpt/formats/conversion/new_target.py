@@ -195,7 +195,7 @@ class _Planner(DefaultSavePlanner):
 
     def create_local_plan(self) -> SavePlan:
         items = [WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO) for name in self._values]
-        for tensor in self._tensors.values():
+        for name, tensor in self._tensors.items():
             for box in tensor.chunks(_AT_ONCE):
                 offsets = torch.Size(box.offsets)
                 data = TensorWriteData(
@@ -203,7 +203,7 @@ class _Planner(DefaultSavePlanner):
                     TensorProperties(dtype=getattr(torch, tensor.dtype)),
                     torch.Size(tensor.shape),
                 )
-                index = MetadataIndex(tensor.name, offsets)
+                index = MetadataIndex(name, offsets)
                 items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
         self.plan = SavePlan(items, planner_data=self._paths)
         return self.plan

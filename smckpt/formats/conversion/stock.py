@@ -218,6 +218,7 @@ def is_sharded(whole: WholeState, key: str) -> bool:
     return False
 
 
+ADAPTERS = "adapters"  # of a Trainer's state: the names of their tensors in PEFT's files
 FSDP = "fsdp"  # in the metadata of the doors' checkpoints: the plugin's version and state_dict_type
 _FULL = "FULL_STATE_DICT"
 
@@ -235,7 +236,7 @@ def fsdp_form(whole: WholeState, number: str = "") -> dict[str, Any] | None:
 
 
 def write_sharded(
-    whole: WholeState, key: str, target: NewTarget, form: Mapping[str, Any]
+    whole: WholeState, key: str, target: NewTarget, form: Mapping[str, Any], state: Any
 ) -> tuple[str, ...]:
     """Write one model or optimizer, the parameters under their names, as accelerate reads it with
     the plugin's `state_dict_type`: one file, or a directory of DCP."""
@@ -243,28 +244,24 @@ def write_sharded(
     name = "pytorch_model_fsdp" if kind == "model" else kind
     if form.get("state_dict_type") == _FULL:
         with target.file(f"{name}_{number}.bin" if number else f"{name}.bin") as file:
-            whole.write_torch(file, whole.nested(key))
+            whole.write_torch(file, state)
         return ()
     with target.folder(f"{name}_{number or 0}") as path:
-        return whole.write_dcp(path, {kind: whole.nested(key)})
+        return whole.write_dcp(path, {kind: state})
 
 
 def write_safetensors(
-    whole: WholeState, key: str, target: NewTarget, name: str, renamed: Callable[[str], str] = str
+    whole: WholeState, state: Mapping[str, Any], target: NewTarget, name: str
 ) -> None:
-    """Write the tensors of a model's state dict.
-
-    Args:
-        renamed: gives a tensor's name in the file by that in the state dict.
+    """Write the tensors of a model under the names of `state`.
 
     Raises:
         StateError: it has something else than tensors of dtypes that safetensors knows.
     """
-    state = whole.nested(key)
     wrong = [
         each for each, leaf in state.items()
         if not isinstance(leaf, Placeholder) or DTYPES[leaf.dtype].code is None
-        or renamed(each) == METADATA
+        or each == METADATA
     ]  # fmt: skip
     if wrong:
         raise StateError(
@@ -274,7 +271,7 @@ def write_safetensors(
         )
     numbers = [leaf.number for leaf in state.values()]
     tensors = (
-        (renamed(each), str(DTYPES[leaf.dtype].code), leaf.shape, whole.tensors[leaf.number].nbytes)
+        (each, str(DTYPES[leaf.dtype].code), leaf.shape, whole.tensors[leaf.number].nbytes)
         for each, leaf in state.items()
     )
     with target.file(name) as file:
@@ -289,45 +286,31 @@ def write_safetensors(
 
 _ARGUMENTS, _STATE = "training_args.bin", "trainer_state.json"
 _ADAPTER = "adapter_config.json"
-_OF_LORA = re.compile(
-    r"base_model\.model\..*\.(lora_(A|B|embedding_A|embedding_B)\.default(\.\w+)?"
-    r"|modules_to_save\.default\..*)"
-)
 _MOST = 1 << 28  # bytes of a file beside the checkpoint
 
 
 def _write_trainer(whole: WholeState, target: NewTarget) -> tuple[str, ...]:
     keys, ranks = whole.keys, whole.catalogue.object_ranks
     beside = dict(_beside(whole.catalogue.stores.storage(whole.catalogue.url).without_links()))
-    # the configs of adapters; one adapter of LoRA can be written, as PEFT saves it
-    configs = [name for name in beside if name.rpartition("/")[2] == _ADAPTER]
-    if configs:
-        config = json.loads(beside[configs[0]])
-        others = [name for name in whole.nested("model") if not _OF_LORA.fullmatch(name)]
-        plain = config.get("peft_type") == "LORA" and not config.get("use_dora")
-        if configs != [_ADAPTER] or not plain or others or is_sharded(whole, "model"):
-            what = f"it has {', '.join(others[:8])}" if others else f"the adapters are {configs}"
-            raise StateError(
-                "of adapters (PEFT), only the Trainer's own checkpoints of a single one of LoRA, "
-                f"without DoRA or FSDP, are written; {what}",
-                remedy="resume with SmckptTrainer",
-                path=whole.catalogue.url,
-            )
-    changed: tuple[str, ...] = ()
-    form = fsdp_form(whole)
-    if form is not None:
-        for key in {"model", "optimizer"} & keys:
-            changed += write_sharded(whole, key, target, form)
-    elif configs:
-        write_safetensors(
-            whole, "model", target, "adapter_model.safetensors",  # PEFT leaves its name out
-            lambda name: name.replace(".modules_to_save.default.", ".").replace(".default", ""),
-        )  # fmt: skip
+    adapters = {  # by their folder there
+        name.rpartition("/")[0]: name.rpartition("/")[0] or "default"
+        for name in beside
+        if name.rpartition("/")[2] == _ADAPTER
+    }
+    form, changed = fsdp_form(whole), list[str]()
+    models = _of_peft(whole, adapters, form) if adapters else {"": whole.nested("model")}
+    if form is None:
+        for folder, state in models.items():
+            name = "adapter_model.safetensors" if adapters else "model.safetensors"
+            write_safetensors(whole, state, target, f"{folder}/{name}".lstrip("/"))
+        if "optimizer" in keys:
+            with target.file("optimizer.pt") as file:
+                whole.write_torch(file, numbered(whole.nested("optimizer")))
     else:
-        write_safetensors(whole, "model", target, "model.safetensors")
-    if "optimizer" in keys and form is None:
-        with target.file("optimizer.pt") as file:
-            whole.write_torch(file, numbered(whole.nested("optimizer")))
+        (model,) = models.values()
+        changed += write_sharded(whole, "model", target, form, model)
+        if "optimizer" in keys:
+            changed += write_sharded(whole, "optimizer", target, form, whole.nested("optimizer"))
     for key, name in (("scheduler", "scheduler.pt"), ("scaler", "scaler.pt")):
         if key in keys:
             target.put(name, _saved(whole.in_memory(key)))
@@ -342,7 +325,34 @@ def _write_trainer(whole: WholeState, target: NewTarget) -> tuple[str, ...]:
         target.put(name, data)
     trainer = json.dumps(whole.in_memory("trainer"), indent=2, sort_keys=True) + "\n"
     target.put(_STATE, trainer.encode())
-    return changed
+    return tuple(changed)
+
+
+def _of_peft(
+    whole: WholeState, adapters: Mapping[str, str], form: Mapping[str, Any] | None
+) -> dict[str, dict[str, Any]]:
+    """The model as PEFT has it in its files: adapter → name → tensor.
+
+    Args:
+        adapters: folder → name.
+    """
+    named = whole.in_memory(ADAPTERS) if ADAPTERS in whole.keys else {}
+    model = whole.nested("model")
+    known = {name for each in adapters.values() for name in named.get(each, {}).values()}
+    others = sorted(model.keys() - known) or [one for one in adapters.values() if one not in named]
+    if others or (form is not None and len(adapters) > 1):
+        what = ", ".join(others[:8]) or f"under FSDP the adapters {', '.join(adapters.values())}"
+        raise StateError(
+            f"of {what} PEFT itself writes no tensor, or the smckpt that saved this did not ask it",
+            remedy="resume with SmckptTrainer",
+            path=whole.catalogue.url,
+        )
+    if (form or {}).get("state_dict_type") == _FULL and (form or {})["version"] == 2:
+        return {"": model}  # accelerate has the model's names there
+    return {
+        folder: {there: model[name] for there, name in named[adapter].items()}
+        for folder, adapter in adapters.items()
+    }
 
 
 def _saved(value: Any) -> bytes:
@@ -373,10 +383,10 @@ def _write_accelerate(whole: WholeState, target: NewTarget) -> tuple[str, ...]:
         if found is None:
             continue
         kind, number = found[1], found[2] or ""
-        if (form := fsdp_form(whole, number)) is not None:
-            changed += write_sharded(whole, key, target, form)
-            continue
         state = whole.nested(key)
+        if (form := fsdp_form(whole, number)) is not None:
+            changed += write_sharded(whole, key, target, form, state)
+            continue
         # accelerate takes tied weights twice from a file of torch.save, and not of safetensors
         name = f"pytorch_model{number}.bin" if kind == "model" else f"optimizer{number}.bin"
         with target.file(name) as file:

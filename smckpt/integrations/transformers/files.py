@@ -14,8 +14,9 @@ import os
 import random
 import secrets
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,12 @@ import torch
 from transformers import TrainerCallback
 from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.utils import GENERATION_CONFIG_NAME, logging
+from transformers.utils.import_utils import is_peft_available
 
 from smckpt.checkpoint.commits.run_directory import Template
 from smckpt.checkpoint.records.format import parse_name
 from smckpt.errors import UsageError
-from smckpt.formats.conversion.stock import is_stock
+from smckpt.formats.conversion.stock import ADAPTERS, is_stock
 from smckpt.integrations.url_files import send_file
 from smckpt.state_dict.fsdp1 import Fsdp1View
 from smckpt.storage import Storage
@@ -196,6 +198,36 @@ def adapter_only(model: Any, state: dict[str, Any]) -> dict[str, Any]:
         if name in kept or name.startswith(tuple(f"{one}." for one in kept))
     }
     return chosen
+
+
+def model_state(trainer: Any) -> dict[str, Any]:
+    """What a save takes of the model, and how PEFT names that in its files."""
+    wrapped = trainer._wrapped
+    with trainer._block():
+        state = {"model": adapter_only(wrapped, wrapped.state_dict())}
+    if trainer.args.should_save:
+        named = _names_in_peft(trainer.accelerator.unwrap_model(trainer.model), state["model"])
+        if named:
+            state[ADAPTERS] = named
+    return state
+
+
+def _names_in_peft(model: Any, state: Iterable[str]) -> dict[str, Any]:
+    """Adapter → name in its file → name in the state. What PEFT computes at a save (prompts) has
+    none."""
+    if not is_peft_available() or not isinstance(model, (peft := import_module("peft")).PeftModel):
+        return {}
+    stand_ins = {name: torch.empty(0) for name in state}
+    names = {id(one): name for name, one in stand_ins.items()}
+    found: dict[str, Any] = {}
+    for adapter in model.peft_config:
+        with suppress(Exception):  # PEFT changes tensors of some adapters, and raises what it likes
+            made = peft.get_peft_model_state_dict(
+                model, stand_ins, adapter, save_embedding_layers=False
+            )
+            if all(id(one) in names for one in made.values()):
+                found[adapter] = {key: names[id(one)] for key, one in made.items()}
+    return found
 
 
 def _changing(model: Any) -> Iterator[str]:

@@ -32,6 +32,7 @@ from smckpt.integrations.transformers.files import (
     files_of_tokenizer,
     is_looked_at,
     make_directory,
+    model_state,
     put_file,
     read_all,
     replace_file,
@@ -211,8 +212,7 @@ class SmckptTrainerMixin:
             send(where, directory, {name: 0 for name in written if STEPS.step_of(name) is None})
 
     def _state_to_save(self) -> dict[str, Any]:
-        with self._block():
-            state = {"model": adapter_only(self._wrapped, self._wrapped.state_dict())}
+        state = model_state(self)
         if not self.args.save_only_model:
             state["optimizer"] = self._optimizer_state()
             state["scheduler"] = self.lr_scheduler.state_dict()

@@ -286,7 +286,7 @@ def read_value(source: SourceFiles, record: ArchiveRecord, name: str) -> Any:
     """
     data = source.read(record)
     where = f"the value {name} at byte {record.offset}"
-    archive = is_archive(data) or data[-22:].startswith(_END)
+    archive = is_archive(data) or data[-22:].startswith(b"PK\5\6")
     if archive and (damage := _damage(data)) is not None:
         _bad(record.path, f"{where}: {damage}")
     try:

@@ -147,6 +147,8 @@ def print_description(facts: dict[str, Any], pattern: str | None) -> None:
     files = sum(len(writer["files"]) for writer in writers)
     size = f"{bytes_text(facts['bytes'])} in {count_text(files, 'file')}"
     ranks = " ".join("{" + ",".join(map(str, ranks)) + "}" for ranks in groups[:SHOWN])
+    metadata = facts["metadata"] or {}
+    recorded = {k: metadata[k] for k in ("metrics", "manager") if isinstance(metadata.get(k), dict)}
     print_facts(
         facts["path"],
         [
@@ -156,7 +158,8 @@ def print_description(facts: dict[str, Any], pattern: str | None) -> None:
             ("size", f"{size} by {count_text(len(writers), 'rank')}"),
             ("groups", ranks + (f" … {len(groups)} in all" if groups[SHOWN:] else "")),
             ("optimizers", ", ".join(facts["optimizers"]) or None),
-            ("metadata", _pairs(facts["metadata"])),
+            ("metadata", _pairs({k: v for k, v in metadata.items() if k not in recorded})),
+            *((key, _pairs(value)) for key, value in recorded.items()),
             ("written with", _pairs(facts["versions"])),
         ],
     )
@@ -214,7 +217,9 @@ def _shape(shape: list[int]) -> str:
 
 
 def _pairs(values: dict[str, Any] | None) -> str | None:
-    return " ".join(f"{name}={value}" for name, value in (values or {}).items()) or None
+    """Values with their names, without those that say nothing."""
+    shown = ((k, _shown(v)) for k, v in (values or {}).items() if v not in (None, "", [], {}))
+    return " ".join(f"{name}={value}" for name, value in shown) or None
 
 
 # -- of others ---------------------------------------------------------------------------------

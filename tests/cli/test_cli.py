@@ -144,6 +144,17 @@ def test_show_tells_topology_tensors_sizes_writers_and_metadata(root):
     assert weight["held"] == "dp_replicate=2:R dp_shard=2:S0"
 
 
+def test_show_prints_a_managers_record_and_metrics_by_their_names(tmp_path):
+    record = {"run": "a1", "claim": {"generation": 3}, "degrees": None, "memory": "", "failures": 0}
+    metadata = {"note": "hi", "metrics": {"loss": 0.25}, "manager": record}
+    options = smckpt.SaveOptions(metadata=metadata)
+    smckpt.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "a", options=options)
+    rows = [" ".join(line.split()) for line in run("show", tmp_path / "a").splitlines()]
+    assert "metadata note=hi" in rows and "metrics loss=0.25" in rows
+    assert "manager run=a1 claim={generation: 3} failures=0" in rows
+    assert data("show", tmp_path / "a")["metadata"] == metadata
+
+
 def test_show_prints_the_same_as_tables(root):
     text = run("show", root / "step-30")
     host = data("show", root / "step-30")["writers"][0]["host"]

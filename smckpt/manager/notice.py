@@ -124,7 +124,8 @@ class Watch:
         )
         self._thread = threading.Thread(target=self._serve, name="smckpt-notice", daemon=True)
         self._thread.start()
-        atexit.register(while_alive(self._close_at_exit))
+        # a program that ends with the thread in a call of torch's store may be aborted
+        atexit.register(while_alive(self.close))
 
     # -- the training thread ---------------------------------------------------------------------
 
@@ -153,7 +154,10 @@ class Watch:
 
     def close(self) -> None:
         """Restore the earlier signal handlers. The program may go on; the grace time holds again in
-        its exit handlers."""
+        its exit handlers. In these nothing is closed after a signal, so that the time holds on."""
+        exiting = not threading.main_thread().is_alive()
+        if exiting and (self._flag is not None or self.notice is not None):
+            return
         self._ended.set()
         main = threading.current_thread() is threading.main_thread()
         if main:
@@ -170,12 +174,6 @@ class Watch:
             self._timer.cancel()
         if self._timer is not None or self._flag is not None:
             atexit.register(while_alive(self._hold_grace))
-
-    def _close_at_exit(self) -> None:
-        """A program that ends with the thread in a call of torch's store may be aborted. Not after
-        a signal, whose grace time holds on."""
-        if self._flag is None and self.notice is None:
-            self.close()
 
     def _start_grace(self, seconds: float) -> None:
         self._until = time.monotonic() + seconds

@@ -311,6 +311,8 @@ from smckpt import CheckpointManager, Signals
 atexit.register(lambda: (print("in the exit handler", flush=True), threading.Event().wait()))
 state, step = {"model": torch.nn.Linear(2, 2)}, 0
 manager = CheckpointManager(sys.argv[1], signals=Signals(grace=float(sys.argv[2])))
+if sys.argv[3] == "closed at the exit":
+    atexit.register(manager.close)  # it runs first
 try:
     while True:
         step += 1
@@ -324,7 +326,7 @@ finally:
 """
 
 
-@pytest.mark.parametrize("how", ["closed", "left open"])
+@pytest.mark.parametrize("how", ["closed", "closed at the exit", "left open"])
 def test_an_exit_handler_that_hangs_ends_with_the_grace_time(tmp_path: Path, how: str) -> None:
     grace = seconds(2)  # all of it is waited for; a save on a busy machine takes its time
     done = subprocess.run(

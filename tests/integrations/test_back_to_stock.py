@@ -24,7 +24,7 @@ from smckpt.formats.conversion.convert import FORMATS
 from tests.cli.test_cli import run as cli
 from tests.integrations.test_trainer_adapters import MADE, lora
 from tests.support import child
-from tests.support.frameworks.small_trainer import same, weights
+from tests.support.frameworks.small_trainer import DATA, same, weights
 from tests.support.frameworks.small_trainer import trainer as small_trainer
 from tests.support.launch import run_ranks
 
@@ -112,6 +112,34 @@ def test_whole_state_dicts_of_fsdp_go_back_into_one_file_each(tmp_path: Path, to
         assert same(model, models["model" + number])
         assert optimizer["param_groups"] == state["optimizer" + number]["param_groups"]
         assert optimizer["state"].keys() == moments["optimizer" + number].keys()
+
+
+@pytest.mark.parametrize("relative", [False, True])  # where True, the best one is converted too
+def test_the_best_checkpoint_is_the_one_beside_the_converted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, relative: bool
+) -> None:
+    """At the source's path it finds smckpt's, loads nothing from there, and removes its own."""
+    monkeypatch.chdir(tmp_path)
+    run, back, alone = (Path("" if relative else tmp_path) / one for one in ("run", "back", "own"))
+    best: dict[str, Any] = {
+        "eval_dataset": DATA, "eval_strategy": "steps", "eval_steps": 2, "learning_rate": 5.0,
+        "load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True,
+    }  # fmt: skip
+    one = small_trainer(run, 8, StopsAt(6), save_total_limit=2, **best)
+    one.train()
+    for step in (4, 6) if relative else (6,):
+        smckpt.convert(run / f"checkpoint-{step}", back / f"checkpoint-{step}", to="trainer")
+    again = small_trainer(back, 8, kind=Trainer, save_total_limit=1, **best)
+    again.train(resume_from_checkpoint=str(back / "checkpoint-6"))
+    if not relative:
+        assert again.state.best_model_checkpoint is None and os.listdir(back) == ["checkpoint-8"]
+        return
+    own = small_trainer(alone, 8, kind=Trainer, save_total_limit=1, **best)
+    own.train()
+    assert own.state.best_model_checkpoint == str(alone / "checkpoint-4"), "an earlier one is best"
+    assert again.state.best_model_checkpoint == str(back / "checkpoint-4")
+    assert same(weights(again.model), weights(own.model))
+    assert [*os.listdir(back)] == [*os.listdir(alone)] == ["checkpoint-4"]
 
 
 class StopsAt(TrainerCallback):

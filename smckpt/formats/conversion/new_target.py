@@ -45,12 +45,12 @@ class NewTarget:
     """
 
     def __init__(self, target: str, *, directory: bool) -> None:
-        self._target, self._directory = target, directory
+        self.target, self._directory = target, directory
         self._name = os.path.basename(target)
         self._begun = f"{self._name}.{secrets.token_hex(6)}{UNFINISHED}"
 
     def __enter__(self) -> NewTarget:
-        above = os.path.dirname(self._target)
+        above = os.path.dirname(self.target)
         with os_errors_at(above, "make the directory"):
             self._above = Directory.open(above, make=True)
         try:
@@ -68,7 +68,7 @@ class NewTarget:
         except BaseException as error:
             self._above.close()
             if isinstance(error, OSError):
-                raise storage_error(error, self._target, "write") from error
+                raise storage_error(error, self.target, "write") from error
             raise
         return self
 
@@ -124,10 +124,10 @@ class NewTarget:
                     if self._above.status(self._name) is not None:
                         raise self._taken() from failed
                     raise storage_error(
-                        failed, self._target, "name the finished checkpoint"
+                        failed, self.target, "name the finished checkpoint"
                     ) from failed
             elif isinstance(error, OSError):
-                raise storage_error(error, self._target, "write") from error
+                raise storage_error(error, self.target, "write") from error
         finally:
             if self._directory:
                 self._made.close()
@@ -138,7 +138,7 @@ class NewTarget:
 
     def _taken(self) -> UsageError:
         return UsageError(
-            "something is there already", remedy="choose another target", path=self._target
+            "something is there already", remedy="choose another target", path=self.target
         )
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import pickle
 import re
 import zipfile
@@ -35,6 +36,7 @@ from smckpt.layout.entries import DTYPES
 from smckpt.layout.image import METADATA, safetensors_header
 from smckpt.state_dict.tensors import flags_of
 from smckpt.storage import Storage
+from smckpt.storage.urls import is_local
 
 _REST, _KINDS = "lightning", "lightning_kinds"
 LIGHTNING_KEYS = (_REST, _KINDS)  # of all but model and optimizers
@@ -323,8 +325,12 @@ def _write_trainer(whole: WholeState, target: NewTarget) -> tuple[str, ...]:
         target.put(name, _saved(state))
     for name, data in beside.items():
         target.put(name, data)
-    trainer = json.dumps(whole.in_memory("trainer"), indent=2, sort_keys=True) + "\n"
-    target.put(_STATE, trainer.encode())
+    trainer = whole.in_memory("trainer")
+    if best := trainer.get("best_model_checkpoint"):  # the Trainer loads it, and keeps it, by path
+        beside_it = os.path.join(os.path.dirname(target.target), os.path.basename(best))
+        relative = is_local(best) and not os.path.isabs(best)
+        trainer["best_model_checkpoint"] = os.path.relpath(beside_it) if relative else beside_it
+    target.put(_STATE, (json.dumps(trainer, indent=2, sort_keys=True) + "\n").encode())
     return tuple(changed)
 
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from smckpt.checkpoint.reading.blocks import SavedFile
-from smckpt.checkpoint.records.numbers import CODES, numbers
 from smckpt.checkpoint.upkeep.scan import ScannedFile, ScannedPiece, Sink, WantedBytes, scan
 from smckpt.errors import CheckpointError
+from smckpt.layout.entries import CODES, numbers
 
 if TYPE_CHECKING:
     from smckpt.checkpoint.reading.committed import CommittedCatalogue

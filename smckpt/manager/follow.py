@@ -17,8 +17,8 @@ from typing import Any
 
 from smckpt.checkpoint.commits.discover import FoundCheckpoint, find_checkpoints, refuse_absent
 from smckpt.checkpoint.commits.remove import pinned
-from smckpt.checkpoint.records.files import read_body
-from smckpt.checkpoint.records.sealed import FORMAT_VERSION, seal_json
+from smckpt.checkpoint.records.format import FORMAT_VERSION
+from smckpt.checkpoint.records.sealed import read_body, seal_json
 from smckpt.errors import (
     CheckpointError,
     CheckpointNotFoundError,

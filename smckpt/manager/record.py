@@ -17,9 +17,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from smckpt.checkpoint.commits.discover import FoundCheckpoint
-from smckpt.checkpoint.records.files import read_file
-from smckpt.checkpoint.records.format import ATTEMPTS
-from smckpt.checkpoint.records.sealed import FORMAT_VERSION, seal_json
+from smckpt.checkpoint.records.format import ATTEMPTS, FORMAT_VERSION
+from smckpt.checkpoint.records.sealed import read_file, seal_json
 from smckpt.decoding import Count
 from smckpt.errors import CheckpointError, UsageError
 from smckpt.meeting.presence import has_ended, own_process

@@ -15,8 +15,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from smckpt.checkpoint.records.numbers import count_nonfinite
 from smckpt.errors import UsageError, few
+from smckpt.layout.entries import count_nonfinite
 
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 

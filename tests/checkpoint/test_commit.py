@@ -22,7 +22,6 @@ from smckpt.checkpoint.commits.commit import (
 )
 from smckpt.checkpoint.reading.committed import open_catalogue
 from smckpt.checkpoint.records.crc import crc64, hex64
-from smckpt.checkpoint.records.files import read_file
 from smckpt.checkpoint.records.format import (
     GroupManifest,
     Manifest,
@@ -33,7 +32,7 @@ from smckpt.checkpoint.records.format import (
     record_name,
 )
 from smckpt.checkpoint.records.rows import decode_rows
-from smckpt.checkpoint.records.sealed import open_json, seal_json
+from smckpt.checkpoint.records.sealed import open_json, read_file, seal_json
 from smckpt.errors import (
     CorruptCheckpointError,
     StateError,

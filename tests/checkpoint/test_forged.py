@@ -18,9 +18,8 @@ import pytest
 from smckpt.checkpoint.commits.choose import choose_commit
 from smckpt.checkpoint.commits.contents import contents_of
 from smckpt.checkpoint.reading.committed import open_catalogue
-from smckpt.checkpoint.records.files import decode_body
 from smckpt.checkpoint.records.format import Manifest, Record
-from smckpt.checkpoint.records.sealed import open_json
+from smckpt.checkpoint.records.sealed import decode_body, open_json
 from smckpt.checkpoint.upkeep.verify import verify_checkpoint
 from smckpt.errors import CheckpointError, CorruptCheckpointError
 from smckpt.storage import open_storage

@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 
 from smckpt.checkpoint.records import sealed as sealing
 from smckpt.checkpoint.records.crc import crc64, hex64
-from smckpt.checkpoint.records.files import decode_body
 from smckpt.checkpoint.records.format import (
+    FORMAT_VERSION,
     KEYS,
+    PACKED_VERSION,
     FileRecord,
     GroupManifest,
     Manifest,
@@ -36,14 +37,7 @@ from smckpt.checkpoint.records.format import (
     probe_name,
     record_name,
 )
-from smckpt.checkpoint.records.sealed import (
-    FORMAT_VERSION,
-    PACKED_VERSION,
-    Known,
-    open_json,
-    open_sections,
-    seal_json,
-)
+from smckpt.checkpoint.records.sealed import Known, decode_body, open_json, open_sections, seal_json
 from smckpt.errors import CorruptCheckpointError, FormatVersionError
 
 SESSION = "0123456789ab"

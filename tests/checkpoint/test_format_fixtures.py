@@ -14,10 +14,15 @@ from smckpt.checkpoint.reading.committed import open_catalogue
 from smckpt.checkpoint.reading.loading_rank import LoadingRank
 from smckpt.checkpoint.reading.plan import plan_local, plan_logical
 from smckpt.checkpoint.reading.read import execute
-from smckpt.checkpoint.records.files import decode_body
-from smckpt.checkpoint.records.format import Manifest, Part, Record
+from smckpt.checkpoint.records.format import (
+    FORMAT_VERSION,
+    PREFIX_SHARDING_VERSION,
+    Manifest,
+    Part,
+    Record,
+)
 from smckpt.checkpoint.records.rows import decode_rows
-from smckpt.checkpoint.records.sealed import FORMAT_VERSION, PREFIX_SHARDING_VERSION, open_json
+from smckpt.checkpoint.records.sealed import decode_body, open_json
 from smckpt.checkpoint.upkeep.verify import verify_checkpoint
 from smckpt.errors import CheckpointNotFoundError
 from smckpt.layout.entries import Entry

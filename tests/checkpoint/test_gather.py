@@ -17,8 +17,8 @@ import smckpt
 from smckpt.checkpoint.commits.part import table_of, tables_digest
 from smckpt.checkpoint.reading.committed import open_catalogue
 from smckpt.checkpoint.records import sealed
+from smckpt.checkpoint.records.format import PACKED_VERSION, PART_VERSION
 from smckpt.checkpoint.records.rows import encode_rows
-from smckpt.checkpoint.records.sealed import PACKED_VERSION, PART_VERSION
 from smckpt.errors import CheckpointError, FormatVersionError, StateError
 from smckpt.layout.entries import Entry
 from smckpt.layout.geometry import PerRankGeometry

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from smckpt.checkpoint.commits.leases import leases_at, mark_lease, take_lease
-from smckpt.checkpoint.records.format import lease_name
-from smckpt.checkpoint.records.sealed import FORMAT_VERSION, seal_json
+from smckpt.checkpoint.records.format import FORMAT_VERSION, lease_name
+from smckpt.checkpoint.records.sealed import seal_json
 from smckpt.errors import CorruptCheckpointError, UsageError
 from smckpt.storage import Access, open_storage
 

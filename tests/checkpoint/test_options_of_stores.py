@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from smckpt.checkpoint.commits.commit import publish_record
-from smckpt.checkpoint.records.files import read_file
 from smckpt.checkpoint.records.format import Record
+from smckpt.checkpoint.records.sealed import read_file
 from smckpt.checkpoint.upkeep.transfer import copy_checkpoint
 from smckpt.checkpoint.upkeep.verify import verify_checkpoint
 from smckpt.storage import open_storage

@@ -16,10 +16,9 @@ from smckpt.checkpoint.commits.discover import find_checkpoints
 from smckpt.checkpoint.commits.remove import remove_newest
 from smckpt.checkpoint.commits.sweep import sweep
 from smckpt.checkpoint.reading.committed import open_catalogue
-from smckpt.checkpoint.records.files import read_file
 from smckpt.checkpoint.records.format import Manifest, data_name, part_name
 from smckpt.checkpoint.records.prefixes import is_prefix, spread_of, spread_over
-from smckpt.checkpoint.records.sealed import open_json
+from smckpt.checkpoint.records.sealed import open_json, read_file
 from smckpt.checkpoint.upkeep.transfer import copy_checkpoint
 from smckpt.checkpoint.upkeep.verify import verify_checkpoint
 from smckpt.cli.app import app

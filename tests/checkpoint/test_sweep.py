@@ -15,7 +15,6 @@ from smckpt.checkpoint.commits import leases
 from smckpt.checkpoint.commits.choose import choose_commit
 from smckpt.checkpoint.commits.commit import publish_manifest, publish_record, take_lease
 from smckpt.checkpoint.commits.sweep import discard_attempt, sweep, sweep_records
-from smckpt.checkpoint.records.files import read_file
 from smckpt.checkpoint.records.format import (
     GroupManifest,
     Manifest,
@@ -25,6 +24,7 @@ from smckpt.checkpoint.records.format import (
     parse_name,
     record_name,
 )
+from smckpt.checkpoint.records.sealed import read_file
 from smckpt.errors import CorruptCheckpointError, StorageError, UsageError
 from smckpt.storage import Access, open_storage
 from tests.support.saves import Group, hybrid, state_of

@@ -20,7 +20,6 @@ from smckpt.checkpoint.commits.leases import leases_at
 from smckpt.checkpoint.commits.remove import finish_removals, removal_of
 from smckpt.checkpoint.reading.committed import open_catalogue
 from smckpt.checkpoint.records.crc import crc64, hex64
-from smckpt.checkpoint.records.files import read_file
 from smckpt.checkpoint.records.format import (
     GroupManifest,
     Manifest,
@@ -31,7 +30,7 @@ from smckpt.checkpoint.records.format import (
 from smckpt.checkpoint.records.headers import read_header
 from smckpt.checkpoint.records.objects import decode_object
 from smckpt.checkpoint.records.rows import decode_rows
-from smckpt.checkpoint.records.sealed import open_json, open_sections
+from smckpt.checkpoint.records.sealed import open_json, open_sections, read_file
 from smckpt.engine.load_rounds import Choice, Common
 from smckpt.engine.saving.commit import Committed, Ticket, Written
 from smckpt.engine.saving.commit_groups import GroupSave

@@ -14,7 +14,6 @@ from smckpt.checkpoint.commits.foreign import (
     natural_order,
     not_read,
 )
-from smckpt.checkpoint.records.files import FILES_AT_ONCE, contradicts, read_file, refuse_unlike
 from smckpt.checkpoint.records.format import (
     GroupManifest,
     Manifest,
@@ -25,7 +24,13 @@ from smckpt.checkpoint.records.format import (
     manifest_name,
     ours_among,
 )
-from smckpt.checkpoint.records.sealed import Known
+from smckpt.checkpoint.records.sealed import (
+    FILES_AT_ONCE,
+    Known,
+    contradicts,
+    read_file,
+    refuse_unlike,
+)
 from smckpt.errors import (
     CheckpointError,
     CheckpointNotFoundError,

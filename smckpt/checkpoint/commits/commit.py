@@ -29,8 +29,9 @@ from smckpt.checkpoint.commits.leases import (
 )
 from smckpt.checkpoint.commits.sweep import discard_attempt, sweep
 from smckpt.checkpoint.records.crc import crc64, hex64
-from smckpt.checkpoint.records.files import FILES_AT_ONCE, read_body, read_file
 from smckpt.checkpoint.records.format import (
+    FORMAT_VERSION,
+    PREFIX_SHARDING_VERSION,
     GroupManifest,
     Manifest,
     Record,
@@ -43,12 +44,7 @@ from smckpt.checkpoint.records.format import (
     save_of,
 )
 from smckpt.checkpoint.records.prefixes import open_spread
-from smckpt.checkpoint.records.sealed import (
-    FORMAT_VERSION,
-    PREFIX_SHARDING_VERSION,
-    Known,
-    seal_json,
-)
+from smckpt.checkpoint.records.sealed import FILES_AT_ONCE, Known, read_body, read_file, seal_json
 from smckpt.decoding import decode
 from smckpt.errors import (
     CheckpointError,
@@ -181,9 +177,8 @@ def gathered_manifest(
         As `gather_parts`.
     """
     session, number = save_of(attempt)
-    gathered = gather_parts(storage, attempt, ranks, parts)
     made = {
-        **gathered.head,
+        **gather_parts(storage, attempt, ranks, parts),
         "attempt": attempt,
         "session": session,
         "number": number,
@@ -191,10 +186,7 @@ def gathered_manifest(
         "group_ranks": sorted(ranks),
         "committed_at": time.time_ns(),
         "record": record,
-        "parts": gathered.parts,
-        "layout": gathered.layout,
         "spread": storage.spread,
-        "optimizers": gathered.optimizers,
         "replaces": checksum_of_dcp(storage),
         "format": PREFIX_SHARDING_VERSION if storage.spread else FORMAT_VERSION,
     }

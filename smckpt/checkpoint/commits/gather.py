@@ -11,10 +11,9 @@ from typing import Any, NoReturn
 from smckpt.calls import Threads
 from smckpt.checkpoint.commits.part import tables_digest
 from smckpt.checkpoint.records.crc import crc64, hex64
-from smckpt.checkpoint.records.files import FILES_AT_ONCE
 from smckpt.checkpoint.records.format import FileRecord, PartRecord
 from smckpt.checkpoint.records.rows import RowMerger, decode_rows
-from smckpt.checkpoint.records.sealed import MAX_JSON_BYTES, open_sections, sound
+from smckpt.checkpoint.records.sealed import FILES_AT_ONCE, MAX_JSON_BYTES, open_sections, sound
 from smckpt.decoding import decode
 from smckpt.errors import (
     CheckpointNotFoundError,
@@ -37,21 +36,12 @@ _HEAD = ("kind", "step", "topology", "metadata", "versions", "checkpoint_id")
 _NEEDED = {*_SAME, *_OURS, *_HEAD, "rank", "host", "files", "classes", "layout", "optimizers"}
 
 
-@dataclass(frozen=True)
-class Gathered:
-    """The parts of a group, combined. head: kind, step, topology, metadata, versions and
-    checkpoint_id of the lowest rank. optimizers: those of all ranks, the lowest rank's first."""
-
-    head: dict[str, Any]
-    optimizers: dict[str, Any]
-    layout: dict[str, Any]
-    parts: tuple[PartRecord, ...]
-
-
 def gather_parts(
     storage: Storage, attempt: str, ranks: Sequence[int], parts: Mapping[str, Mapping[str, str]]
-) -> Gathered:
-    """Read all parts and check all files that they name.
+) -> dict[str, Any]:
+    """Read all parts and check all files that they name; the fields of a `Manifest` that they tell.
+    What the ranks have alike is that of the lowest rank; of optimizers it has those of all, the
+    lowest rank's first.
 
     Args:
         ranks: the ranks of the group.
@@ -80,7 +70,7 @@ def gather_parts(
         _not_shared(storage, group.unseen, parts)
     _check_classes(storage.url, group)
     gathered = group.gathered(parts)
-    _check_shards(storage.url, gathered.layout, ranks)
+    _check_shards(storage.url, gathered["layout"], ranks)
     return gathered
 
 
@@ -161,27 +151,17 @@ class _Group:
             self._parsed[text] = json.loads(text)
         return self._parsed[text]
 
-    def gathered(self, parts: Mapping[str, Mapping[str, str]]) -> Gathered:
+    def gathered(self, parts: Mapping[str, Mapping[str, str]]) -> dict[str, Any]:
         optimizers: dict[str, Any] = {}
         for text in self._optimizers:
             optimizers = {**json.loads(text), **optimizers}
-        return Gathered(
-            {key: json.loads(self._first[key]) for key in _HEAD},
-            optimizers,
-            self._merger.merged(),
-            tuple(
-                PartRecord(
-                    rank,
-                    self._hosts[rank],
-                    listed["part"],
-                    listed["crc64"],
-                    files,
-                    self._value_paths[rank],
-                )
-                for rank, files in self._files.items()
-                for listed in (parts[str(rank)],)
-            ),
-        )
+        records = []
+        for rank, files in self._files.items():
+            listed, host, paths = parts[str(rank)], self._hosts[rank], self._value_paths[rank]
+            records.append(PartRecord(rank, host, listed["part"], listed["crc64"], files, paths))
+        head = {key: json.loads(self._first[key]) for key in _HEAD}
+        layout = self._merger.merged()
+        return {**head, "optimizers": optimizers, "layout": layout, "parts": tuple(records)}
 
     def _check_same(self, rank: int, sections: Mapping[str, bytes]) -> None:
         first = json.loads(self._first["rank"])

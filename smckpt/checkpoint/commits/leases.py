@@ -18,8 +18,8 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
-from smckpt.checkpoint.records.files import OF_OTHERS, decode_body, read_body, read_file
 from smckpt.checkpoint.records.format import (
+    FORMAT_VERSION,
     Owner,
     Rank,
     Record,
@@ -29,7 +29,7 @@ from smckpt.checkpoint.records.format import (
     probe_name,
 )
 from smckpt.checkpoint.records.prefixes import open_spread, spread_over
-from smckpt.checkpoint.records.sealed import FORMAT_VERSION, seal_json
+from smckpt.checkpoint.records.sealed import OF_OTHERS, decode_body, read_body, read_file, seal_json
 from smckpt.decoding import Count
 from smckpt.errors import (
     CheckpointNotFoundError,

@@ -21,13 +21,14 @@ from smckpt._version import __version__
 from smckpt.checkpoint.records.crc import BLOCK, combine, combined, hex64, packed_sums
 from smckpt.checkpoint.records.crc import crc64 as crc
 from smckpt.checkpoint.records.format import (
+    PART_VERSION,
     FileRecord,
     crc_name,
     data_name,
     part_name,
     save_of,
 )
-from smckpt.checkpoint.records.sealed import PART_VERSION, seal_json
+from smckpt.checkpoint.records.sealed import seal_json
 from smckpt.errors import CheckpointError
 from smckpt.layout.image import Layout
 from smckpt.layout.mesh import runs_of

@@ -26,9 +26,9 @@ from msgspec import Meta
 from smckpt.checkpoint.commits.choose import choose_commit, commits_at, commits_in
 from smckpt.checkpoint.commits.contents import Contents, contents_of
 from smckpt.checkpoint.commits.leases import leases_at
-from smckpt.checkpoint.records.files import OF_OTHERS, read_file
 from smckpt.checkpoint.records.format import (
     ATTEMPTS,
+    FORMAT_VERSION,
     Owner,
     Rank,
     name_of,
@@ -38,7 +38,7 @@ from smckpt.checkpoint.records.format import (
     parse_temporary,
 )
 from smckpt.checkpoint.records.prefixes import spread_over
-from smckpt.checkpoint.records.sealed import FORMAT_VERSION, seal_json
+from smckpt.checkpoint.records.sealed import OF_OTHERS, read_file, seal_json
 from smckpt.decoding import Count
 from smckpt.errors import (
     CheckpointError,
@@ -167,13 +167,12 @@ def _remove_probes(step: Storage) -> None:
         store.remove_directory()
 
 
-def carry_out(top: Storage, removal: Removal, seen: Collection[str] | None = None) -> None:
+def carry_out(top: Storage, removal: Removal, seen: Collection[str]) -> None:
     """Delete the files in the directory `top` and below. After a call that was cut short, call it
     again.
 
     Args:
-        seen: the names that `top` had just now, if the caller has listed it. So each directory is
-            listed once.
+        seen: the names that `top` had just now. So each directory is listed once.
 
     Raises:
         UsageError: a directory is a link, which would lead to somebody else's files.
@@ -199,7 +198,7 @@ def carry_out(top: Storage, removal: Removal, seen: Collection[str] | None = Non
     directories = [store for store, _ in groups]
     left: dict[str, Collection[str]] = {}
     for store in {one.url: one for one in (top, *directories)}.values():
-        if seen is None or store.url != top.url or store.spread is not None:
+        if store.url != top.url or store.spread is not None:
             # with files of saves that did not spread theirs
             left[store.url] = spread_over(store, [store.spread, None]).names()
         else:

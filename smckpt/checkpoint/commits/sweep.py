@@ -21,7 +21,6 @@ from smckpt.checkpoint.commits.leases import (
     scope_of,
 )
 from smckpt.checkpoint.records.crc import crc64, hex64
-from smckpt.checkpoint.records.files import read_file
 from smckpt.checkpoint.records.format import (
     Manifest,
     ParsedName,
@@ -33,7 +32,7 @@ from smckpt.checkpoint.records.format import (
     save_of,
 )
 from smckpt.checkpoint.records.prefixes import spread_over
-from smckpt.checkpoint.records.sealed import MAX_JSON_BYTES
+from smckpt.checkpoint.records.sealed import MAX_JSON_BYTES, read_file
 from smckpt.errors import (
     CheckpointError,
     CheckpointNotFoundError,

@@ -15,10 +15,10 @@ from smckpt.checkpoint.commits.contents import Contents, opened
 from smckpt.checkpoint.commits.foreign import refuse_newer_dcp
 from smckpt.checkpoint.reading.blocks import SavedFile, Stores, not_missing
 from smckpt.checkpoint.reading.catalogue import Catalogue, SavedPieces, Stored
-from smckpt.checkpoint.records.files import FILES_AT_ONCE
 from smckpt.checkpoint.records.format import PartRecord, parse_name
 from smckpt.checkpoint.records.headers import Header, read_header
 from smckpt.checkpoint.records.rows import decode_containers, rows_of_groups
+from smckpt.checkpoint.records.sealed import FILES_AT_ONCE
 from smckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
 from smckpt.layout.entries import DTYPES, Entry, Path, dotted
 from smckpt.layout.flat_geometry import FlatGeometry

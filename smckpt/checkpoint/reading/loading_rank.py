@@ -16,7 +16,7 @@ from typing import Any
 
 from smckpt.calls import in_threads
 from smckpt.checkpoint.reading.catalogue import Catalogue
-from smckpt.checkpoint.records.files import FILES_AT_ONCE
+from smckpt.checkpoint.records.sealed import FILES_AT_ONCE
 from smckpt.errors import TopologyError
 from smckpt.layout.containers import is_closed, is_extra_state
 from smckpt.layout.entries import Entry, Path, dotted

@@ -15,11 +15,18 @@ from typing import Annotated, Any, Literal, TypedDict
 from msgspec import Meta
 
 from smckpt.checkpoint.records.crc import BLOCK
-from smckpt.checkpoint.records.sealed import FORMAT_VERSION
 from smckpt.decoding import Checksum, Count
 from smckpt.errors import CheckpointError
 from smckpt.storage.budget import Spread
 from smckpt.topology import ParallelState
+
+FORMAT_VERSION = (1, 2)  # (major, minor); a reader refuses a newer major version
+# of manifests with prefix sharding, which older readers cannot read
+PREFIX_SHARDING_VERSION = (2, 2)
+# of parts, whose table the part of another rank may have; a reader of 2.x would miss it
+PART_VERSION = (3, 1)
+# of files in which a table is packed
+PACKED_VERSION = (4, 0)
 
 _SESSION = r"(?P<session>[0-9a-f]{12})"
 _ATTEMPT = rf"{_SESSION}-(?P<number>\d{{8,}})"

@@ -7,12 +7,13 @@ ranks' files follow from two numbers, so a manifest cannot point anywhere else.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import chain
+from typing import Any
 
 from smckpt.checkpoint.records.format import Manifest, parse_name
 from smckpt.errors import UsageError
-from smckpt.storage import Access, FileInfo, FileWriter, Storage
+from smckpt.storage import Access, FileInfo, Storage
 from smckpt.storage.budget import Spread
 from smckpt.storage.urls import normal_url, parent_url, relative_url
 
@@ -89,6 +90,15 @@ def spread_over(storage: Storage, spreads: Iterable[Spread | None]) -> Storage:
     return directory if each == (None,) else _SpreadStorage(directory, each)
 
 
+def _of_holder(verb: str) -> Any:
+    """A verb about one file, which the store has that holds the file."""
+
+    def call(self: Storage, name: str, *args: Any, **named: Any) -> Any:
+        return getattr(self.holder(name), verb)(name, *args, **named)
+
+    return call
+
+
 class _SpreadStorage(Storage):
     """Each verb goes to the store that has the file of that name; listings merge all stores."""
 
@@ -111,46 +121,17 @@ class _SpreadStorage(Storage):
     def holder(self, name: str) -> Storage:
         return self._store(next(iter(self._urls(name))))
 
-    def create_file(self, name: str, size: int, *, replace: bool = False) -> FileWriter:
-        return self.holder(name).create_file(name, size, replace=replace)
-
-    def put_exclusive(self, name: str, data: bytes) -> bool:
-        return self.holder(name).put_exclusive(name, data)
-
-    def put(self, name: str, data: bytes) -> None:
-        self.holder(name).put(name, data)
-
-    def overwrite(self, name: str, data: bytes | memoryview) -> None:
-        self.holder(name).overwrite(name, data)
-
-    def rename(self, name: str, new: str) -> None:
-        self.holder(name).rename(name, new)
-
-    def read_into(
-        self,
-        name: str,
-        offset: int,
-        buffers: Sequence[memoryview],
-        seen: Callable[[memoryview], None] | None = None,
-    ) -> None:
-        self.holder(name).read_into(name, offset, buffers, seen)
-
-    def read(
-        self, name: str, offset: int = 0, length: int | None = None, *, most: int | None = None
-    ) -> bytes:
-        return self.holder(name).read(name, offset, length, most=most)
-
-    def fetch(self, name: str, target: memoryview) -> None:
-        self.holder(name).fetch(name, target)
-
-    def size(self, name: str) -> int:
-        return self.holder(name).size(name)
-
-    def stored_crc64(self, name: str) -> int | None:
-        return self.holder(name).stored_crc64(name)
-
-    def try_out(self, name: str) -> str:
-        return self.holder(name).try_out(name)
+    create_file = _of_holder("create_file")
+    put_exclusive = _of_holder("put_exclusive")
+    put = _of_holder("put")
+    overwrite = _of_holder("overwrite")
+    rename = _of_holder("rename")
+    read_into = _of_holder("read_into")
+    read = _of_holder("read")
+    fetch = _of_holder("fetch")
+    size = _of_holder("size")
+    stored_crc64 = _of_holder("stored_crc64")
+    try_out = _of_holder("try_out")
 
     def list(self, prefix: str = "") -> list[FileInfo]:
         found: dict[str, FileInfo] = {}

@@ -13,14 +13,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from smckpt.calls import Threads, alone
+from smckpt.calls import alone, in_threads
 from smckpt.checkpoint.reading.catalogue import Catalogue, SavedPiece
 from smckpt.checkpoint.reading.committed import open_catalogue
 from smckpt.checkpoint.reading.read import Meter, Progress, StoredCopy, execute
-from smckpt.checkpoint.records.numbers import CODES, numbers
 from smckpt.checkpoint.upkeep.difference import Difference, leaves_of, value_difference
 from smckpt.errors import CorruptCheckpointError
-from smckpt.layout.entries import DTYPES, Entry
+from smckpt.layout.entries import CODES, DTYPES, Entry, numbers
 from smckpt.layout.mesh import Shape
 from smckpt.layout.strided import Box, Copy, Piece, elements, row_major_strides
 from smckpt.storage import access_to
@@ -116,11 +115,11 @@ def compare_catalogues(
         return found
 
     try:
-        with Threads(threads, "smckpt-diff") as pool:
-            found = [one for each in pool.map(compare, names) for one in each]
+        each = in_threads(compare, names, threads, "smckpt-diff")
     finally:
         for side in sides:
             side.catalogue.stores.close()
+    found = [one for some in each for one in some]
     own = [one for one in found if one.holder]
     shared = [one for one in found if not one.holder]
     return Compared(

@@ -28,9 +28,9 @@ from smckpt.checkpoint.commits.contents import (
 from smckpt.checkpoint.reading.blocks import SavedFile, Scratch, not_missing
 from smckpt.checkpoint.reading.read import Progress
 from smckpt.checkpoint.records.crc import BLOCK, hex64
-from smckpt.checkpoint.records.files import read_body
 from smckpt.checkpoint.records.format import FileRecord
 from smckpt.checkpoint.records.prefixes import spread_over
+from smckpt.checkpoint.records.sealed import read_body
 from smckpt.checkpoint.upkeep.scan import (
     ScannedFile,
     ScannedPiece,

@@ -16,9 +16,9 @@ from smckpt.checkpoint.commits.choose import Commit, choose_commit
 from smckpt.checkpoint.commits.leases import Lease, leases_at
 from smckpt.checkpoint.reading.blocks import not_missing
 from smckpt.checkpoint.records.crc import crc64, hex64
-from smckpt.checkpoint.records.files import decode_body, read_body
 from smckpt.checkpoint.records.format import Part, attempt_of, ours_among, parse_name, part_name
 from smckpt.checkpoint.records.prefixes import is_prefix, spread_over
+from smckpt.checkpoint.records.sealed import decode_body, read_body
 from smckpt.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, few
 from smckpt.storage import Storage
 from smckpt.storage.urls import join_url, parent_url, relative_url

@@ -18,10 +18,9 @@ from itertools import pairwise
 from typing import Any
 
 from smckpt.checkpoint.records.crc import combine
-from smckpt.checkpoint.records.numbers import HAS_NONFINITE
 from smckpt.engine.background.commands import PartWritten, Watched
 from smckpt.errors import StateError, UsageError, few
-from smckpt.layout.entries import Entry
+from smckpt.layout.entries import HAS_NONFINITE, Entry
 from smckpt.layout.image import Layout, shares
 from smckpt.staging.copies import checksums
 

@@ -17,8 +17,8 @@ from typing import Any, BinaryIO
 
 from smckpt.calls import alone
 from smckpt.checkpoint.records.crc import crc64
-from smckpt.checkpoint.records.files import decode_body
-from smckpt.checkpoint.records.sealed import FORMAT_VERSION, open_json, seal_json
+from smckpt.checkpoint.records.format import FORMAT_VERSION
+from smckpt.checkpoint.records.sealed import decode_body, open_json, seal_json
 from smckpt.errors import CheckpointError, CorruptCheckpointError, StorageError, UsageError
 from smckpt.formats.degrees import check_counts, check_flags, check_paths
 from smckpt.storage import Storage, StoreOptions, access_to

@@ -18,9 +18,9 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 
 from smckpt.checkpoint.records.crc import BLOCK, crc64, hex64
-from smckpt.checkpoint.records.files import decode_body, read_body, read_file
+from smckpt.checkpoint.records.format import FORMAT_VERSION
 from smckpt.checkpoint.records.headers import Header, read_header
-from smckpt.checkpoint.records.sealed import FORMAT_VERSION, seal_json
+from smckpt.checkpoint.records.sealed import decode_body, read_body, read_file, seal_json
 from smckpt.decoding import Checksum, Count
 from smckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
 from smckpt.storage import Storage

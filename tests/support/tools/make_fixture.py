@@ -18,14 +18,15 @@ from typing import Any
 import numpy as np
 
 from smckpt.checkpoint.commits.commit import publish_record, take_lease
-from smckpt.checkpoint.records.format import GroupManifest, record_name
-from smckpt.checkpoint.records.objects import encode_object
-from smckpt.checkpoint.records.sealed import (
+from smckpt.checkpoint.records.format import (
     FORMAT_VERSION,
     PACKED_VERSION,
     PART_VERSION,
     PREFIX_SHARDING_VERSION,
+    GroupManifest,
+    record_name,
 )
+from smckpt.checkpoint.records.objects import encode_object
 from smckpt.layout.entries import DTYPES, Entry
 from smckpt.layout.flat_geometry import FlatGeometry, FlatUnit, Segment
 from smckpt.layout.geometry import BoxGeometry, Geometry, MeshGeometry, PerRankGeometry

@@ -21,7 +21,8 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from smckpt import apply_published, errors, publish
-from smckpt.checkpoint.records.sealed import FORMAT_VERSION, open_json, seal_json
+from smckpt.checkpoint.records.format import FORMAT_VERSION
+from smckpt.checkpoint.records.sealed import open_json, seal_json
 from smckpt.storage import open_storage
 from smckpt.storage.disk.directory import Directory
 from smckpt.storage.disk.posix import PosixStorage

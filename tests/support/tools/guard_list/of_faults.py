@@ -53,7 +53,7 @@ TABLES = [
     of(
         "tables: a rank of a mesh that lacks its shard is refused",
         "checkpoint/commits/gather.py",
-        "    _check_shards(storage.url, gathered.layout, ranks)\n",
+        '    _check_shards(storage.url, gathered["layout"], ranks)\n',
         "",
         GATHER + "test_a_shard_that_a_rank_of_the_mesh_lacks_is_refused_at_the_save",
     ),

@@ -140,7 +140,7 @@ REPAIR = [
         FINISH + "test_one_group_of_a_step_is_never_committed_alone",
     ),
     of(
-        "repair: what a part's name says", "checkpoint/records/files.py",
+        "repair: what a part's name says", "checkpoint/records/sealed.py",
         '    refuse_unlike(made, parsed, named, path, "the name of the file")\n', "",
         FINISH + "test_forged_parts_are_refused_and_nothing_is_written",
     ),

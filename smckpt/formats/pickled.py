@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, BinaryIO
 
+from smckpt.errors import StateError
+
 _OBJECTS = 6_000_000  # containers and stand-ins; their memory is below a gigabyte
 _KEY = 16  # scalars in a tuple that is a key: hashing deep tuples may take for ever
 _WORD = 1 << 64  # a key that is a whole number is smaller: a long one is hashed anew each time
@@ -63,6 +65,7 @@ def read_pickle(data: bytes | BinaryIO, persistent: Callable[[Any], Any] | None 
 
     Raises:
         ValueError: it is damaged, or has what no pickle of plain objects has; says at which byte.
+        StateError: it has no end, as `refuse_endless` says.
     """
     machine = _Machine(persistent or (lambda pid: Inert(Global("pickle", "persistent id"), pid)))
     at: int | None = 0
@@ -76,6 +79,8 @@ def read_pickle(data: bytes | BinaryIO, persistent: Callable[[Any], Any] | None 
             if handler is None:
                 raise ValueError(f"it has the opcode {opcode.name}")
             handler(machine, argument)
+    except StateError:  # a TypeError too
+        raise
     except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
         raise ValueError(f"damaged at byte {at}: {error}") from error
     raise ValueError("it does not end")
@@ -84,7 +89,7 @@ def read_pickle(data: bytes | BinaryIO, persistent: Callable[[Any], Any] | None 
 def refuse_endless(root: Any) -> None:
     """
     Raises:
-        ValueError: a walk through containers, as code that knows a state dict takes it, would not
+        StateError: a walk through containers, as code that knows a state dict takes it, would not
             end: one holds itself, or a few hold each other so often that there is no end of items.
     """
     weights: dict[int, int] = {}
@@ -96,14 +101,21 @@ def refuse_endless(root: Any) -> None:
             return 1
         if id(value) not in weights:
             if depth > _DEPTH:
-                raise ValueError(f"a container holds itself, or {_DEPTH} others one in another")
+                raise _endless(f"a container holds itself, or {_DEPTH} others one in another")
             items += len(value)
             inner = value.values() if isinstance(value, dict) else value
             weights[id(value)] = 1 + sum(weight(one, depth + 1) for one in inner)
         return weights[id(value)]
 
     if (walked := weight(root, 0)) > (1 << 20) + _AGAIN * items:
-        raise ValueError(f"{items} items are used again and again, as {walked}")
+        raise _endless(f"{items} items are used again and again, as {walked}")
+
+
+def _endless(what: str) -> StateError:
+    return StateError(
+        f"the saved state is nested without end: {what}",
+        remedy="save it without what holds itself; if nobody saved it so, fetch the file again",
+    )
 
 
 class _Machine:

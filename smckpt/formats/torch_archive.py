@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn, cast
 
 from smckpt.checkpoint.records.objects import refuse_inflating
-from smckpt.errors import CorruptCheckpointError, StateError, UsageError
+from smckpt.errors import CorruptCheckpointError, StateError, UsageError, errors_at
 from smckpt.formats.pickled import Global, Inert, read_pickle, refuse_endless
 from smckpt.formats.source_files import ArchiveRecord, HeadersFile, SourceFiles
 from smckpt.layout.entries import DTYPES
@@ -102,7 +102,10 @@ def open_archive(source: SourceFiles, archive: ArchiveRecord) -> Archive:
         if name.startswith(f"{folder}data/")
     }
     try:
-        root = _Tensors(inside).resolved(read_pickle(text, _storage))
+        with errors_at(path):
+            root = _Tensors(inside).resolved(read_pickle(text, _storage))
+    except StateError:  # a TypeError too
+        raise
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         _bad(path, f"the pickle at byte {record.offset} is {error}")
     return Archive(root, inside)
@@ -123,7 +126,10 @@ def open_legacy(source: SourceFiles, file: ArchiveRecord) -> Archive | None:
     while True:  # nothing says how long the pickles are
         head = source.read(file, 0, min(most, file.nbytes))
         try:
-            return _legacy(file, head)
+            with errors_at(file.path):
+                return _legacy(file, head)
+        except StateError:
+            raise
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             if most >= min(file.nbytes, _PICKLE_LIMIT):
                 _bad(file.path, str(error))

@@ -18,7 +18,7 @@ import torch
 import smckpt
 from smckpt.checkpoint.reading.catalogue import SavedPieces
 from smckpt.checkpoint.records.sealed import read_json, strict_json
-from smckpt.errors import CheckpointError
+from smckpt.errors import CheckpointError, StateError
 from smckpt.formats.pickled import read_pickle
 from smckpt.formats.readers.torch_files import load_inert
 from smckpt.formats.source_files import SourceFiles
@@ -196,7 +196,7 @@ def test_a_state_in_which_a_walk_does_not_end_is_refused(
 ) -> None:
     path = str(tmp_path / "state")
     torch.save({"steps": steps}, path, _use_new_zipfile_serialization=form != "file of old torch")
-    with within(seconds(60)), pytest.raises(CheckpointError, match="again and again|holds itself"):
+    with within(seconds(60)), pytest.raises(StateError, match="again and again|holds itself"):
         if form == "value of DCP":
             with closing(SourceFiles()) as source:
                 read_value(source, source.whole(path), "steps")

@@ -118,6 +118,8 @@ def test_ls_of_an_empty_directory_says_so_and_of_a_missing_one_fails(tmp_path):
     assert "no committed checkpoint" in run("ls", tmp_path)
     assert data("ls", tmp_path) == []
     assert "no such directory" in run("ls", tmp_path / "absent", status=2)
+    (tmp_path / "loop").symlink_to("loop")
+    assert "symbolic links form a loop" in run("ls", tmp_path / "loop", status=2)
 
 
 # -- show ---------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any, TypedDict, TypeVar, cast, get_type_hints
@@ -19,7 +20,7 @@ from smckpt.checkpoint.records.prefixes import is_prefix
 from smckpt.decoding import decode
 from smckpt.errors import CheckpointError, CheckpointNotFoundError, PeerError, StorageError
 from smckpt.storage import Storage, StoreOptions, access_to
-from smckpt.storage.faults import twice
+from smckpt.storage.faults import os_errors_at, twice
 from smckpt.storage.urls import normal_url, relative_url
 
 log = logging.getLogger("smckpt")
@@ -158,9 +159,15 @@ def refuse_absent(root: Storage) -> None:
 
     Raises:
         CheckpointNotFoundError: it is on a file system, and is no directory.
+        StorageError: nobody can tell, as where links form a loop.
     """
     if root.folder is None or os.path.isdir(root.folder):
         return
+    with (
+        os_errors_at(root.url, "look for the directory"),
+        suppress(FileNotFoundError, NotADirectoryError),
+    ):
+        os.stat(root.folder)
     if os.path.isfile(root.folder):
         what, remedy = "this is a file, not a directory", "`smckpt show` says what is in it"
     else:

@@ -106,6 +106,9 @@ def apply_published(
     with ExitStack() as cleanup:
         source = access.open(root).without_links()
         cleanup.callback(source.close)
+        if not os.path.lexists(os.path.join(path, _LOCK)):
+            # nothing is made where there is nothing to apply
+            chain_to(source, number)
         with os_errors_at(path, "write"):
             host = cleanup.enter_context(_locked(path))
             chain = chain_to(source, number)
@@ -153,11 +156,14 @@ def apply_published(
     return ApplyReport(target, chain[-1].number, nbytes, time.monotonic() - began, mended)
 
 
+_LOCK = ".lock"
+
+
 @contextmanager
 def _locked(path: str) -> Iterator[Directory]:
     with Directory.open(path, make=True) as host:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        fd = os.open(".lock", flags, 0o644, dir_fd=host.fd)
+        fd = os.open(_LOCK, flags, 0o644, dir_fd=host.fd)
         try:
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

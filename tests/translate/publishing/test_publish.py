@@ -595,6 +595,7 @@ def test_a_number_that_is_not_there_is_not_another_one(served: Served) -> None:
     served.publish()
     with pytest.raises(errors.CheckpointNotFoundError, match="no publish 7"):
         served.apply(number=7)
+    assert not served.host.exists()  # nor a lock in it
 
 
 def _forged(body: dict[str, Any], name: str) -> None:

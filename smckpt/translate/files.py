@@ -195,6 +195,7 @@ _WEIGHTS = re.compile(
     r"\.(safetensors|bin|h5|msgpack|pth|gguf|unfinished)(\.index\.json)?$"
     r"|(adapter_config|hf_quant_config|quantize_config|params)\.json$"
 )
+_SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 _FILE = re.compile(r"\.[A-Za-z]+$")  # the end of a file's name, not of a step's directory
 
 
@@ -357,6 +358,8 @@ class Output:
         if (present or folders) and not overwrite:
             ours = f".safetensors{UNFINISHED}"
             half = next((name for name in present if name.endswith(ours)), None)
+            if half is None and not {INDEX, SINGLE} & {*present}:  # in a store, under its name
+                half = next(filter(_SHARD.fullmatch, present), None)
             raise UsageError(
                 "the directory is not empty"
                 + (

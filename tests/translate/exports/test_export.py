@@ -380,11 +380,13 @@ def test_what_a_killed_export_left_is_named(tmp_path):
     model, out = llama(), tmp_path / "hf"
     path = saved(tmp_path / "1", model)
     out.mkdir()
-    (out / "model.safetensors.unfinished").write_bytes(b"half")
-    with pytest.raises(errors.UsageError) as caught:
-        export_hf(path, out, config=model.config)
-    assert "was killed or still runs left model.safetensors.unfinished" in str(caught.value)
-    assert "overwrite=True" in str(caught.value) and "if none runs" in str(caught.value)
+    # in a store, files have their names from the beginning, and the index is last
+    for left in ("model-00001-of-00003.safetensors", "model.safetensors.unfinished"):
+        (out / left).write_bytes(b"half")
+        with pytest.raises(errors.UsageError) as caught:
+            export_hf(path, out, config=model.config)
+        assert f"was killed or still runs left {left}" in str(caught.value)
+        assert "overwrite=True" in str(caught.value) and "if none runs" in str(caught.value)
     export_hf(path, out, config=model.config, options=ExportOptions(overwrite=True))
     assert not [*out.glob("*.unfinished")]
     assert_loads_as(model, out)

@@ -453,6 +453,16 @@ def test_a_damaged_value_of_dcp_is_never_loaded_and_verify_lists_it(tmp_path, mo
     assert refused > 50
 
 
+def test_a_tensor_whose_path_is_not_its_name_is_refused(tmp_path):
+    dcp.save({"model": {"weight": torch.ones(2)}}, checkpoint_id=tmp_path, no_dist=True)
+    data = (tmp_path / ".metadata").read_bytes()
+    # the path in the state, which stands behind the name in all else
+    at = data.rindex(b"weight")
+    (tmp_path / ".metadata").write_bytes(data[:at] + b"height" + data[at + 6 :])
+    with pytest.raises(errors.CorruptCheckpointError, match="at another path"):
+        verify_foreign(tmp_path)
+
+
 def test_a_value_that_cannot_be_read_does_not_vanish_from_a_target(tmp_path):
     odd = {"w": torch.ones(2), "cfg": {"lr": 0.1, "deep": {"of": argparse.Namespace(a=1)}}}
     dcp.save(odd, checkpoint_id=tmp_path, no_dist=True)

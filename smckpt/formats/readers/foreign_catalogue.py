@@ -79,7 +79,12 @@ def foreign_catalogue(storage: Storage) -> ForeignCatalogue | None:
         found = replace(open_state(found.parts, found.source), url=found.url, format=found.format)
     if found is None:
         return None
-    for tensor in found.saved.values():
+    for name, tensor in found.saved.items():
+        if dotted(tensor.path) != name:
+            raise CorruptCheckpointError(
+                f"{name} is a tensor at another path, {dotted(tensor.path)}",
+                remedy="fetch its metadata again, or use another checkpoint", path=found.url,
+            )  # fmt: skip
         refuse_gaps(tensor, found.url)
     return ForeignCatalogue(found)
 

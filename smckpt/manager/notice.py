@@ -109,8 +109,8 @@ class Watch:
         self._held = threading.local()  # during a fork: the signals that its thread had blocked
         self._pipe: tuple[int, ...] = ()
         self._thread: threading.Thread | None = None
-        self._timer: threading.Timer | None = None
-        self._until = 0.0  # when the grace time ends
+        self._until = 0.0  # when the grace time ends; 0 before a signal
+        self._begun = threading.Event()  # the grace time; or the watch is closed
         self._pid = os.getpid()
         world = membership.group.world_size
         self._pause = max(POLL_SECONDS, world / RANKS_A_SECOND)
@@ -124,6 +124,8 @@ class Watch:
         )
         self._thread = threading.Thread(target=self._serve, name="smckpt-notice", daemon=True)
         self._thread.start()
+        # In Python 3.12 exit handlers start no thread, and a signal may come in them.
+        threading.Thread(target=self._hold_grace, name="smckpt-grace", daemon=True).start()
         # a program that ends with the thread in a call of torch's store may be aborted
         atexit.register(while_alive(self.close))
 
@@ -170,22 +172,23 @@ class Watch:
                 for end in self._pipe:
                     os.close(end)
                 self._pipe = ()
-        if self._timer is not None:
-            self._timer.cancel()
-        if self._timer is not None or self._flag is not None:
-            atexit.register(while_alive(self._hold_grace))
+        self._begun.set()
 
     def _start_grace(self, seconds: float) -> None:
         self._until = time.monotonic() + seconds
-        self._timer = threading.Timer(seconds, self._end, ["the time is over"])
-        self._timer.daemon = True
-        self._timer.start()
+        self._begun.set()
 
     def _hold_grace(self) -> None:
-        """In the exit handlers: what is left of the time, or as much again if none is left."""
-        if os.getpid() == self._pid:
+        """End the process when the grace time is over. If the manager is closed before, the program
+        may go on. Its exit handlers get what is left of the time, or as much again."""
+        self._begun.wait()
+        if not (self._until or self._flag):
+            return  # closed without a signal
+        if self._ended.wait(max(self._until - time.monotonic(), 0)):
+            threading.main_thread().join()
             left = self._until - time.monotonic()
-            self._start_grace(left if left > 0 else self._grace_after(self._flag or ""))
+            time.sleep(left if left > 0 else self._grace_after(self._flag or ""))
+        self._end("the time is over")
 
     def _grace_after(self, name: str) -> float:
         """The seconds after a signal."""
@@ -216,7 +219,7 @@ class Watch:
         self._restore()
         for end in self._pipe:
             os.close(end)
-        self._pipe, self._thread, self._timer = (), None, None
+        self._pipe, self._thread = (), None
         self.release_signals()
 
     def _install(self, numbers: Sequence[signal.Signals]) -> None:

@@ -427,7 +427,7 @@ ENDING = [
     ),
     of(
         "end: the process ends when the time is over", "manager/notice.py",
-        "        self._timer.start()\n", "",
+        '        self._end("the time is over")\n', "",
         NOTICE + "test_an_open_manager_ends_the_process_when_the_time_is_over",
     ),
     of(
@@ -443,7 +443,7 @@ ENDING = [
     ),
     of(
         "end: a closed manager ends no process", "manager/notice.py",
-        "            self._timer.cancel()\n", "            pass\n",
+        "            threading.main_thread().join()\n", "            pass\n",
         NOTICE + "test_a_manager_that_is_closed_ends_no_process",
     ),
 ]  # fmt: skip

@@ -61,6 +61,18 @@ def undisturbed(call: Callable[_P, object], *args: _P.args, **kwargs: _P.kwargs)
             traceback.print_exc()
 
 
+def started(thread: threading.Thread) -> bool:
+    """Start a thread. False where the interpreter ends and starts none, as Python 3.12 does in its
+    exit handlers."""
+    try:
+        thread.start()
+    except RuntimeError:
+        if threading.main_thread().is_alive():
+            raise
+        return False
+    return True
+
+
 class Threads(ThreadPoolExecutor):
     """Threads that make calls. As the interpreter ends, it starts none: then who submits a call
     makes it. A save that is committed only then still deletes older steps, and its `on_commit=` may

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from queue import SimpleQueue
 from typing import Any
 
-from smckpt.calls import undisturbed
+from smckpt.calls import started, undisturbed
 from smckpt.checkpoint.commits.discover import FoundCheckpoint, found_at
 from smckpt.checkpoint.commits.run_directory import RetentionPolicy, RunDirectory, Whole
 from smckpt.errors import CheckpointError, StorageError, UsageError
@@ -286,10 +286,10 @@ class Retention:
         """This run has committed a checkpoint there. Returns at once."""
         if self._thread is None:
             self._ending = False
-            self._thread = threading.Thread(
-                target=self._serve, name="smckpt-retention", daemon=True
-            )
-            self._thread.start()
+            thread = threading.Thread(target=self._serve, name="smckpt-retention", daemon=True)
+            if not started(thread):
+                return  # the next run does the rest
+            self._thread = thread
         self._inbox.put(subpath)
 
     def close(self, timeout: float) -> None:

@@ -20,6 +20,7 @@ from concurrent.futures import Future, wait
 from datetime import timedelta
 from typing import Any, Protocol
 
+from smckpt.calls import started
 from smckpt.errors import JobStoreError, PeerError
 
 log = logging.getLogger("smckpt")
@@ -188,7 +189,8 @@ def _cloned(store: Store) -> Store:
         except BaseException as error:
             made.set_exception(error)
 
-    threading.Thread(target=clone, name="smckpt-store", daemon=True).start()
+    if not started(threading.Thread(target=clone, name="smckpt-store", daemon=True)):
+        clone()
     while not wait([made], _LOOK_SECONDS).done:
         _refuse_ended(store)
     return made.result()

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 from uuid import uuid4
 
-from smckpt.calls import undisturbed
+from smckpt.calls import started, undisturbed
 from smckpt.engine.background.worker_client import Worker
 from smckpt.engine.events import SaveEvent, Sinks, telling
 from smckpt.engine.groups import Partition
@@ -151,7 +151,11 @@ class SaveQueue(SavesOfGroup):
             job.reported = failed is not None
             job.blocked = job.elapsed() + job.waited
             self.flying = job.handle
-            self._inbox.put((job, commit))
+            if self._thread is not None:
+                self._inbox.put((job, commit))
+            else:  # in an exit handler
+                while not self._ended(job, commit):
+                    pass
             if failed is not None:
                 raise failed
             self._raise_failures()
@@ -258,8 +262,8 @@ class SaveQueue(SavesOfGroup):
     def _start_thread(self) -> None:
         if self._thread is None:
             name = f"smckpt-{self.name}"
-            self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._serve, name=name, daemon=True)
+            self._thread = thread if started(thread) else None
 
     def _serve(self) -> None:
         if len(self.group.ranks) > 1:

@@ -109,6 +109,7 @@ class Watch:
         self._held = threading.local()  # during a fork: the signals that its thread had blocked
         self._pipe: tuple[int, ...] = ()
         self._thread: threading.Thread | None = None
+        self._holder: threading.Thread | None = None
         self._until = 0.0  # when the grace time ends; 0 before a signal
         self._begun = threading.Event()  # the grace time; or the watch is closed
         self._pid = os.getpid()
@@ -125,7 +126,8 @@ class Watch:
         self._thread = threading.Thread(target=self._serve, name="smckpt-notice", daemon=True)
         self._thread.start()
         # In Python 3.12 exit handlers start no thread, and a signal may come in them.
-        threading.Thread(target=self._hold_grace, name="smckpt-grace", daemon=True).start()
+        self._holder = threading.Thread(target=self._hold_grace, name="smckpt-grace", daemon=True)
+        self._holder.start()
         # a program that ends with the thread in a call of torch's store may be aborted
         atexit.register(while_alive(self.close))
 
@@ -173,6 +175,8 @@ class Watch:
                     os.close(end)
                 self._pipe = ()
         self._begun.set()
+        if self._holder is not None and not (self._until or self._flag):
+            self._holder.join(LEAVE_SECONDS)
 
     def _start_grace(self, seconds: float) -> None:
         self._until = time.monotonic() + seconds
@@ -219,7 +223,7 @@ class Watch:
         self._restore()
         for end in self._pipe:
             os.close(end)
-        self._pipe, self._thread = (), None
+        self._pipe, self._thread, self._holder = (), None, None
         self.release_signals()
 
     def _install(self, numbers: Sequence[signal.Signals]) -> None:

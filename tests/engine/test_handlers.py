@@ -64,6 +64,7 @@ def interrupted(handler: Callable[[], None]) -> Iterator[None]:
     before = signal.signal(signal.SIGALRM, late)
     # Again each second: what unwinds may wait for that lock too. The test's own limit comes back.
     limit = signal.setitimer(signal.ITIMER_REAL, seconds(120), 1)
+    sys._getframe().f_trace_opcodes = True  # Python 3.12 looks here whether there are any
     sys.settrace(trace)
     try:
         yield

@@ -326,7 +326,8 @@ def _write_trainer(whole: WholeState, target: NewTarget) -> tuple[str, ...]:
     for name, data in beside.items():
         target.put(name, data)
     trainer = whole.in_memory("trainer")
-    if best := trainer.get("best_model_checkpoint"):  # the Trainer loads it, and keeps it, by path
+    best = trainer.get("best_model_checkpoint")
+    if isinstance(best, str):  # the Trainer loads it, and keeps it, by path
         beside_it = os.path.join(os.path.dirname(target.target), os.path.basename(best))
         relative = is_local(best) and not os.path.isabs(best)
         trainer["best_model_checkpoint"] = os.path.relpath(beside_it) if relative else beside_it
@@ -353,7 +354,7 @@ def _of_peft(
             remedy="resume with SmckptTrainer",
             path=whole.catalogue.url,
         )
-    if (form or {}).get("state_dict_type") == _FULL and (form or {})["version"] == 2:
+    if form and (form.get("state_dict_type"), form.get("version")) == (_FULL, 2):
         return {"": model}  # accelerate has the model's names there
     return {
         folder: {there: model[name] for there, name in named[adapter].items()}

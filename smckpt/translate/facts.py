@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from smckpt.errors import TensorMismatchError, TopologyError, UsageError
+from smckpt.errors import TensorMismatchError, TopologyError, UsageError, few
 from smckpt.formats.degrees import Degrees
 from smckpt.formats.source_facts import (
     EP,
@@ -232,11 +232,8 @@ def _unknown(facts: SourceFacts) -> list[str]:
         and (value is True or value not in (None, 0, 1, "", "none", ()))
         and not (name == "spec" and str(value).startswith(("local", "megatron.")))
     ]  # fmt: skip
-    more = f" and {len(found) - 8} more" if found[8:] else ""
-    return [
-        f"{facts.of} say {', '.join(found[:8])}{more}, which smckpt does not know: compare the "
-        "export's logits with the trainer's"
-    ] if found else []  # fmt: skip
+    what = f"{facts.of} say {few(found)}, which smckpt does not know"
+    return [f"{what}: compare the export's logits with the trainer's"] if found else []
 
 
 _UNKNOWN_TO_MEGATRON = ("residual_multiplier", "logit_scale", "clip_qkv", "attn_temperature_tuning")

@@ -212,8 +212,8 @@ class SaveQueue(SavesOfGroup):
         return super().finalize(blocking, timeout)
 
     def close(self, timeout: float) -> list[SaveHandle]:
-        """And stop the thread and the worker, free the arena, and tell peers that wait for another
-        save of this rank that none comes."""
+        """As of any saves. Then stop the thread and the worker, free the arena, and announce to
+        peers that this rank makes no other save."""
         if os.getpid() != self._pid:  # a forked child owns nothing here
             return []
         deadline = time.monotonic() + timeout
